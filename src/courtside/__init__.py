@@ -1,0 +1,69 @@
+"""On-policy distillation: the student writes, and a teacher corrects it where it went.
+
+The public names below load on first use, so that importing courtside costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from courtside import errors
+    from courtside.config import Recipe
+    from courtside.recipe_file import load_recipe, recipe_from
+    from courtside.report.folder import RunFolder
+    from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
+    from courtside.verbs import evaluate_student, export, rescore, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Evaluation",
+    "Grade",
+    "Message",
+    "Recipe",
+    "RunFolder",
+    "Task",
+    "Trajectory",
+    "Turn",
+    "__version__",
+    "errors",
+    "evaluate_student",
+    "export",
+    "load_recipe",
+    "recipe_from",
+    "rescore",
+    "train",
+]
+
+_HOMES = {
+    "Evaluation": "courtside.types",
+    "Grade": "courtside.types",
+    "Message": "courtside.types",
+    "Recipe": "courtside.config",
+    "RunFolder": "courtside.report.folder",
+    "Task": "courtside.types",
+    "Trajectory": "courtside.types",
+    "Turn": "courtside.types",
+    "evaluate_student": "courtside.verbs",
+    "export": "courtside.verbs",
+    "load_recipe": "courtside.recipe_file",
+    "recipe_from": "courtside.recipe_file",
+    "rescore": "courtside.verbs",
+    "train": "courtside.verbs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("courtside.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'courtside' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

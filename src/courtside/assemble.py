@@ -1,0 +1,279 @@
+"""From a recipe to its parts: the only place that picks implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from courtside.chat.render import Renderer
+from courtside.config import ModelTeacher, Recipe, RoutedTeacher, SelfTeacher, teachers_of
+from courtside.engines.base import Sampling
+from courtside.engines.int8 import quantise
+from courtside.engines.models import load_model, load_tokenizer
+from courtside.engines.transformers import TransformersEngine
+from courtside.errors import ModelError, RecipeError, TaskError
+from courtside.evaluate.suite import answer_with, evaluate_tasks
+from courtside.rollout.single import SingleTurnRollout
+from courtside.student.step import Student
+from courtside.student.weights import MovingAverage, StudentWeights
+from courtside.tasks.base import TaskSource
+from courtside.tasks.graders import grade
+from courtside.tasks.source import Room, task_source
+from courtside.teacher.context import task_context
+from courtside.teacher.model import Teacher
+from courtside.teacher.routing import RoutedTeachers
+from courtside.teacher.scoring import Scoring
+from courtside.types import Evaluation, Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    recipe: Recipe
+    tasks: TaskSource
+    rollout: SingleTurnRollout
+    teacher: Scoring
+    student: Student
+    engine: TransformersEngine
+    """The student's."""
+    renderer: Renderer
+    averages: dict[str, MovingAverage]
+    """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
+    notes: tuple[str, ...]
+    """What a user should know before the run starts."""
+
+    def evaluate(
+        self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
+    ) -> Evaluation:
+        config = self.recipe.evaluate
+        answer = answer_with(self.engine.sample, self.renderer)
+        if who == "teacher":
+            assert self.teacher.teacher is not None
+            answer = self.teacher.teacher.write
+        return evaluate_tasks(
+            self.tasks.held_out(split, num_tasks or config.tasks),
+            answer,
+            grade=grade,
+            renderer=self.renderer,
+            sampling=Sampling(
+                max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
+                temperature=config.temperature,
+                stop=self.recipe.rollout.stop,
+            ),
+            samples=config.samples,
+            step=step,
+            who=who,
+            split=split,
+            seed=self.recipe.seed,
+        )
+
+    def can_evaluate(self, split: Split) -> str | None:
+        """None if it can, else why not."""
+        try:
+            tasks = self.tasks.held_out(split, self.recipe.evaluate.tasks)
+        except TaskError as error:
+            return str(error)
+        if any(task.grader is None for task in tasks):
+            return f"some {split} tasks have no grader"
+        return None
+
+    def teacher_can_answer(self) -> bool:
+        """Feedback and siblings exist only once something was written: no gate to measure then."""
+        return all(
+            t.context is None or t.context.kind in ("system", "field")
+            for t in teachers_of(self.recipe)
+        )
+
+
+def assemble(recipe: Recipe) -> Parts:
+    weights = StudentWeights(recipe.student, seed=recipe.seed)
+    name = recipe.student.model
+    tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
+    others = {
+        t.model: _load_teacher(t, weights.device)
+        for t in teachers_of(recipe)
+        if isinstance(t, ModelTeacher)
+    }
+    num_words = _common_words(name, weights.model, tokenizer, others)
+    _check_top_k(recipe, num_words)
+
+    def engine_for(model: Any, label: str, autocast: torch.dtype | None) -> TransformersEngine:
+        return TransformersEngine(
+            model,
+            tokenizer,
+            name=label,
+            num_words=num_words,
+            autocast=autocast,
+            max_batch_tokens=recipe.rollout.max_batch_tokens,
+        )
+
+    engine = engine_for(weights.model, name, weights.autocast)
+    renderer = Renderer(tokenizer, name=name, eos_ids=engine.eos_ids)
+    student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
+    room = Room(
+        length=lambda task: len(renderer.prompt_ids(task.messages)),
+        max_tokens=engine.context_length - recipe.rollout.max_new_tokens,
+    )
+    tasks = task_source(recipe.tasks, recipe.seed, room)
+
+    averages: dict[str, MovingAverage] = {}
+    notes: list[str] = []
+    hidden = any(
+        loss.kind == "divergence" or (loss.kind == "policy_gradient" and loss.baseline)
+        for loss in recipe.losses
+    )
+
+    def teacher_of(config: SelfTeacher | ModelTeacher, label: str) -> Teacher:
+        spoken = renderer
+        lent: Callable[[], AbstractContextManager[None]] = nullcontext
+        follow: Callable[[], None] = _stay
+        if isinstance(config, ModelTeacher):
+            model, own_tokenizer = others[config.model]
+            its = engine_for(model, config.model, None)
+            spoken = Renderer(own_tokenizer, name=config.model, eos_ids=its.eos_ids)
+            if own_tokenizer.chat_template != tokenizer.chat_template:
+                notes.append(
+                    f"{config.model} has another chat template than {name}: each reads the prompt "
+                    "in its own, and scores the same answer tokens"
+                )
+        elif config.weights == "live":
+            its = engine
+        elif weights.adapter is not None and config.weights == "frozen":
+            its, lent = engine, weights.without_adapter
+        elif weights.adapter is not None:
+            shadow = {n: p.detach().clone() for n, p in weights.trained().items()}
+            average = MovingAverage(config.ema_decay, weights.trained(), shadow)
+            averages[label] = average
+            its, lent, follow = engine, lambda: weights.lent(shadow), average.update
+        else:
+            twin = weights.copy()
+            its = engine_for(twin, label, weights.autocast)
+            if config.weights == "ema":
+                average = MovingAverage(
+                    config.ema_decay, weights.trained(), dict(_named(twin, weights))
+                )
+                averages[label] = average
+                follow = average.update
+        return Teacher(
+            name=label,
+            engine=its,
+            renderer=spoken,
+            context=config.context,
+            context_length=its.context_length,
+            overlong=recipe.tasks.overlong,
+            hidden=hidden,
+            weights=lent,
+            follow=follow,
+        )
+
+    teacher: Teacher | RoutedTeachers | None = None
+    if isinstance(recipe.teacher, RoutedTeacher):
+        routes = {tag: teacher_of(t, f"{tag}:{_label(t)}") for tag, t in recipe.teacher.routes.items()}
+        teacher = RoutedTeachers(routes, recipe.teacher.default)
+    elif recipe.teacher is not None:
+        teacher = teacher_of(recipe.teacher, _label(recipe.teacher))
+    reference = None
+    if recipe.needs_reference:
+        reference = teacher_of(SelfTeacher(kind="self", weights="frozen"), "reference")
+
+    for t in teachers_of(recipe):
+        if t.context is not None:
+            for task in tasks.batch(0, recipe.train.prompts):
+                task_context(t.context, task)  # a field that the tasks lack is told now
+    if tasks.num_dropped:
+        notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
+    return Parts(
+        recipe=recipe,
+        tasks=tasks,
+        rollout=SingleTurnRollout(
+            engine=engine,
+            renderer=renderer,
+            config=recipe.rollout,
+            grade=grade,
+            teacher_writes=teacher.write if teacher else None,
+            seed=recipe.seed,
+        ),
+        teacher=Scoring(teacher, reference),
+        student=student,
+        engine=engine,
+        renderer=renderer,
+        averages=averages,
+        notes=tuple(notes),
+    )
+
+
+def _stay() -> None:
+    """A teacher that does not move."""
+
+
+def _label(teacher: SelfTeacher | ModelTeacher) -> str:
+    return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacher) else teacher.model
+
+
+def _named(twin: Any, weights: StudentWeights) -> dict[str, torch.Tensor]:
+    names = weights.trained().keys()
+    return {name: p.data for name, p in twin.named_parameters() if name in names}
+
+
+def _load_teacher(config: ModelTeacher, device: torch.device) -> tuple[Any, Any]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype in ("float32", "bfloat16"):
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    model: Any = load_model(
+        config.model, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
+    if config.adapter is not None:
+        model = _merge_adapter(model, config)
+    if config.dtype == "int8":
+        model = quantise(model)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    return model.requires_grad_(False), tokenizer
+
+
+def _merge_adapter(model: Any, config: ModelTeacher) -> Any:
+    from peft import PeftModel
+
+    if not (config.adapter and (config.adapter / "adapter_config.json").is_file()):
+        raise ModelError(
+            f"teacher.adapter = {str(config.adapter)!r}: no adapter_config.json there. Give the "
+            "folder that `courtside export --adapter` wrote"
+        )
+    return PeftModel.from_pretrained(model, str(config.adapter)).merge_and_unload().eval()
+
+
+def _common_words(
+    name: str, model: Any, tokenizer: Any, others: dict[str, tuple[Any, Any]]
+) -> int:
+    """The vocabulary that all models share. Heads padded to another size are cut to it."""
+    vocabulary = tokenizer.get_vocab()
+    sizes = {name: model.get_output_embeddings().weight.shape[0]}
+    for other, (teacher, its_tokenizer) in others.items():
+        theirs = its_tokenizer.get_vocab()
+        if theirs != vocabulary:
+            words = sorted(set(vocabulary.items()) ^ set(theirs.items()))
+            raise ModelError(
+                f"teacher.model = {other!r} has another vocabulary than the student {name!r} "
+                f"({len(theirs)} and {len(vocabulary)} words; {len(words)} entries differ, such as "
+                f"{words[0][0]!r}). Token ids of one mean nothing to the other: choose a teacher "
+                "of the same family"
+            )
+        sizes[other] = teacher.get_output_embeddings().weight.shape[0]
+    smallest = min(sizes.values())
+    if max(vocabulary.values()) >= smallest:
+        raise ModelError(
+            f"the tokenizer of {name!r} has ids up to {max(vocabulary.values())}, but a head has "
+            f"only {smallest} rows ({sizes}). The model and its tokenizer do not belong together"
+        )
+    return smallest
+
+
+def _check_top_k(recipe: Recipe, num_words: int) -> None:
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "divergence" and loss.support.kind == "top_k" and loss.support.k > num_words:
+            raise RecipeError(
+                f"losses[{index}].support.k = {loss.support.k}: the vocabulary has {num_words} "
+                "words. Use a smaller k (20 to 100 is common), or support = { kind = 'full' }"
+            )

@@ -1,0 +1,47 @@
+"""Prompt and answer as the record that is trained, graded and shown."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from courtside.engines.base import Sample
+from courtside.types import Grade, Source, Task, Trajectory, Turn
+
+
+def answered(
+    task: Task,
+    prompt_ids: tuple[int, ...],
+    sample: Sample,
+    *,
+    id: str,
+    source: Source,
+    policy_version: int | None,
+    temperature: float,
+    grade: Grade | None,
+    preference: Literal["better", "worse"] | None = None,
+) -> Trajectory:
+    """A single-turn trajectory. A text from a data set has no log-probs of a sampler."""
+    prompt = Turn(
+        role="prompt",
+        text="\n\n".join(f"{m.role}: {m.content}" for m in task.messages),
+        token_ids=prompt_ids,
+        chosen=(False,) * len(prompt_ids),
+    )
+    answer = Turn(
+        role="assistant",
+        text=sample.text,
+        token_ids=sample.token_ids,
+        chosen=(True,) * len(sample.token_ids),
+        sampler_logp=None if source == "dataset" else sample.logp,
+    )
+    return Trajectory(
+        id=id,
+        task=task,
+        turns=(prompt, answer),
+        source=source,
+        policy_version=policy_version,
+        temperature=temperature,
+        stop=sample.stop,
+        grade=grade,
+        preference=preference,
+    )

@@ -1,0 +1,41 @@
+"""`courtside train`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from courtside.cli.arguments import Overrides
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+    ],
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Where everything is written. Unset: runs/NAME-OF-THE-RECIPE.",
+        ),
+    ] = None,
+) -> None:
+    """Train a student. The same command goes on with a run that was interrupted."""
+    from courtside.library import find_recipe, recipe_name
+    from courtside.recipe_file import load_recipe
+
+    file = find_recipe(recipe)
+    tree = load_recipe(file, overrides or ())
+    folder = run or Path("runs") / recipe_name(file)
+
+    from courtside import verbs
+    from courtside.report.screen import screen_for
+
+    done = verbs.train(tree, folder, screen=screen_for(sys.stdout))
+    typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
+    typer.echo(f"Weights: courtside export {done.path} FOLDER")

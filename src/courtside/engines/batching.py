@@ -1,0 +1,45 @@
+"""Grouping sequences of different lengths so that padding wastes little and memory stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in groups of similar length, each of at most `max_tokens` with its padding.
+
+    Longest first, so that a run that will not fit in memory fails at once. A sequence longer than
+    the budget gets a group of its own.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and longest * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
+
+
+def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
+    """Under causal attention no real token sees what stands to its right: no mask is needed."""
+    longest = max(len(ids) for ids in sequences)
+    rows = [list(ids) + [pad_id] * (longest - len(ids)) for ids in sequences]
+    return torch.tensor(rows, dtype=torch.long, device=device)
+
+
+def pad_left(
+    sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask, aligned at the end, where decoding goes on."""
+    longest = max(len(ids) for ids in sequences)
+    rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in sequences]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in sequences]
+    return (
+        torch.tensor(rows, dtype=torch.long, device=device),
+        torch.tensor(mask, dtype=torch.long, device=device),
+    )

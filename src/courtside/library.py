@@ -1,0 +1,80 @@
+"""The built-in recipes: in the source tree's `recipes/`, and inside an installed package."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from courtside.errors import RecipeError, UserError
+
+RECIPE = "recipe.toml"
+NEEDS = re.compile(r"^(?:Needs|Hardware):\s*(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    name: str
+    file: Path
+    about: str
+    """The first line of its README."""
+    needs: str | None
+    """Its README's line `Needs: …`: hardware and time."""
+
+
+def recipes_folder() -> Path:
+    installed = Path(__file__).parent / "_recipes"
+    if installed.is_dir():
+        return installed
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file() and (checkout / "recipes").is_dir():
+        return checkout / "recipes"
+    raise UserError(f"{installed}: the built-in recipes are missing. Install courtside again")
+
+
+def built_in_recipes() -> list[BuiltIn]:
+    files = sorted(recipes_folder().glob(f"*/{RECIPE}"))
+    return [_built_in(file) for file in files]
+
+
+def built_in_recipe(name: str) -> BuiltIn:
+    recipes = {recipe.name: recipe for recipe in built_in_recipes()}
+    if name not in recipes:
+        close = get_close_matches(name, recipes, n=1)
+        guess = f" Did you mean {close[0]}?" if close else ""
+        raise RecipeError(
+            f"{name}: no such built-in recipe.{guess} `courtside recipes` lists them"
+        )
+    return recipes[name]
+
+
+def find_recipe(name: str) -> Path:
+    """The file meant by a path, or by the name of a built-in recipe."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        if path.is_dir():
+            raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
+        raise RecipeError(f"{name}: no such file. `courtside recipes` lists the built-in recipes")
+    return built_in_recipe(name).file
+
+
+def recipe_name(file: Path) -> str:
+    """`shared-rule` for `recipes/shared-rule/recipe.toml`, `mine` for `mine.toml`."""
+    return file.resolve().parent.name if file.name == RECIPE else file.stem
+
+
+def _built_in(file: Path) -> BuiltIn:
+    readme = file.with_name("README.md")
+    if not readme.is_file():
+        raise UserError(f"{readme}: missing. A built-in recipe says there what it does")
+    text = readme.read_text(encoding="utf-8").strip()
+    needs = NEEDS.search(text)
+    return BuiltIn(
+        name=file.parent.name,
+        file=file,
+        about=text.split("\n")[0].lstrip("# ").strip(),
+        needs=needs[1].strip() if needs else None,
+    )

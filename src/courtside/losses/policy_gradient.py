@@ -1,0 +1,96 @@
+"""Policy gradient on sampled tokens: π student, μ the sampler that drew them, A an advantage.
+
+An advantage must depend on which token was sampled. A divergence summed over words does not, and
+as an advantage has an expected gradient of zero: it belongs into a loss of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def teacher_gap(
+    teacher_logp_T: Tensor,
+    sampler_logp_T: Tensor,
+    *,
+    baseline_T: Tensor | None = None,
+    reference_logp_T: Tensor | None = None,
+    lam: float = 1.0,
+) -> Tensor:
+    """A = λ·log q + (1 − λ)·log ref − log μ − V of each token, detached.
+
+    `baseline_T` is V, what A is on average: −KL(π‖q) at the position, over the whole vocabulary or
+    a top-k. It leaves the expected gradient alone, as anything does that does not depend on the
+    sampled token. It always lowers the mean square of A, and the variance of the gradient where
+    the student is spread over many words; where it is nearly certain of one, it can raise that.
+    λ > 1 extrapolates beyond the teacher, away from the reference.
+
+    Where μ = π this makes the policy gradient that of KL(π‖q). With an older sampler, importance
+    ratios make it that of KL(π‖q) − KL(π‖μ): the same only as far as the student has not moved.
+    """
+    target_T = teacher_logp_T
+    if lam != 1:
+        if reference_logp_T is None:
+            raise ValueError(f"lam = {lam} extrapolates from a reference: give reference_logp_T")
+        target_T = lam * teacher_logp_T + (1 - lam) * reference_logp_T
+    advantage_T = target_T - sampler_logp_T
+    if baseline_T is not None:
+        advantage_T = advantage_T - baseline_T
+    return advantage_T.detach()
+
+
+def policy_gradient(
+    student_logp_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    sampler_logp_T: Tensor | None = None,
+    truncate: float | None = None,
+    clip: tuple[float, float] | None = None,
+) -> Tensor:
+    """Surrogate per token; only its gradient means something, its value is not a KL or a reward.
+
+    - without `sampler_logp_T`: −A·log π, for tokens drawn from the student as it is;
+    - with it: −sg[r]·A·log π, r = π/μ. Its gradient is that of −r·A exactly;
+    - `truncate` = c: −sg[min(r, c)]·A·log π. A truncated token weighs less and still has gradient,
+      which clamping r inside −r·A would take away;
+    - `clip` = (low, high): −min(r·A, clamp(r, 1 − low, 1 + high)·A), whose gradient does stop once
+      the ratio has moved that far in the advantage's direction.
+    """
+    advantage_T = advantage_T.detach()
+    if sampler_logp_T is None:
+        if truncate is not None or clip is not None:
+            raise ValueError("truncate and clip act on the ratio π/μ: give sampler_logp_T")
+        return -advantage_T * student_logp_T
+    if truncate is not None and clip is not None:
+        raise ValueError("truncate and clip exclude each other: give one of them")
+    ratio_T = (student_logp_T - sampler_logp_T.detach()).exp()
+    if clip is not None:
+        low, high = clip
+        clipped_T = ratio_T.clamp(1 - low, 1 + high)
+        return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    limit = math.inf if truncate is None else truncate
+    return -ratio_T.detach().clamp(max=limit) * advantage_T * student_logp_T
+
+
+def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -> Tensor:
+    """Each reward minus the mean of its group, detached; equal `group_N` means the same prompt.
+
+    `scale_by_std` divides by the group's (population) standard deviation. A group of one, or of
+    equal rewards, says nothing about which sample was better: exactly 0 either way.
+    """
+    _, member_N = torch.unique(group_N, return_inverse=True)
+    rewards_N = rewards_N.detach()
+    advantage_N = torch.zeros_like(rewards_N)
+    for group in range(int(member_N.max()) + 1 if member_N.numel() else 0):
+        in_group_N = member_N == group
+        rewards_M = rewards_N[in_group_N]
+        # By comparison, not by a zero spread: the mean of equal floats may be an ulp off.
+        if bool((rewards_M == rewards_M[0]).all()):
+            continue
+        centred_M = rewards_M - rewards_M.mean()
+        spread = centred_M.square().mean().sqrt() if scale_by_std else 1.0
+        advantage_N[in_group_N] = centred_M / spread
+    return advantage_N

@@ -1,0 +1,114 @@
+"""Recipes from TOML files, overrides and plain trees. Knows nothing of what a recipe means.
+
+Types are taken at their word: `steps = "5"` or `seed = true` is a mistake, not a 5 or a 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from courtside.config import Recipe
+from courtside.errors import RecipeError
+from courtside.recipe_problems import explain
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a TOML recipe and apply overrides, each `section.key=value`.
+
+    Values are TOML, and bare words are strings; an entry of a list goes by its index, as in
+    `losses.0.weight=2`; `section.key=null` removes a key, so that its default holds.
+    """
+    tree = read_tree(path)
+    for override in overrides:
+        _apply(tree, override)
+    return recipe_from(tree, name=str(path))
+
+
+def recipe_from(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
+    """Validate a plain tree; all problems are listed at once, each with its field."""
+    # In JSON a list may be a tuple and a string a path, so that all other types can be strict.
+    text = json.dumps(tree, default=_plain)
+    try:
+        return Recipe.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        lines = explain(error.errors(include_url=False))
+        raise RecipeError(f"{name}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe. `courtside recipes` lists the built-in ones"
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case os.PathLike():
+            return os.fspath(value)
+        case Mapping():
+            return dict(value)
+        case BaseModel():
+            return value.model_dump(mode="json", exclude_unset=True)
+        case date() | time():
+            return value.isoformat()
+    raise RecipeError(f"{value!r} of type {type(value).__name__} has no place in a recipe")
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    *parents, last = key.strip().split(".")
+    if not separator or not text.strip() or not all((*parents, last)):
+        raise RecipeError(f"override {override!r}: write it as section.key=value")
+    node: Any = tree
+    for i, name in enumerate(parents):
+        node = _child(node, name, where=".".join(parents[:i]), override=override)
+    if text.strip() == "null":
+        if not isinstance(node, dict):
+            raise RecipeError(f"override {override!r}: null removes a key, and {last} is none")
+        node.pop(last, None)
+    elif isinstance(node, dict):
+        node[last] = _value(text)
+    else:
+        _child(node, last, where=".".join(parents), override=override)
+        node[int(last)] = _value(text)
+
+
+def _child(node: Any, name: str, *, where: str, override: str) -> Any:
+    if isinstance(node, dict):
+        return node.setdefault(name, {})
+    if not isinstance(node, list):
+        raise RecipeError(f"override {override!r}: {where} is a value, not a section")
+    if not name.isdecimal():
+        raise RecipeError(
+            f"override {override!r}: {where} is a list; name an entry by its index, as in {where}.0"
+        )
+    if int(name) >= len(node):
+        raise RecipeError(
+            f"override {override!r}: {where} has {len(node)} entries, counted from 0; "
+            f"there is no {where}.{name}"
+        )
+    return node[int(name)]
+
+
+def _value(text: str) -> Any:
+    try:
+        tree = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break in the text could smuggle in more keys; then it is a string.
+    return tree["value"] if tree.keys() == {"value"} else text

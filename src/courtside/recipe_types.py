@@ -1,0 +1,60 @@
+"""Questions about the recipe's types: what a key may hold, which kinds a section comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def plain(annotation: Any) -> Any:
+    """The type itself, without Annotated and without None."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        members = [member for member in get_args(annotation) if member is not NoneType]
+        if len(members) == 1:
+            return plain(members[0])
+    return annotation
+
+
+def options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; none if it is no union."""
+    annotation = plain(annotation)
+    if get_origin(annotation) not in (Union, UnionType):
+        return ()
+    return tuple(plain(member) for member in get_args(annotation) if member is not NoneType)
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def kind_of(section: type[BaseModel]) -> str | None:
+    """`divergence` for DivergenceLoss; None for a section that has no kind."""
+    field = section.model_fields.get("kind")
+    return str(get_args(field.annotation)[0]) if field is not None else None
+
+
+def kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections of a tagged union by their `kind`; empty if it is no tagged union."""
+    members = options(annotation)
+    if not members or not all(is_section(member) and kind_of(member) for member in members):
+        return {}
+    return {str(kind_of(member)): member for member in members}
+
+
+def inside(annotation: Any, key: int | str) -> Any:
+    """The type of a section's key, of a list's entry, of a table's value; Any where unknown."""
+    annotation = plain(annotation)
+    if is_section(annotation):
+        field = annotation.model_fields.get(key)
+        return Any if field is None else field.annotation
+    inner = get_args(annotation)
+    if get_origin(annotation) is Mapping:
+        return inner[1]
+    if get_origin(annotation) is tuple and isinstance(key, int):
+        return inner[0] if inner[-1] is Ellipsis else inner[key]
+    return Any

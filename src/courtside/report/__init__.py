@@ -1,0 +1,4 @@
+"""The run folder and everything made from it: metrics, costs, screen, report, sinks.
+
+Knows records and recipes, never tensors or models. Reading a folder loads no torch.
+"""

@@ -1,0 +1,92 @@
+"""What each phase of a run costs: seconds by the clock, tokens and FLOPs by count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from courtside.report.screen import Screen
+from courtside.types import PhaseCost
+
+
+def forward_flops(num_parameters: int, num_tokens: int) -> float:
+    """A multiply and an add per parameter and token; attention scores are left out."""
+    return 2.0 * num_parameters * num_tokens
+
+
+def training_flops(num_parameters: int, num_tokens: int, trainable: int) -> float:
+    """Forward, backward through the activations, and gradients of the trained weights only."""
+    return 2 * forward_flops(num_parameters, num_tokens) + forward_flops(trainable, num_tokens)
+
+
+class Meter:
+    """Adds up seconds, tokens and FLOPs by phase.
+
+    A phase inside another interrupts it: no second is counted twice, so the phases' seconds sum to
+    the time that was spent in any phase. Work on a GPU counts where the program waits for it.
+    """
+
+    def __init__(
+        self, screen: Screen | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._screen = screen
+        self._clock = clock
+        self._totals: dict[str, PhaseCost] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+        self._at_lap: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        self._announce()
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+            self._announce()
+
+    def add(
+        self, phase: str, *, tokens_in: int = 0, tokens_out: int = 0, flops: float = 0.0
+    ) -> None:
+        so_far = self._totals.get(phase, PhaseCost())
+        self._totals[phase] = replace(
+            so_far,
+            tokens_in=so_far.tokens_in + tokens_in,
+            tokens_out=so_far.tokens_out + tokens_out,
+            flops=so_far.flops + flops,
+        )
+
+    def totals(self) -> dict[str, PhaseCost]:
+        self._charge()
+        return dict(self._totals)
+
+    def restore(self, totals: Mapping[str, PhaseCost]) -> None:
+        """Go on from an earlier process of the same run."""
+        assert not self._totals and not self._open, "restore comes before the first phase"
+        self._totals = dict(totals)
+        self._at_lap = {name: cost.seconds for name, cost in totals.items()}
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap; phases that did not run are left out."""
+        self._charge()
+        seconds = {name: cost.seconds for name, cost in self._totals.items()}
+        lap = {name: total - self._at_lap.get(name, 0.0) for name, total in seconds.items()}
+        self._at_lap = seconds
+        return {name: spent for name, spent in lap.items() if spent > 0}
+
+    def _charge(self) -> None:
+        now = self._clock()
+        if self._open:
+            name = self._open[-1]
+            so_far = self._totals.get(name, PhaseCost())
+            self._totals[name] = replace(so_far, seconds=so_far.seconds + now - self._since)
+        self._since = now
+
+    def _announce(self) -> None:
+        if self._screen is not None and self._open:
+            self._screen.phase(self._open[-1])

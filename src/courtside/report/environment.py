@@ -1,0 +1,32 @@
+"""What a run ran on: versions, platform, command line. No host or user names."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("courtside", "torch", "transformers", "peft", "pydantic", "pyarrow", "vllm")
+
+
+def environment() -> dict[str, str | int | None]:
+    """None: not installed, or not known."""
+    program, *arguments = sys.argv or [""]
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        # The program's folder often names its user.
+        "command": shlex.join([Path(program).name, *arguments]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

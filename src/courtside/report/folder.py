@@ -1,0 +1,233 @@
+"""The run folder: everything on disk of a run, enough to redraw, re-score and resume it.
+
+`open` writes and holds a lock for as long as the process lives; `read` only looks. Steps are
+0-based: after N optimiser steps there are metrics of steps 0 … N−1, and an evaluation of those
+weights has step N. What is inside `checkpoints/` belongs to the student.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from courtside.config import Recipe
+from courtside.errors import RecipeError, UserError
+from courtside.recipe_file import recipe_from
+from courtside.report import toml
+from courtside.report.disk import replace_file, writing
+from courtside.report.environment import environment
+from courtside.report.jsonl import Row, append_line, encode, finite, keep_lines, read_lines
+from courtside.report.opening import (
+    RECIPE,
+    recipe_tree,
+    refuse_differences,
+    refuse_strangers,
+    take_lock,
+)
+from courtside.report.parquet import StoredTrajectory, read_trajectories, write_trajectories
+from courtside.report.records import evaluation_from, evaluation_tree
+from courtside.types import Evaluation, PhaseCost, Scored, Update
+
+TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
+
+
+class RunFolder:
+    def __init__(self, path: Path, lock: int | None) -> None:
+        """Use `open` or `read`. `lock` is a file descriptor; None: reading only."""
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """Create the folder, or go on in one that has the same recipe (but for its `run` part)."""
+        refuse_strangers(path)
+        lock = take_lock(path)
+        folder = cls(path, lock)
+        try:
+            if folder._file(RECIPE).exists():
+                refuse_differences(path, folder.recipe(), recipe)
+            with writing(path):
+                folder.checkpoints.mkdir(exist_ok=True)
+                folder._file("trajectories").mkdir(exist_ok=True)
+            for name in ("metrics", "evaluations", "alarms"):
+                # A kill may have cut the last line; the next one must not be glued to it.
+                keep_lines(folder._file(f"{name}.jsonl"), lambda row: True)
+            replace_file(folder._file("environment.json"), encode(environment(), indent=2))
+            # Last: a folder with a recipe is a whole one.
+            replace_file(folder._file(RECIPE), toml.dumps(recipe_tree(recipe)).encode())
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def read(cls, path: Path) -> RunFolder:
+        if not (path / RECIPE).is_file():
+            raise UserError(
+                f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
+                "`courtside train` wrote"
+            )
+        return cls(path, None)
+
+    def close(self) -> None:
+        """Let other processes write. The end of the process does the same, however it ends."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self._file("checkpoints")
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────
+
+    def recipe(self) -> Recipe:
+        path = self._file(RECIPE)
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: not valid TOML: {error}") from None
+        return recipe_from(tree, name=str(path))
+
+    def metrics(self) -> list[Row]:
+        return read_lines(self._file("metrics.jsonl"))
+
+    def evaluations(self) -> list[Evaluation]:
+        path = self._file("evaluations.jsonl")
+        return [evaluation_from(tree, where=str(path)) for tree in read_lines(path)]
+
+    def alarms(self) -> list[Row]:
+        return read_lines(self._file("alarms.jsonl"))
+
+    def environment(self) -> dict[str, Any]:
+        """Of the process that wrote here last."""
+        tree: dict[str, Any] = self._json("environment.json")
+        return tree
+
+    def read_costs(self) -> dict[str, PhaseCost]:
+        return {phase: PhaseCost(**cost) for phase, cost in self._json("costs.json").items()}
+
+    def trajectory_steps(self) -> list[int]:
+        """Steps whose trajectories are stored, in order."""
+        folder = self._file("trajectories")
+        if not folder.is_dir():
+            return []
+        matches = (TRAJECTORIES.fullmatch(path.name) for path in folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def trajectories(self, step: int) -> list[StoredTrajectory]:
+        path = self._trajectory_file(step)
+        if not path.exists():
+            stored = self.trajectory_steps()
+            have = (
+                f"stored are {len(stored)} steps, {stored[0]} to {stored[-1]}"
+                if stored
+                else ("none are stored in this run")
+            )
+            raise UserError(
+                f"{path}: no trajectories of step {step}; {have}. run.trajectories_every decides "
+                "which steps are kept"
+            )
+        return read_trajectories(path, step)
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    def record(
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        update: Update,
+        *,
+        seconds: Mapping[str, float],
+        store_trajectories: bool,
+    ) -> Row:
+        """Store one training step; gives back its row of metrics (None where not finite)."""
+        assert step == update.step
+        self._check_writable()
+        row: Row = finite(metrics_row(scored, update, seconds))
+        if store_trajectories:
+            write_trajectories(self._trajectory_file(step), scored, update.student_logp)
+        append_line(self._file("metrics.jsonl"), row)
+        return row
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        self._check_writable()
+        append_line(self._file("evaluations.jsonl"), evaluation_tree(evaluation))
+
+    def record_alarm(self, alarm: Mapping[str, Any]) -> None:
+        self._check_writable()
+        append_line(self._file("alarms.jsonl"), alarm)
+
+    def write_costs(self, costs: Mapping[str, PhaseCost]) -> None:
+        self._check_writable()
+        tree = {phase: asdict(cost) for phase, cost in costs.items()}
+        replace_file(self._file("costs.json"), encode(tree, indent=2))
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after a checkpoint of `step` optimiser steps.
+
+        Costs stay: they were paid.
+        """
+        self._check_writable()
+        keep_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
+        keep_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
+        keep_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
+        for stored in self.trajectory_steps():
+            if stored >= step:
+                with writing(self._trajectory_file(stored)):
+                    self._trajectory_file(stored).unlink()
+
+    def _file(self, name: str) -> Path:
+        return self.path / name
+
+    def _trajectory_file(self, step: int) -> Path:
+        return self.path / "trajectories" / f"step-{step:06d}.parquet"
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self._file(name)
+        if not path.exists():
+            return {}
+        try:
+            tree: dict[str, Any] = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({error}). Remove the file") from None
+        return tree
+
+    def _check_writable(self) -> None:
+        assert self._lock is not None, "this RunFolder was opened with `read`, or is closed"
+
+
+def metrics_row(scored: Sequence[Scored], update: Update, seconds: Mapping[str, float]) -> Row:
+    """One flat row: the update, the trajectories' lengths and grades, and the seconds of phases."""
+    trajectories = [one.trajectory for one in scored]
+    lengths = [trajectory.num_chosen for trajectory in trajectories]
+    grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
+    row: Row = {"step": update.step, "loss": update.loss}
+    row |= {f"loss/{name}": value for name, value in update.components.items()}
+    row |= {f"tokens/{name}": count for name, count in update.num_tokens.items()}
+    if grades:
+        row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
+        row["reward/passed"] = sum(grade.passed for grade in grades) / len(grades)
+    if lengths:
+        truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
+        row["length/mean"] = sum(lengths) / len(lengths)
+        row["length/max"] = max(lengths)
+        row["length/truncated"] = truncated / len(lengths)
+    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if sum(seconds.values()) > 0:
+        row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
+    clash = row.keys() & update.metrics.keys()
+    assert not clash, f"metrics with the names of other columns: {clash}"
+    return row | dict(update.metrics)

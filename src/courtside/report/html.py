@@ -1,0 +1,250 @@
+"""`report.html`: a run on one page that needs nothing else: no network, no scripts.
+
+Reads the run folder only. Every text that a model, a task or a recipe wrote is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from courtside.config import Recipe
+from courtside.report import toml
+from courtside.report.curves import evaluation_figure, metric_figures
+from courtside.report.disk import replace_file
+from courtside.report.folder import RunFolder
+from courtside.report.opening import recipe_tree
+from courtside.report.samples import Decode, before_after, choose, coloured, legend
+from courtside.report.summary import compact, duration, summary
+from courtside.report.svg import SMOOTH_FROM, Interval, interval_plot
+from courtside.types import Evaluation, PhaseCost
+
+NUM_SAMPLES = 4
+"""Of each kind."""
+
+Comparison = tuple[float, float, float, float]
+"""Paired difference after − before: mean, low and high end of its 95% interval, p-value."""
+
+
+def write_report(
+    folder: RunFolder, *, comparison: Comparison | None = None, decode: Decode | None = None
+) -> Path:
+    """Write the page into the run folder.
+
+    `comparison` is of the evaluations that `before_and_after` picks. Without `decode`, answers are
+    shown without the teacher's colours: the stored text is per turn, not per token.
+    """
+    recipe, metrics = folder.recipe(), folder.metrics()
+    evaluations = folder.evaluations()
+    main, rest = metric_figures(metrics)
+    held_out = evaluation_figure(evaluations)
+    sections = [
+        _alarms(folder.alarms()),
+        _headline(evaluations, comparison),
+        _section("Over the run", _grid(([held_out] if held_out else []) + main) + _note(metrics)),
+        _folded("More curves", _grid(rest)) if rest else "",
+        _section("Costs", _costs(folder.read_costs())),
+        _section("The same tasks before and after", _pairs(evaluations)),
+        _section("What the teacher made of the student's answers", _training(folder, decode)),
+        _section("Environment", _table(folder.environment())),
+        _folded("Recipe", _recipe(recipe)),
+    ]
+    done = metrics[-1]["step"] + 1 if metrics else 0
+    page = PAGE.format(
+        title=escape(folder.path.resolve().name),
+        summary=escape(summary(recipe)),
+        progress=f"{done} of {recipe.train.steps} steps",
+        style=resources.files("courtside.report").joinpath("report.css").read_text("utf-8"),
+        body="\n".join(section for section in sections if section),
+    )
+    path = folder.path / "report.html"
+    replace_file(path, page.encode("utf-8", "replace"))
+    return path
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title} · courtside</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<header class="top"><p class="brand">courtside</p><h1>{title}</h1>
+<p class="summary">{summary}</p><p class="progress">{progress}</p></header>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def before_and_after(
+    evaluations: Sequence[Evaluation],
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """The first and the last evaluation of the student on one split: the test one, if it has two.
+
+    Validation scores choose between checkpoints, so they flatter; they speak only for want of test
+    scores. After is None while there is only one.
+    """
+    students = [one for one in evaluations if one.who == "student"]
+    for split in ("test", "validation", "train"):
+        mine = sorted((one for one in students if one.split == split), key=lambda one: one.step)
+        if mine and mine[-1].step > mine[0].step:
+            return mine[0], mine[-1]
+    return (students[0], None) if students else (None, None)
+
+
+def _headline(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
+    before, after = before_and_after(evaluations)
+    if before is None:
+        return _section("Result", '<p class="empty">No evaluation has been recorded.</p>')
+    teacher = next((one for one in evaluations if one.who == "teacher"), None)
+    named = [("before", before), (f"after {after.step} steps" if after else "after", after)]
+    named.append(("teacher, with its context", teacher))
+    numbers = "".join(_number(name, one) for name, one in named if one is not None)
+    if comparison is not None:
+        numbers += _difference(comparison)
+    intervals = [
+        Interval(name=name.split(",")[0].split(" ")[0], value=one.rate, low=one.low, high=one.high)
+        for name, one in named
+        if one is not None and one.rate == one.rate
+    ]
+    caption = (
+        f"Mean score on {len(before.scores)} held-out tasks ({before.split}), with 95% intervals."
+    )
+    plot = interval_plot(intervals, title=caption) if intervals else ""
+    body = f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
+    return _section("Result", body)
+
+
+def _number(name: str, evaluation: Evaluation) -> str:
+    ends = f"{_percent(evaluation.low)} to {_percent(evaluation.high)}"
+    return (
+        f'<div class="number"><span>{escape(name)}</span><b>{_percent(evaluation.rate)}</b>'
+        f"<small>{ends}</small></div>"
+    )
+
+
+def _difference(comparison: Comparison) -> str:
+    mean, low, high, p_value = comparison
+    chance = f"p = {p_value:.2g}" if p_value >= 0.001 else "p < 0.001"
+    return (
+        f'<div class="number difference"><span>paired difference, in points</span>'
+        f"<b>{_points(mean)}</b>"
+        f"<small>{_points(low)} to {_points(high)}, {escape(chance)}</small></div>"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if share == share else "–"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:+.1f}".replace("-", "−")
+
+
+def _costs(costs: Mapping[str, PhaseCost]) -> str:
+    if not costs:
+        return ""
+    seconds = sum(cost.seconds for cost in costs.values())
+    flops = sum(cost.flops for cost in costs.values())
+    total = PhaseCost(
+        seconds=seconds,
+        tokens_in=sum(cost.tokens_in for cost in costs.values()),
+        tokens_out=sum(cost.tokens_out for cost in costs.values()),
+        flops=flops,
+    )
+    rows = [(name, cost, "") for name, cost in costs.items()] + [("total", total, ' class="total"')]
+    lines = "".join(
+        f"<tr{kind}><th>{escape(name)}</th><td>{duration(cost.seconds)}</td>"
+        f"<td>{_share(cost.seconds, seconds)}</td><td>{cost.tokens_in:,}</td>"
+        f"<td>{cost.tokens_out:,}</td><td>{compact(cost.flops)}</td>"
+        f"<td>{_share(cost.flops, flops)}</td></tr>"
+        for name, cost, kind in rows
+    )
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("phase", "time", "of the time", "tokens read", "tokens written", "FLOPs",
+                     "of the FLOPs")
+    )  # fmt: skip
+    return (
+        f'<div class="wide"><table class="costs"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    percent = 100 * part / whole if whole else 0.0
+    bar = f'<span class="meter"><i style="width:{percent:.1f}%"></i></span>'
+    return f'{bar}<span class="percent">{percent:.0f}%</span>'
+
+
+def _pairs(evaluations: Sequence[Evaluation]) -> str:
+    before, after = before_and_after(evaluations)
+    return "" if before is None or after is None else "".join(
+        before_after(before, after, NUM_SAMPLES)
+    )  # fmt: skip
+
+
+def _training(folder: RunFolder, decode: Decode | None) -> str:
+    steps = folder.trajectory_steps()
+    cards = [
+        coloured(stored, decode)
+        for step in dict.fromkeys((steps[-1], steps[0]) if steps else ())
+        for stored in choose(folder.trajectories(step), NUM_SAMPLES)
+    ]
+    if not cards:
+        return ""
+    return (legend() if decode is not None else "") + "".join(cards)
+
+
+def _alarms(alarms: Sequence[Mapping[str, Any]]) -> str:
+    if not alarms:
+        return ""
+    items = "".join(
+        f"<li>{escape(' · '.join(f'{key}: {value}' for key, value in alarm.items()))}</li>"
+        for alarm in alarms
+    )
+    return f'<section class="alarms"><h2>Alarms</h2><ul>{items}</ul></section>'
+
+
+def _recipe(recipe: Recipe) -> str:
+    return f"<pre>{escape(toml.dumps(recipe_tree(recipe)))}</pre>"
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(str(key).replace('_', ' '))}</th><td>{escape(str(value))}</td></tr>"
+        for key, value in values.items()
+        if value is not None
+    )
+    return f'<table class="facts"><tbody>{rows}</tbody></table>' if rows else ""
+
+
+def _note(metrics: Sequence[Any]) -> str:
+    if len(metrics) < SMOOTH_FROM:
+        return ""
+    return '<p class="caption">Faint: every step. Strong: a moving average.</p>'
+
+
+def _grid(figures: Sequence[str]) -> str:
+    if not figures:
+        return '<p class="empty">No step has been recorded.</p>'
+    return f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

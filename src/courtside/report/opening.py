@@ -1,0 +1,97 @@
+"""Who may write into a run folder: one process at a time, with the recipe the folder began with."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from courtside.config import Recipe
+from courtside.errors import RecipeError, UserError
+from courtside.report.disk import TEMPORARY
+
+RECIPE = "recipe.toml"
+LOCK = ".lock"
+
+
+def refuse_strangers(path: Path) -> None:
+    """Never write among files that are not a run's."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = {entry.name for entry in path.iterdir()}
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{path}: is a file, or lies below one. Give another folder") from None
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be made or looked into ({error.strerror}). Give a folder that you "
+            "may write to"
+        ) from None
+    # What a first start leaves that was killed before it had written the recipe.
+    ours = {LOCK, "checkpoints", "trajectories", "environment.json"}
+    others = {name for name in names - ours if not name.endswith(TEMPORARY)}
+    if others and RECIPE not in names:
+        raise UserError(
+            f"{path}: has files ({', '.join(sorted(others)[:3])}…) but no {RECIPE}, so it is not a "
+            "run folder. Give a new or an empty folder"
+        )
+
+
+def take_lock(path: Path) -> int:
+    """A file descriptor that holds the folder until it is closed or the process ends."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written to ({error.strerror}). Give a folder that you may write to"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(
+            f"{path}: another process is training into this folder. Wait for it or stop it, or "
+            "give another folder"
+        ) from None
+    except OSError as error:
+        os.close(lock)
+        raise UserError(
+            f"{path}: cannot be locked ({error.strerror}). Give a folder on a local disk"
+        ) from None
+    return lock
+
+
+def recipe_tree(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", exclude_none=True)
+
+
+def refuse_differences(path: Path, old: Recipe, new: Recipe) -> None:
+    """The `run` part may change: it decides what is kept, not what is computed."""
+    lines = [
+        line
+        for line in _differences(recipe_tree(old), recipe_tree(new))
+        if not line.startswith(("run.", "run:"))
+    ]
+    if lines:
+        raise RecipeError(
+            f"{path}: holds a run of another recipe:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + f"\nTrain into another folder, or go on with the old recipe ({path / RECIPE})"
+        )
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """`field: old → new` for each leaf that is not the same."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(a, b, f"{name}[{index}]")
+    elif old != new:
+        yield f"{name}: {_shown(old)} → {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)

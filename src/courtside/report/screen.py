@@ -1,0 +1,232 @@
+"""What a run shows while it goes: where it is, how fast, and the three numbers that matter.
+
+Those are the KL to the teacher, the reward (where answers are graded) and the gradient norm.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from courtside.config import Recipe
+from courtside.report.summary import compact, duration, summary
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Numbers = Mapping[str, float | int | None]
+
+
+class Screen(Protocol):
+    def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
+        """`first_step` is 0, or the step a resumed run goes on with."""
+
+    def phase(self, name: str) -> None: ...
+
+    def step(self, row: Numbers) -> None:
+        """One row of metrics, after the step it describes."""
+
+    def say(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class SilentScreen:
+    def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
+        pass
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, row: Numbers) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Pace:
+    """How many steps are done, and when the rest will be."""
+
+    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float]) -> None:
+        self.total = total_steps
+        self.done = first_step
+        self._clock = clock
+        self._start = clock()
+        self._first: tuple[int, float] | None = None
+        self._last = self._start
+
+    def step(self, step: int) -> None:
+        self.done, self._last = step + 1, self._clock()
+        self._first = self._first or (self.done, self._last)
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._start
+
+    @property
+    def remaining(self) -> float | None:
+        """None before two steps: what precedes the first (an evaluation) says nothing of a step."""
+        if self._first is None or self.done == self._first[0]:
+            return None
+        steps, at = self._first
+        per_step = (self._last - at) / (self.done - steps)
+        return max(per_step * (self.total - self.done) - (self._clock() - self._last), 0.0)
+
+
+def key_numbers(row: Numbers) -> list[tuple[str, str]]:
+    """The three numbers that matter, those of them that the row has."""
+    numbers = []
+    if "kl" in row:
+        numbers.append(("kl", compact(row["kl"], trim=False)))
+    elif "loss" in row:
+        numbers.append(("loss", compact(row["loss"], trim=False)))
+    reward = row.get("reward/mean")
+    if reward is not None:
+        numbers.append(("reward", f"{reward:.3f}"))
+    if "grad_norm" in row:
+        numbers.append(("grad", compact(row["grad_norm"], trim=False)))
+    return numbers
+
+
+class PlainScreen:
+    """One line a step, for files and pipes."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._pace = Pace(0, 0, clock)
+
+    def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
+        self._pace = Pace(total_steps, first_step, self._clock)
+        self.say(headline(recipe, total_steps, first_step))
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, row: Numbers) -> None:
+        self._pace.step(int(row["step"] or 0))
+        parts = [f"step {self._pace.done}/{self._pace.total}"]
+        parts += [f"{name} {value}" for name, value in key_numbers(row)]
+        if row.get("tokens_per_second") is not None:
+            parts.append(f"{compact(row['tokens_per_second'])} tok/s")
+        parts.append(f"elapsed {duration(self._pace.elapsed)}")
+        if self._pace.remaining:
+            parts.append(f"ETA {duration(self._pace.remaining)}")
+        self.say("  ".join(parts))
+
+    def say(self, text: str) -> None:
+        # A log file's encoding must not end a run because a model's name has an accent.
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        print(text, file=self._stream, flush=True)
+
+    def finish(self) -> None:
+        pass
+
+
+class RichScreen:
+    """A live line at the bottom, and one short line a step above it."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._console = console
+        self._clock = clock
+        self._pace = Pace(0, 0, clock)
+        self._phase = "starting"
+        self._phase_start = clock()
+        self._speed: float | None = None
+        self._spinner = Spinner("dots", style="cyan")
+        self._live = Live(
+            console=console, refresh_per_second=8, transient=True, get_renderable=self._line
+        )
+
+    def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
+        from rich.text import Text
+
+        self._pace = Pace(total_steps, first_step, self._clock)
+        self._phase_start = self._clock()
+        line = headline(recipe, total_steps, first_step)
+        self._print(Text.assemble(("courtside", "bold cyan"), "  ", (line, "dim")))
+        self._live.start(refresh=True)
+
+    def phase(self, name: str) -> None:
+        self._phase, self._phase_start = name, self._clock()
+        if self._live.is_started:
+            self._live.refresh()
+
+    def step(self, row: Numbers) -> None:
+        from rich.text import Text
+
+        self._pace.step(int(row["step"] or 0))
+        self._speed = row.get("tokens_per_second")
+        width = len(str(self._pace.total))
+        line = Text.assemble((f"{self._pace.done:>{width}}/{self._pace.total}", "bold"))
+        for name, value in key_numbers(row):
+            line.append(f"   {name} ", style="dim").append(f"{value:<6}")
+        line.append(f"   {compact(self._speed)} tok/s", style="dim")
+        seconds = sum(v for k, v in row.items() if k.startswith("seconds/") and v is not None)
+        if seconds:
+            line.append(f"   {duration(seconds)}", style="dim")
+        self._print(line)
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        self._print(Text(text))
+
+    def finish(self) -> None:
+        self._live.stop()
+
+    def _print(self, line: RenderableType) -> None:
+        self._console.print(line, highlight=False)
+
+    def _line(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        pace = self._pace
+        words = Text.assemble(
+            (f"step {min(pace.done + 1, pace.total)}/{pace.total}", "bold"),
+            "  ",
+            (self._phase, "cyan"),
+            (f" {duration(self._clock() - self._phase_start)}", "dim"),
+        )
+        rates = [] if self._speed is None else [f"{compact(self._speed)} tok/s"]
+        rates.append(f"{duration(pace.elapsed)} elapsed")
+        if pace.remaining is not None:
+            rates.append(f"ETA {duration(pace.remaining)}")
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(4):
+            grid.add_column(no_wrap=True)
+        bar = ProgressBar(
+            total=max(pace.total, 1),
+            completed=pace.done,
+            width=24,
+            complete_style="cyan",
+            finished_style="cyan",
+        )
+        grid.add_row(self._spinner, words, bar, Text(" · ".join(rates), style="dim"))
+        return grid
+
+
+def headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
+    steps = f"steps {first_step + 1} to {total_steps}" if first_step else f"{total_steps} steps"
+    return f"{summary(recipe)} · {steps}"
+
+
+def screen_for(stream: TextIO) -> Screen:
+    """Live on a terminal that can move its cursor, plain lines elsewhere."""
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return PlainScreen(stream)
+    from rich.console import Console
+
+    return RichScreen(Console(file=stream))

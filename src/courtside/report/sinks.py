@@ -1,0 +1,171 @@
+"""Metrics as they come, to TensorBoard, W&B or trackio, beside the run folder.
+
+The run folder is the record; a sink is a copy for people. A resumed run repeats the steps after its
+checkpoint. TensorBoard then shows the repeated ones; the services, which cannot forget a step, keep
+what they had and get the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from courtside.errors import UserError
+from courtside.report.disk import replace_file
+from courtside.report.jsonl import encode
+
+Numbers = Mapping[str, float | int | None]
+
+STATE = "sinks.json"
+"""In the run folder: under which name each service knows the run, and which step it wants next."""
+
+
+class Sink(Protocol):
+    def log(self, row: Numbers, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    project: str,
+    run_name: str,
+    first_step: int = 0,
+) -> list[Sink]:
+    """Open the sinks of a recipe. `first_step`: 0, or the step a resumed run goes on with."""
+    sinks: list[Sink] = []
+    for name in names:
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoardSink(folder, first_step))
+            case "wandb":
+                sinks.append(WandbSink(folder, project, run_name))
+            case "trackio":
+                sinks.append(TrackioSink(folder, project, run_name))
+            case _:
+                raise UserError(
+                    f"run.sinks: {name!r} is not known; use 'tensorboard', 'wandb' or 'trackio'"
+                )
+    return sinks
+
+
+class TensorBoardSink:
+    """Event files in the run folder: `tensorboard --logdir RUN`."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        module = _package("torch.utils.tensorboard", sink="tensorboard")
+        # Hides what an interrupted process had written of these steps.
+        purge = first_step if any((folder / "tensorboard").glob("*")) else None
+        self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
+
+    def log(self, row: Numbers, step: int) -> None:
+        for name, value in _values(row).items():
+            self._writer.add_scalar(name, value, step)
+        # A killed process must not take rows along that come before its last checkpoint.
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Works offline too, with WANDB_MODE=offline."""
+
+    def __init__(self, folder: Path, project: str, run_name: str) -> None:
+        wandb = _package("wandb", sink="wandb")
+        self._state = _State(folder, "wandb")
+        if self._state.identity is None:
+            self._state.identity = uuid.uuid4().hex[:12]
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_name,
+                id=self._state.identity,
+                dir=str(folder),
+                resume="allow",
+                # The live line would be recorded once for every time it is redrawn.
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"run.sinks: W&B did not start ({error}). Log in with `wandb login`, set "
+                "WANDB_MODE=offline, or remove 'wandb' from run.sinks"
+            ) from None
+        self._state.save()
+
+    def log(self, row: Numbers, step: int) -> None:
+        if self._state.take(step):
+            self._run.log(_values(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """Local by default; TRACKIO_SPACE_ID sends it to a Space."""
+
+    def __init__(self, folder: Path, project: str, run_name: str) -> None:
+        self._trackio = _package("trackio", sink="trackio")
+        self._state = _State(folder, "trackio")
+        if self._state.identity is None:
+            # trackio finds the run to resume by its name, so no other run may have the same.
+            self._state.identity = f"{run_name}-{uuid.uuid4().hex[:6]}"
+        self._run = self._trackio.init(
+            project=project, name=self._state.identity, resume="allow", embed=False
+        )
+        self._state.save()
+
+    def log(self, row: Numbers, step: int) -> None:
+        if self._state.take(step):
+            self._run.log(_values(row), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class _State:
+    """What one service knows of this run, kept in the run folder across processes."""
+
+    def __init__(self, folder: Path, sink: str) -> None:
+        self._path, self._sink = folder / STATE, sink
+        mine = self._all().get(sink, {})
+        self.identity: str | None = mine.get("identity")
+        self._next_step: int = mine.get("next_step", 0)
+
+    def take(self, step: int) -> bool:
+        """Whether the service does not have this step yet; from now on it has."""
+        if step < self._next_step:
+            return False
+        self._next_step = step + 1
+        self.save()
+        return True
+
+    def save(self) -> None:
+        mine = {"identity": self.identity, "next_step": self._next_step}
+        replace_file(self._path, encode(self._all() | {self._sink: mine}, indent=2))
+
+    def _all(self) -> dict[str, Any]:
+        if not self._path.exists():
+            return {}
+        states: dict[str, Any] = json.loads(self._path.read_bytes())
+        return states
+
+
+def _values(row: Numbers) -> dict[str, float | int]:
+    return {name: value for name, value in row.items() if value is not None and name != "step"}
+
+
+def _package(name: str, *, sink: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"run.sinks: {sink!r} needs a package that is missing ({error.name}). Install it with "
+            f"pip install 'courtside[tracking]', or remove {sink!r} from run.sinks"
+        ) from None

@@ -1,0 +1,1 @@
+"""The student acts, or, off-policy, somebody else has."""

@@ -1,0 +1,134 @@
+"""One prompt, one answer: by the student, or, for its off-policy share, from data or the teacher."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from courtside.chat.record import answered
+from courtside.chat.render import Renderer
+from courtside.config import Rollout
+from courtside.engines.base import Engine, Sample, SampleRequest, Sampling
+from courtside.errors import TaskError
+from courtside.seeds import seed_for
+from courtside.types import Grade, Source, Task, Trajectory
+
+Writer = Callable[[Sequence[Task], Sampling, Sequence[int]], list[Sample]]
+
+
+class SingleTurnRollout:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        config: Rollout,
+        grade: Callable[[Task, str], Grade | None],
+        teacher_writes: Writer | None,
+        seed: int,
+    ):
+        self.engine = engine
+        self.renderer = renderer
+        self.config = config
+        self.grade = grade
+        self.teacher_writes = teacher_writes
+        self.seed = seed
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+
+    def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        num_own = round(self.config.share(step) * len(tasks))
+        order = list(range(len(tasks)))
+        random.Random(seed_for(self.seed, "share", step)).shuffle(order)
+        own = set(order[:num_own])
+        slots = [
+            (index, task, sample)
+            for index, task in enumerate(tasks)
+            for sample in range(self.config.samples)
+        ]
+        mine = [slot for slot in slots if slot[0] in own]
+        rest = [(i, task) for i, task in enumerate(tasks) if i not in own]
+        trajectories = self._student(mine, step)
+        if rest and self.config.rest == "dataset":
+            for index, task in rest:
+                trajectories += self._from_data(task, f"{step:06d}-{index:03d}")
+        elif rest:
+            trajectories += self._teacher([slot for slot in slots if slot[0] not in own], step)
+        return sorted(trajectories, key=lambda trajectory: trajectory.id)
+
+    def _student(self, slots: Sequence[tuple[int, Task, int]], step: int) -> list[Trajectory]:
+        prompts = {index: self.renderer.prompt_ids(task.messages) for index, task, _ in slots}
+        requests = [
+            SampleRequest(
+                prompt_ids=prompts[index], seed=seed_for(self.seed, "student", step, index, sample)
+            )
+            for index, _, sample in slots
+        ]
+        written = self.engine.sample(requests, self.sampling) if requests else []
+        return [
+            self._trajectory(
+                task, drawn, source="student", version=step, id=f"{step:06d}-{index:03d}-{sample}"
+            )
+            for (index, task, sample), drawn in zip(slots, written, strict=True)
+        ]
+
+    def _teacher(self, slots: Sequence[tuple[int, Task, int]], step: int) -> list[Trajectory]:
+        assert self.teacher_writes is not None, "the recipe was checked"
+        seeds = [seed_for(self.seed, "teacher", step, index, sample) for index, _, sample in slots]
+        written = self.teacher_writes([task for _, task, _ in slots], self.sampling, seeds)
+        return [
+            self._trajectory(
+                task, drawn, source="teacher", version=None, id=f"{step:06d}-{index:03d}-{sample}"
+            )
+            for (index, task, sample), drawn in zip(slots, written, strict=True)
+        ]
+
+    def _trajectory(
+        self, task: Task, drawn: Sample, *, source: Source, version: int | None, id: str
+    ) -> Trajectory:
+        return answered(
+            task,
+            self.renderer.prompt_ids(task.messages),
+            drawn,
+            id=id,
+            source=source,
+            policy_version=version,
+            temperature=self.config.temperature,
+            grade=self.grade(task, drawn.text),
+        )
+
+    def _from_data(self, task: Task, id: str) -> list[Trajectory]:
+        if task.completion is None:
+            raise TaskError(
+                f"task {task.id}: rollout.student_share < 1 with rest = 'dataset' needs a "
+                "`completion` on every task, and this one has none. Add it, or use rest = 'teacher'"
+            )
+        texts: list[tuple[str, Literal["better", "worse"] | None]] = [(task.completion, None)]
+        if task.rejected is not None:
+            texts = [(task.completion, "better"), (task.rejected, "worse")]
+        return [
+            answered(
+                task,
+                self.renderer.prompt_ids(task.messages),
+                Sample(
+                    token_ids=self.renderer.answer_ids(task.messages, text),
+                    logp=(),
+                    stop="dataset",
+                    text=text,
+                ),
+                id=f"{id}-{number}",
+                source="dataset",
+                policy_version=None,
+                temperature=self.config.temperature,
+                grade=self.grade(task, text),
+                preference=preference,
+            )
+            for number, (text, preference) in enumerate(texts)
+        ]

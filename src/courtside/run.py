@@ -1,0 +1,262 @@
+"""A run in its folder: where it stands, what it has cost, when to save and when to measure.
+
+The loop asks it for the next step and tells it what happened; it never changes what happens.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from courtside.assemble import Parts
+from courtside.errors import Interrupted, NotFiniteError, UserError
+from courtside.evaluate.intervals import paired_difference
+from courtside.report.costs import Meter, forward_flops, training_flops
+from courtside.report.folder import RunFolder
+from courtside.report.html import before_and_after, write_report
+from courtside.report.parquet import write_trajectories
+from courtside.report.screen import Screen
+from courtside.report.sinks import open_sinks
+from courtside.student import checkpoints
+from courtside.types import Evaluation, PhaseCost, Scored, Split, Update
+
+
+class Run:
+    def __init__(self, parts: Parts, folder: RunFolder, screen: Screen):
+        self.parts, self.folder, self.screen = parts, folder, screen
+        self.recipe = parts.recipe
+        self.meter = Meter(screen)
+        self.num_steps = 0
+        """Optimiser steps done."""
+        self.interrupted = False
+        self._resume()
+        self.sinks = open_sinks(
+            self.recipe.run.sinks,
+            folder.path,
+            project=self.recipe.run.project,
+            run_name=folder.path.name,
+            first_step=self.num_steps,
+        )
+
+    # ── the loop's view ──────────────────────────────────────────────────────────────────────────
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps still to do. Measures before the first and after the last; saves on the way out."""
+        self.screen.start(self.recipe, self.recipe.train.steps, self.num_steps)
+        for note in self.parts.notes:
+            self.screen.say(note)
+        try:
+            with self._catching_interrupts():
+                self._evaluate_if_due()
+                while self.num_steps < self.recipe.train.steps:
+                    self._stop_if_asked()
+                    yield self.num_steps
+                self._save()
+                self._evaluate_if_due()
+        except UserError:
+            # Something the user must mend (a task without its field); the steps done are kept.
+            if self.num_steps:
+                self._save()
+            raise
+        finally:
+            for sink in self.sinks:
+                sink.close()
+            self.screen.finish()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.meter.phase(name)
+
+    @contextmanager
+    def keeping(self, step: int, scored: Sequence[Scored]) -> Iterator[None]:
+        """If numbers stop being finite, the batch that did it is kept for inspection."""
+        try:
+            yield
+        except NotFiniteError as error:
+            file = self.folder.path / "failed" / f"step-{step:06d}.parquet"
+            file.parent.mkdir(exist_ok=True)
+            write_trajectories(file, scored, {})
+            raise NotFiniteError(
+                f"{error}. Its batch is in {file}. The last checkpoint is from step "
+                f"{self._last_saved()}. Look for a log-probability of -inf there; a lower "
+                "train.learning_rate or a `clip` on the loss often helps"
+            ) from error
+
+    def record(self, step: int, scored: Sequence[Scored], update: Update) -> None:
+        self.num_steps = step + 1
+        self._count(scored)
+        last = self.num_steps == self.recipe.train.steps
+        row = self.folder.record(
+            step,
+            scored,
+            update,
+            seconds=self.meter.lap(),
+            store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
+        )
+        self.folder.write_costs(self.meter.totals())
+        for sink in self.sinks:
+            sink.log(row, step)
+        self.screen.step(row)
+        if self.num_steps % self.recipe.run.checkpoint_every == 0 and not last:
+            self._save()
+        self._evaluate_if_due()
+
+    def write_report(self) -> Path:
+        before, after = before_and_after(self.folder.evaluations())
+        comparison = None
+        if before and after and before.scores.keys() == after.scores.keys():
+            comparison = paired_difference(before.scores, after.scores)
+        return write_report(
+            self.folder, comparison=comparison, decode=self.parts.renderer.pieces
+        )
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
+
+    def _save(self) -> None:
+        if self._last_saved() == self.num_steps:
+            return
+        with self.meter.phase("checkpoint"):
+            student = self.parts.student
+            trained = student.weights.trained()
+            tensors: dict[str, Any] = {
+                "weights": {name: p.data for name, p in trained.items()},
+                "optimiser": checkpoints.optimiser_tensors(student.optimiser, trained),
+            }
+            for name, average in sorted(self.parts.averages.items()):
+                tensors[f"average-{_file_name(name)}"] = average.shadow
+            costs = {name: asdict(cost) for name, cost in self.meter.totals().items()}
+            checkpoints.save(
+                self.folder.checkpoints,
+                self.num_steps,
+                tensors,
+                {"costs": costs},
+                keep=self.recipe.run.keep_checkpoints,
+            )
+
+    def _resume(self) -> None:
+        path = checkpoints.latest(self.folder.checkpoints)
+        if path is None:
+            self.folder.rewind(0)
+            return
+        saved = checkpoints.load(path)
+        restore(self.parts, saved)
+        self.num_steps = saved.num_steps
+        self.folder.rewind(saved.num_steps)
+        self.meter.restore({k: PhaseCost(**v) for k, v in saved.state["costs"].items()})
+
+    def _last_saved(self) -> int:
+        path = checkpoints.latest(self.folder.checkpoints)
+        return int(path.name.removeprefix("step-")) if path else 0
+
+    # ── measuring ────────────────────────────────────────────────────────────────────────────────
+
+    def _evaluate_if_due(self) -> None:
+        for who, split in self._due():
+            done = {(e.step, e.who, e.split) for e in self.folder.evaluations()}
+            if (self.num_steps, who, split) in done:
+                continue
+            reason = self.parts.can_evaluate(split)
+            if reason is not None:
+                if self.num_steps == 0:
+                    self.screen.say(f"not evaluated on {split} tasks: {reason}")
+                continue
+            with self.meter.phase("evaluate"):
+                evaluation = self.parts.evaluate(split, step=self.num_steps, who=who)
+            self._count_evaluation(evaluation)
+            self.folder.record_evaluation(evaluation)
+            for sink in self.sinks:
+                sink.log({f"evaluate/{split}/{who}": evaluation.rate}, self.num_steps)
+            self.screen.say(
+                f"{who} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
+                f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to {evaluation.high:.1%})"
+            )
+
+    def _due(self) -> Iterator[tuple[str, Split]]:
+        """The test tasks before and after; the validation tasks on the way."""
+        config = self.recipe.evaluate
+        if self.num_steps in (0, self.recipe.train.steps):
+            yield "student", "test"
+        if self.num_steps == 0 and config.teacher and self.recipe.teacher is not None:
+            if self.parts.teacher_can_answer():
+                yield "teacher", "test"
+        if config.every and self.num_steps % config.every == 0:
+            yield "student", "validation"
+
+    def _count(self, scored: Sequence[Scored]) -> None:
+        trained = sum(p.numel() for p in self.parts.student.weights.trained().values())
+        size = self.parts.engine.num_parameters
+        for s in scored:
+            length = len(s.trajectory.token_ids)
+            if s.trajectory.source != "dataset":
+                self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
+                               tokens_out=s.trajectory.num_chosen,
+                               flops=forward_flops(size, length))  # fmt: skip
+            if s.target is not None:
+                seen = length + s.target.num_context_tokens
+                self.meter.add("teacher", tokens_in=seen, flops=forward_flops(size, seen))
+            self.meter.add("update", tokens_in=length, flops=training_flops(size, length, trained))
+
+    def _count_evaluation(self, evaluation: Evaluation) -> None:
+        written = round(
+            evaluation.metrics["length"] * len(evaluation.scores) * evaluation.metrics["samples"]
+        )
+        size = self.parts.engine.num_parameters
+        self.meter.add("evaluate", tokens_out=written, flops=forward_flops(size, written))
+
+    # ── interrupts ───────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def _catching_interrupts(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run at the next whole step; the second ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            signal.signal(signal.SIGINT, before)
+            self.screen.say("stopping after this step; press Ctrl-C again to stop at once")
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop_if_asked(self) -> None:
+        if self.interrupted:
+            self._save()
+            raise Interrupted(
+                f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
+                f"saved in {self.folder.path}. The same command goes on from there"
+            )
+
+
+def restore(parts: Parts, saved: checkpoints.Checkpoint) -> None:
+    """Put a checkpoint's numbers into the parts, in place."""
+    trained = parts.student.weights.trained()
+    _fill({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
+    checkpoints.restore_optimiser(parts.student.optimiser, trained, saved.tensors["optimiser"])
+    for name, average in parts.averages.items():
+        _fill(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
+
+
+def average_groups(parts: Parts) -> set[str]:
+    """Names under which a checkpoint keeps the moving averages."""
+    return {f"average-{_file_name(name)}" for name in parts.averages}
+
+
+def _fill(own: dict[str, Any], saved: Any) -> None:
+    assert own.keys() == saved.keys(), "the recipe decides the names, and it is the same"
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def _file_name(label: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in label)

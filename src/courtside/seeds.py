@@ -1,0 +1,12 @@
+"""Random numbers without state: every seed is a function of the run's seed and where it is used.
+
+That is why a resumed run needs no saved generator: step 17 draws the same numbers whoever gets there.
+"""
+
+import hashlib
+
+
+def seed_for(seed: int, *where: int | str) -> int:
+    """63 bits for the place named by `where`; unrelated places get unrelated seeds."""
+    text = "/".join(str(part) for part in (seed, *where))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

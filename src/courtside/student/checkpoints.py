@@ -1,0 +1,171 @@
+"""Checkpoints: complete, checked, and never half there.
+
+A checkpoint is written beside its place, flushed to disk and renamed, so a run that is killed in the
+middle leaves the older ones as they were. Every file's checksum is kept and verified on loading.
+Only safetensors and JSON are written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from courtside.errors import CheckpointError
+from courtside.types import SCHEMA_VERSION
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Group (weights, optimiser, ema-…) → name → tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    num_steps: int
+    """Optimiser steps done: the next one has this number."""
+    tensors: Tensors
+    state: Mapping[str, Any]
+
+
+def save(
+    folder: Path, num_steps: int, tensors: Tensors, state: Mapping[str, Any], *, keep: int
+) -> Path:
+    target = folder / f"step-{num_steps:06d}"
+    work = folder / f".writing-{num_steps:06d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in (*folder.glob(".writing-*"), *folder.glob(".deleting-*")):
+            shutil.rmtree(leftover)
+        work.mkdir()
+        sums = {}
+        for group, named in tensors.items():
+            file = work / f"{group}.safetensors"
+            save_file({name: t.detach().contiguous().cpu() for name, t in named.items()}, file)
+            sums[file.name] = _sync_and_sum(file)
+        about = {
+            "schema_version": SCHEMA_VERSION,
+            "num_steps": num_steps,
+            "state": dict(state),
+            "sums": sums,
+        }
+        (work / "checkpoint.json").write_text(json.dumps(about, indent=1))
+        _sync_and_sum(work / "checkpoint.json")
+        if target.exists():  # the same step, saved again after a resume
+            _delete(target)
+        work.rename(target)
+        _sync_folder(folder)
+        for old in _all(folder)[:-keep]:
+            _delete(old)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        kept = _all(folder)
+        rest = f"The run can go on from {kept[-1].name}, which is intact" if kept else (
+            "There is no older checkpoint"
+        )
+        raise CheckpointError(
+            f"{target} could not be written: {error}. {rest}. Free some space or make the folder "
+            "writable, then run the same command again"
+        ) from error
+    return target
+
+
+def latest(folder: Path) -> Path | None:
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def at(folder: Path, num_steps: int) -> Path:
+    path = folder / f"step-{num_steps:06d}"
+    if not path.is_dir():
+        have = ", ".join(str(int(p.name[5:])) for p in _all(folder)) or "none"
+        raise CheckpointError(f"{folder}: no checkpoint of step {num_steps}; there are: {have}")
+    return path
+
+
+def load(path: Path) -> Checkpoint:
+    try:
+        about = json.loads((path / "checkpoint.json").read_text())
+        if about["schema_version"] > SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{path}: written by a newer courtside (schema {about['schema_version']}, this one "
+                f"reads {SCHEMA_VERSION}). Update courtside"
+            )
+        for name, expected in about["sums"].items():
+            if _sum(path / name) != expected:
+                raise CheckpointError(_damaged(path, f"the checksum of {name} is wrong"))
+        tensors = {
+            name.removesuffix(".safetensors"): load_file(path / name) for name in about["sums"]
+        }
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        raise CheckpointError(_damaged(path, f"{type(error).__name__}: {error}")) from error
+    return Checkpoint(num_steps=about["num_steps"], tensors=tensors, state=about["state"])
+
+
+def optimiser_tensors(
+    optimiser: torch.optim.Optimizer, trained: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """`name/exp_avg` and so on; empty before the first step."""
+    return {
+        f"{name}/{key}": torch.as_tensor(value)
+        for name, parameter in trained.items()
+        for key, value in optimiser.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimiser(
+    optimiser: torch.optim.Optimizer,
+    trained: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("/")
+        parameter = trained[name]
+        # Adam's step counter lives on the CPU unless the optimiser is fused.
+        fused = optimiser.param_groups[0].get("fused")
+        place = parameter.device if key != "step" or fused else torch.device("cpu")
+        optimiser.state[parameter][key] = tensor.to(place)
+
+
+def _damaged(path: Path, reason: str) -> str:
+    others = [p.name for p in _all(path.parent) if p != path]
+    fix = f"Delete it to go on from {others[-1]}" if others else "Delete the run folder to start anew"
+    return f"checkpoint {path} is damaged ({reason}). {fix}; nothing else was touched"
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+
+
+def _delete(path: Path) -> None:
+    """Out of sight first, so that a kill in the middle leaves no half checkpoint under its name."""
+    hidden = path.with_name(f".deleting-{path.name}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync_and_sum(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _sum(path)
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,202 @@
+"""The losses over the vocabulary, a chunk of positions at a time.
+
+[positions × words] exists for one chunk only, forward and backward: each chunk's gradient with
+respect to its hidden states is kept (small), its logits are dropped (large), and the model's
+backward pass starts from the collected gradients. The result is that of one big graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from courtside.config import DivergenceLoss, Loss, PolicyGradientLoss
+from courtside.engines.base import Head
+from courtside.losses.cross_entropy import cross_entropy
+from courtside.losses.full import divergence, entropy, entropy_aware, extrapolated, reverse_kl
+from courtside.losses.policy_gradient import policy_gradient, teacher_gap
+from courtside.losses.reduce import reduce_sum_over
+from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
+from courtside.student.components import Component
+from courtside.student.rows import Rows
+from courtside.student.tally import Tally
+
+
+def chunk_size(num_words: int, device: torch.device) -> int:
+    """Positions a chunk: 32 MiB of float32 logits on a CPU, where caches are small, 512 on a GPU."""
+    elements = 2**27 if device.type == "cuda" else 2**23
+    return max(16, elements // num_words)
+
+
+def backward_through_head(
+    rows: Rows, head: Head, components: Sequence[Component], *, chunk: int, tally: Tally
+) -> tuple[Tensor, Tensor]:
+    """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
+    student's log-probs of the tokens."""
+    gradients: list[Tensor] = []
+    logps: list[Tensor] = []
+    for part in rows.split(chunk):
+        leaf_ND = part.hidden_ND.detach().requires_grad_()
+        loss, logp_N = chunk_loss(replace(part, hidden_ND=leaf_ND), head, components, tally)
+        loss.backward()
+        assert leaf_ND.grad is not None
+        gradients.append(leaf_ND.grad)
+        logps.append(logp_N.detach())
+    return torch.cat(gradients), torch.cat(logps)
+
+
+def chunk_loss(
+    rows: Rows, head: Head, components: Sequence[Component], tally: Tally
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of all components over these rows, each over its own denominator."""
+    logits_NV = head(rows.hidden_ND) / rows.temperature_N[:, None]
+    whole = any(_needs_words(c.loss) and bool(rows.weight_CN[c.name].any()) for c in components)
+    teacher_NV = _teacher_words(rows, rows.teacher_hidden_ND, rows.teacher_head) if whole else None
+    if teacher_NV is not None:
+        logp_NV = logits_NV.log_softmax(-1)
+        logp_N = logp_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
+    else:
+        logp_NV = None
+        chosen_N = logits_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
+        logp_N = chosen_N - logits_NV.logsumexp(-1)
+    _watch(rows, logp_N, logp_NV, teacher_NV, tally)
+
+    total = logits_NV.sum() * 0.0
+    for component in components:
+        weight_N = rows.weight_CN[component.name]
+        if not bool(weight_N.any()):
+            continue
+        loss_N = _component_loss(component, rows, logp_N, logp_NV, teacher_NV, tally)
+        # Rows that are not this component's may hold NaN (no teacher spoke there): cut, not scaled.
+        loss_N = torch.where(weight_N > 0, loss_N, torch.zeros_like(loss_N))
+        mean = reduce_sum_over(loss_N, weight_N, component.denominator)
+        if component.loss.kind != "preference":  # its value is of pairs: see `step`
+            tally.value(component.name, mean)
+        total = total + component.loss.weight * mean
+    return total, logp_N
+
+
+def _needs_words(loss: Loss) -> bool:
+    """Whether a loss looks at more words than the sampled one."""
+    return loss.kind == "divergence" or (loss.kind == "policy_gradient" and loss.baseline)
+
+
+@torch.no_grad()
+def _teacher_words(rows: Rows, hidden_ND: Tensor | None, head: Head | None) -> Tensor | None:
+    if hidden_ND is None or head is None:
+        return None
+    return (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)
+
+
+def _component_loss(
+    component: Component,
+    rows: Rows,
+    logp_N: Tensor,
+    logp_NV: Tensor | None,
+    teacher_NV: Tensor | None,
+    tally: Tally,
+) -> Tensor:
+    loss = component.loss
+    if loss.kind == "cross_entropy":
+        return cross_entropy(logp_N)
+    if loss.kind == "preference":
+        # The coefficient carries the sign: see `step`, which computes it for whole sequences.
+        return rows.advantage_CN[component.name] * logp_N
+    if loss.kind == "policy_gradient":
+        return _policy_gradient(component, loss, rows, logp_N, logp_NV, teacher_NV)
+    assert logp_NV is not None and teacher_NV is not None
+    return _divergence(loss, rows, logp_NV, teacher_NV, rows.weight_CN[component.name] > 0, tally)
+
+
+def _policy_gradient(
+    component: Component,
+    loss: PolicyGradientLoss,
+    rows: Rows,
+    logp_N: Tensor,
+    logp_NV: Tensor | None,
+    teacher_NV: Tensor | None,
+) -> Tensor:
+    if loss.advantage == "reward":
+        advantage_N = rows.advantage_CN[component.name]
+    else:
+        baseline_N = None
+        if loss.baseline:
+            assert logp_NV is not None and teacher_NV is not None
+            baseline_N = -reverse_kl(logp_NV.detach(), teacher_NV)
+        advantage_N = teacher_gap(
+            rows.teacher_logp_N,
+            rows.sampler_logp_N,
+            baseline_T=baseline_N,
+            reference_logp_T=rows.reference_logp_N if loss.extrapolate != 1.0 else None,
+            lam=loss.extrapolate,
+        )
+    return policy_gradient(
+        logp_N,
+        advantage_N,
+        sampler_logp_T=rows.sampler_logp_N if loss.ratio == "importance" else None,
+        truncate=loss.truncate,
+        clip=loss.clip,
+    )
+
+
+def _divergence(
+    loss: DivergenceLoss,
+    rows: Rows,
+    logp_NV: Tensor,
+    teacher_NV: Tensor,
+    on_N: Tensor,
+    tally: Tally,
+) -> Tensor:
+    if loss.support.kind == "top_k":
+        with torch.no_grad():
+            ids_NK, keep_NK = top_k_ids(logp_NV, teacher_NV, k=loss.support.k, of=loss.support.of)
+        student_NK, teacher_NK = logp_NV.gather(-1, ids_NK), teacher_NV.gather(-1, ids_NK)
+        tally.mean("mass/student", support_mass(student_NK.detach(), keep_NK)[on_N])
+        tally.mean("mass/teacher", support_mass(teacher_NK, keep_NK)[on_N])
+        tally.mean("overlap", overlap(logp_NV.detach(), teacher_NV, loss.support.k)[on_N])
+        return top_k_divergence(
+            student_NK,
+            teacher_NK,
+            keep_NK,
+            name=loss.divergence,
+            form=loss.support.form,
+            beta=loss.beta,
+            alpha=loss.alpha,
+            clip=loss.clip,
+        )
+    if loss.extrapolate != 1.0:
+        reference_NV = _teacher_words(rows, rows.reference_hidden_ND, rows.reference_head)
+        assert reference_NV is not None
+        teacher_NV = extrapolated(teacher_NV, reference_NV, loss.extrapolate)
+    loss_N = divergence(
+        logp_NV, teacher_NV, name=loss.divergence, beta=loss.beta, alpha=loss.alpha, clip=loss.clip
+    )
+    if loss.entropy_aware is not None:
+        loss_N = loss_N + entropy_aware(
+            logp_NV, teacher_NV, loss.entropy_aware.threshold, loss.entropy_aware.weight
+        )
+    return loss_N
+
+
+@torch.no_grad()
+def _watch(
+    rows: Rows, logp_N: Tensor, logp_NV: Tensor | None, teacher_NV: Tensor | None, tally: Tally
+) -> None:
+    """Diagnostics over whatever is in memory anyway."""
+    logp_N = logp_N.detach()
+    if logp_NV is not None and teacher_NV is not None:
+        tally.mean("kl", reverse_kl(logp_NV.detach(), teacher_NV))
+        tally.mean("entropy/student", entropy(logp_NV.detach()))
+        tally.mean("entropy/teacher", entropy(teacher_NV))
+    spoken_N = ~rows.teacher_logp_N.isnan()
+    own_N = rows.by_student_N & spoken_N
+    tally.mean("kl_estimate", (rows.sampler_logp_N - rows.teacher_logp_N)[own_N])
+    gap_N = (rows.teacher_logp_N - logp_N)[spoken_N]
+    tally.mean("gap/mean", gap_N)
+    tally.mean("gap/negative", (gap_N < 0).float())
+    drift_N = (logp_N - rows.sampler_logp_N)[rows.by_student_N]
+    tally.mean("sampler/gap", drift_N.abs())
+    tally.largest("sampler/ratio_max", drift_N.exp())

@@ -1,0 +1,41 @@
+"""AdamW with a schedule that is a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from courtside.config import Recipe
+
+
+def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
+    # Gains and biases are not decayed: pulling them to zero is no regulariser.
+    matrices = [p for p in trained.values() if p.ndim >= 2]
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=recipe.learning_rate,
+        betas=recipe.train.betas,
+        fused=next(iter(trained.values())).is_cuda,
+    )
+
+
+def learning_rate_at(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then constant, linear or cosine to zero behind the last step."""
+    train = recipe.train
+    if step < train.warmup:
+        return recipe.learning_rate * (step + 1) / train.warmup
+    done = (step - train.warmup) / max(1, train.steps - train.warmup)
+    factor = {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[train.schedule]
+    return recipe.learning_rate * factor

@@ -1,0 +1,115 @@
+"""The trained positions of a micro-batch as flat tensors, one row a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from courtside.student.components import Component
+from courtside.types import Scored, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """N positions that share a teacher."""
+
+    hidden_ND: Tensor
+    """The student's, with its graph or as a leaf."""
+    ids_N: Tensor
+    temperature_N: Tensor
+    sampler_logp_N: Tensor
+    """NaN where the token was not sampled by us."""
+    by_student_N: Tensor
+    teacher_logp_N: Tensor
+    """NaN where no teacher spoke."""
+    reference_logp_N: Tensor
+    teacher_hidden_ND: Tensor | None
+    reference_hidden_ND: Tensor | None
+    weight_CN: Mapping[str, Tensor]
+    """By component: 1 where it trains, 0 elsewhere."""
+    advantage_CN: Mapping[str, Tensor]
+    """By component: the advantage from rewards, or a preference's coefficient."""
+    teacher_head: Any
+    reference_head: Any
+
+    def __len__(self) -> int:
+        return len(self.ids_N)
+
+    def split(self, size: int) -> Iterator[Rows]:
+        for start in range(0, len(self), size):
+            yield self.cut(start, start + size)
+
+    def cut(self, start: int, end: int) -> Rows:
+        parts: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                parts[field.name] = value[start:end]
+            elif isinstance(value, Mapping):
+                parts[field.name] = {key: v[start:end] for key, v in value.items()}
+        return replace(self, **parts)
+
+
+def rows_of(
+    group: Sequence[Scored], components: Sequence[Component], hidden_ND: Tensor
+) -> Rows:
+    """Rows of trajectories with one teacher, in order; `hidden_ND` is already in that order."""
+    device = hidden_ND.device
+    counts = [s.trajectory.num_chosen for s in group]
+
+    def floats(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    def spread(values: list[float]) -> Tensor:
+        """One value a trajectory to one a position."""
+        return floats(values).repeat_interleave(torch.tensor(counts, device=device))
+
+    sampler: list[float] = []
+    for s, count in zip(group, counts, strict=True):
+        sampler += s.trajectory.sampler_logp or [float("nan")] * count
+    ids = [token for s in group for token in s.trajectory.chosen_ids]
+    targets = [s.target for s in group]
+    references = [s.reference for s in group]
+    return Rows(
+        hidden_ND=hidden_ND,
+        ids_N=torch.tensor(ids, dtype=torch.long, device=device),
+        temperature_N=spread([s.trajectory.temperature for s in group]),
+        sampler_logp_N=floats(sampler),
+        by_student_N=spread([float(s.trajectory.source == "student") for s in group]).bool(),
+        teacher_logp_N=_logps(targets, counts, device),
+        reference_logp_N=_logps(references, counts, device),
+        teacher_hidden_ND=_hiddens(targets, device),
+        reference_hidden_ND=_hiddens(references, device),
+        weight_CN={
+            c.name: spread([float(s.trajectory.id in c.on) for s in group]) for c in components
+        },
+        advantage_CN={
+            c.name: spread([c.advantage.get(s.trajectory.id, 0.0) for s in group])
+            for c in components
+            if c.advantage
+        },
+        teacher_head=_head(targets),
+        reference_head=_head(references),
+    )
+
+
+def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torch.device) -> Tensor:
+    parts = [
+        torch.full((count,), float("nan")) if target is None else target.logp_T.float()
+        for target, count in zip(targets, counts, strict=True)
+    ]
+    return torch.cat([part.to(device) for part in parts])
+
+
+def _hiddens(targets: Sequence[Target | None], device: torch.device) -> Tensor | None:
+    parts = [t.hidden_TD for t in targets if t is not None and t.hidden_TD is not None]
+    assert len(parts) in (0, len(targets)), "a group has one teacher"
+    return torch.cat([part.to(device) for part in parts]) if parts else None
+
+
+def _head(targets: Sequence[Target | None]) -> Any:
+    return next((t.head for t in targets if t is not None), None)

@@ -1,0 +1,119 @@
+"""The student's model: loaded, adapted, and lent out with other weights for a moment."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from courtside.config import Lora, Student
+from courtside.engines.models import load_model
+from courtside.errors import ModelError
+from courtside.seeds import seed_for
+
+
+def device_of(config: Student) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("student.device = 'cuda', but no GPU is visible. Use device = 'auto'")
+    return torch.device(config.device)
+
+
+def compute_dtype(config: Student, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+class StudentWeights:
+    """The causal LM (`model`), with a LoRA adapter in its layers or all its weights trained."""
+
+    def __init__(self, config: Student, *, seed: int):
+        device = device_of(config)
+        dtype = compute_dtype(config, device)
+        # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
+        # adapter's base is never stepped, so it may be as small as the arithmetic.
+        self.model: Any = load_model(
+            config.model,
+            dtype=dtype if config.lora else torch.float32,
+            device=device,
+            trust_remote_code=config.trust_remote_code,
+            keep_layers=config.keep_layers,
+        )
+        self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
+        self.adapter: Any = None
+        if config.lora:
+            self.adapter = _with_adapter(self.model, config.lora, seed)
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        self.device = device
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model as it was before training, for free."""
+        assert self.adapter is not None
+        with self.adapter.disable_adapter():
+            yield
+
+    @contextmanager
+    def lent(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """`tensors` in place of the trained weights. Pointers move; no number is ever rounded."""
+        own = {name: p.data for name, p in self.trained().items()}
+        for name, parameter in self.trained().items():
+            parameter.data = tensors[name]
+        try:
+            yield
+        finally:
+            for name, parameter in self.trained().items():
+                parameter.data = own[name]
+
+    def copy(self) -> Any:
+        """A separate frozen model with the weights of this moment."""
+        twin = copy.deepcopy(self.model).eval()
+        twin.gradient_checkpointing_disable()
+        return twin.requires_grad_(False)
+
+
+class MovingAverage:
+    """θ̄ ← d·θ̄ + (1 − d)·θ over the trained weights, starting from where they start."""
+
+    def __init__(self, decay: float, trained: dict[str, nn.Parameter], shadow: dict[str, Tensor]):
+        assert trained.keys() == shadow.keys()
+        self.decay, self.trained, self.shadow = decay, trained, shadow
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, average in self.shadow.items():
+            average.lerp_(self.trained[name].detach(), 1 - self.decay)
+
+
+def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = lora.targets if lora.targets == "all-linear" else list(lora.targets)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(seed, "lora"))
+        try:
+            return get_peft_model(model, settings)
+        except ValueError as error:
+            raise ModelError(
+                f"student.lora.targets = {lora.targets!r}: {error}. Use 'all-linear', or names of "
+                "linear layers of this model"
+            ) from error

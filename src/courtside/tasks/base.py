@@ -1,0 +1,202 @@
+"""What every source of tasks shares: identity, splits, and the order in which tasks are drawn.
+
+Everything here is a pure function of content and seed, through SHA-256 alone: the same in every
+process and on every machine. Nothing is remembered between batches, so resuming needs no state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from courtside.errors import TaskError
+from courtside.types import Message, Split, Task
+
+T = TypeVar("T")
+
+
+class TaskSource(Protocol):
+    num_dropped: int
+    """Prompts left out because they do not fit the context."""
+
+    def batch(self, step: int, size: int) -> tuple[Task, ...]:
+        """The train tasks of one step: a pure function of (seed, step, size)."""
+
+    def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        """The first `size` tasks of a split, in an order that no seed changes; all if fewer."""
+
+
+# ── identity ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def split_of(content: str) -> Split:
+    """80 / 10 / 10 by content: the same content is never in two splits."""
+    tenth = int(digest(content)[:8], 16) % 10
+    return "train" if tenth < 8 else "validation" if tenth == 8 else "test"
+
+
+def task_id(kind: str, content: str) -> str:
+    return f"{kind}-{digest(content)[:12]}"
+
+
+def choose(options: Sequence[T], key: str) -> T:
+    """One of the options, the same one for the same key."""
+    return options[int(digest(key)[:16], 16) % len(options)]
+
+
+def with_system(task: Task, text: str | None) -> Task:
+    """The task behind a system prompt. Its id stays: the prompt belongs to the run."""
+    if text is None:
+        return task
+    if any(message.role == "system" for message in task.messages):
+        raise TaskError(
+            f"tasks.system is set, but task {task.id} already has a system message. "
+            "Remove tasks.system, or the system messages from the tasks"
+        )
+    return replace(task, messages=(Message(role="system", content=text), *task.messages))
+
+
+# ── order ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shuffled(index: int, size: int, key: str) -> int:
+    """Where `index` goes in the shuffle of range(size) that `key` names.
+
+    A keyed permutation (four Feistel rounds, walked until the result is in range): spaces of 10²⁴
+    problems can be visited in random order, each once, without listing them.
+    """
+    assert 0 <= index < size
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            left, right = right, left ^ (int(digest(f"{key}/{turn}/{right}"), 16) & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def epoch_batch(tasks: Sequence[Task], *, seed: int, step: int, size: int) -> tuple[Task, ...]:
+    """Each task once per epoch in that epoch's order; batches run on across epochs."""
+    drawn = []
+    for position in range(step * size, (step + 1) * size):
+        epoch, place = divmod(position, len(tasks))
+        drawn.append(tasks[shuffled(place, len(tasks), f"epoch/{seed}/{epoch}")])
+    return tuple(drawn)
+
+
+# ── sources ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class FiniteSource:
+    """A list of tasks that have their splits already."""
+
+    num_dropped = 0
+    """Tasks left out because they did not fit the model's context."""
+
+    def __init__(self, tasks: Sequence[Task], *, name: str, seed: int, limit: int | None) -> None:
+        """`name` is how errors call the source, e.g. its file."""
+        if not tasks:
+            raise TaskError(f"{name}: holds no tasks; it needs at least one")
+        train = [task for task in tasks if task.split == "train"]
+        if not train:
+            raise TaskError(
+                f"{name}: none of its {len(tasks)} tasks is in the train split. Add more tasks "
+                "(8 in 10 go to train), or give some the split 'train'"
+            )
+        _require_limit(name, limit, len(train))
+        self._name = name
+        self._seed = seed
+        self._train = train[:limit]
+        # By hash, not by place in the file: adding a line moves no other task.
+        self._tasks = sorted(tasks, key=lambda task: task.id)
+
+    def batch(self, step: int, size: int) -> tuple[Task, ...]:
+        return epoch_batch(self._train, seed=self._seed, step=step, size=size)
+
+    def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        found = tuple(islice((task for task in self._tasks if task.split == split), size))
+        if size and not found:
+            raise TaskError(
+                f"{self._name}: none of its {len(self._tasks)} tasks is in the {split} split. Add "
+                f"more tasks (1 in 10 goes to {split}), or give some the split {split!r}"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The numbered tasks of a generator. Several numbers may stand for the same task."""
+
+    name: str
+    """How errors call it: the recipe's fields that decide its size."""
+    size: int
+    split: Callable[[int], Split]
+    """Of the task with that number, from 0 to size - 1; cheap, so that others can be skipped."""
+    task: Callable[[int], Task]
+    """A pure function of the number."""
+
+
+class GeneratedSource:
+    """Tasks drawn from a space, anew for each step. Ends however small the space is."""
+
+    num_dropped = 0
+
+    def __init__(self, space: Space, *, seed: int, limit: int | None) -> None:
+        self._space = space
+        self._seed = seed
+        first = self._first("train", limit or 1)
+        if not first:
+            raise self._nothing("train")
+        _require_limit(space.name, limit, len(first))
+        self._limited = None if limit is None else first
+
+    def batch(self, step: int, size: int) -> tuple[Task, ...]:
+        if self._limited is not None:
+            return epoch_batch(self._limited, seed=self._seed, step=step, size=size)
+        drawn = tuple(islice(self._walk("train", f"step/{self._seed}/{step}"), size))
+        # Fewer than asked for: that was the whole space, so tasks repeat.
+        return tuple(drawn[i % len(drawn)] for i in range(size))
+
+    def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        found = self._first(split, size)
+        if size and not found:
+            raise self._nothing(split)
+        return found
+
+    def _first(self, split: Split, size: int) -> tuple[Task, ...]:
+        return tuple(islice(self._walk(split, "content order"), size))
+
+    def _walk(self, split: Split, key: str) -> Iterator[Task]:
+        """The tasks of a split, each once, in the order that `key` names."""
+        seen = set()
+        for place in range(self._space.size):
+            index = shuffled(place, self._space.size, key)
+            if self._space.split(index) != split:
+                continue
+            task = self._space.task(index)
+            if task.id not in seen:
+                seen.add(task.id)
+                yield task
+
+    def _nothing(self, split: Split) -> TaskError:
+        return TaskError(
+            f"{self._space.name}: none of its {self._space.size} tasks falls into the {split} "
+            "split; choose a larger space"
+        )
+
+
+def _require_limit(name: str, limit: int | None, available: int) -> None:
+    if limit is not None and limit > available:
+        raise TaskError(
+            f"tasks.limit = {limit}, but {name} has {available} train tasks. "
+            f"Use a limit of at most {available}, or none for all of them"
+        )

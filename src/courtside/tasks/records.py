@@ -1,0 +1,199 @@
+"""Plain records (a JSON line, a row of a data set) → tasks. Every problem names its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from courtside.errors import TaskError
+from courtside.tasks.base import split_of, task_id
+from courtside.tasks.graders import require_gradable
+from courtside.types import Message, Role, Split, Task
+
+KEYS = (
+    "prompt", "messages", "answer", "completion", "rejected", "privileged", "tags", "grader",
+    "grader_args", "split",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    where: str
+    """File and line, or data set and row."""
+    fields: Mapping[str, Any]
+
+
+def tasks_from(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
+    """The tasks in their order; identical ones once.
+
+    The split follows from the prompt alone, so two records with the same prompt are always in the
+    same split: an explicit one decides for all of them, and two different ones are an error.
+    """
+    tasks: dict[str, Task] = {}
+    explicit: dict[str, tuple[Split, str]] = {}
+    prompts: dict[str, str] = {}
+    for record in records:
+        task, split = _task(kind, record)
+        prompt = _prompt_key(task)
+        if split is not None:
+            chosen, where = explicit.setdefault(prompt, (split, record.where))
+            if chosen != split:
+                raise TaskError(
+                    f"{record.where}: split = {split!r}, but the same prompt has split = "
+                    f"{chosen!r} at {where}. Give both the same split, or remove one"
+                )
+        tasks.setdefault(task.id, task)
+        prompts[task.id] = prompt
+    return tuple(
+        replace(task, split=explicit[prompts[key]][0]) if prompts[key] in explicit else task
+        for key, task in tasks.items()
+    )
+
+
+def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
+    fields = {name: value for name, value in record.fields.items() if value is not None}
+    where = record.where
+    if unknown := sorted(record.fields.keys() - set(KEYS)):
+        raise TaskError(f"{where}: unknown key {unknown[0]!r}; a task has {', '.join(KEYS)}")
+    answer = _answer(where, fields)
+    completion, rejected = (_text(where, fields, name) for name in ("completion", "rejected"))
+    if rejected is not None and completion is None:
+        raise TaskError(f"{where}: `rejected` needs a better `completion` beside it; add one")
+    task = Task(
+        id="",
+        split="train",
+        messages=_messages(where, fields),
+        answer=answer,
+        completion=completion,
+        rejected=rejected,
+        privileged=_texts(where, fields, "privileged"),
+        tags=_tags(where, fields),
+        grader=_grader(where, record.fields, answer),
+        grader_args=_object(where, fields, "grader_args"),
+    )
+    if task.grader_args and task.grader is None:
+        raise TaskError(f"{where}: `grader_args` without a `grader`; name one")
+    identity = [_prompt_key(task), task.answer, task.completion, task.rejected,
+                dict(task.privileged), task.tags, task.grader, dict(task.grader_args)]  # fmt: skip
+    task = replace(
+        task,
+        id=task_id(kind, json.dumps(identity, sort_keys=True)),
+        split=split_of(_prompt_key(task)),
+    )
+    try:
+        require_gradable(task)
+    except TaskError as error:
+        raise TaskError(f"{where}: {error}") from None
+    return task, _split(where, fields)
+
+
+def _prompt_key(task: Task) -> str:
+    return json.dumps([[message.role, message.content] for message in task.messages])
+
+
+# ── fields ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _messages(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    if "prompt" in fields and "messages" in fields:
+        raise TaskError(f"{where}: both `prompt` and `messages`; keep one of them")
+    if "messages" not in fields:
+        prompt = _text(where, fields, "prompt")
+        if prompt is None:
+            raise TaskError(f"{where}: no `prompt` (text) and no `messages` (list); add one")
+        if not prompt.strip():
+            raise TaskError(f"{where}: `prompt` is empty; write one, or remove the task")
+        return (Message(role="user", content=prompt),)
+    listed = fields["messages"]
+    if not isinstance(listed, list) or not listed:
+        raise TaskError(f"{where}: `messages` must be a list of at least one message")
+    messages = []
+    for i, entry in enumerate(listed):
+        at = f"{where}: messages[{i}]"
+        if isinstance(entry, dict):  # a data set fills the keys that a message lacks with null
+            entry = {name: value for name, value in entry.items() if value is not None}
+        if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
+            raise TaskError(f"{at} must be an object with `role` and `content`, and no other key")
+        if entry["role"] not in get_args(Role):
+            raise TaskError(f"{at}.role = {entry['role']!r}; use one of {list(get_args(Role))}")
+        messages.append(Message(role=entry["role"], content=_text(at, entry, "content") or ""))
+    if messages[-1].role not in ("user", "tool"):
+        raise TaskError(
+            f"{where}: the last message is the {messages[-1].role}'s, but the model must answer a "
+            "user or tool message. Move an assistant's last message into `completion`"
+        )
+    if not messages[-1].content.strip():
+        raise TaskError(f"{where}: the last message is empty; write one, or remove the task")
+    return tuple(messages)
+
+
+def _answer(where: str, fields: Mapping[str, Any]) -> str | None:
+    answer = fields.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return str(answer)
+    return _text(where, fields, "answer")
+
+
+def _grader(where: str, fields: Mapping[str, Any], answer: str | None) -> str | None:
+    if "grader" in fields or answer is None:  # an explicit null: not to be graded
+        return _text(where, fields, "grader")
+    if re.fullmatch(r"[^\W\d_]{3,}([\s,.'-]+[^\W\d_]+)*[.!?]?", answer.strip()):
+        raise TaskError(
+            f"{where}: answer = {answer!r} is no mathematics, but 'math' is the default grader. "
+            "Name another one, such as grader 'exact' or 'contains'"
+        )
+    return "math"
+
+
+def _split(where: str, fields: Mapping[str, Any]) -> Split | None:
+    value = _text(where, fields, "split")
+    splits: tuple[Split, ...] = get_args(Split)
+    found = next((split for split in splits if split == value), None)
+    if value is not None and found is None:
+        raise TaskError(f"{where}: split = {value!r} is not known; use one of {list(splits)}")
+    return found
+
+
+def _text(where: str, fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TaskError(f"{where}: `{name}` must be a text, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise TaskError(
+            f"{where}: `{name}` holds half of a surrogate pair, which is no character; correct it"
+        ) from None
+    return value
+
+
+def _object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name, {})
+    if not isinstance(value, dict):
+        raise TaskError(f"{where}: `{name}` must be an object, not {_kind(value)}")
+    return value
+
+
+def _texts(where: str, fields: Mapping[str, Any], name: str) -> dict[str, str]:
+    values = _object(where, fields, name)
+    found = {key: _text(f"{where}: {name}", values, key) for key in values}
+    if empty := [key for key, value in found.items() if value is None]:
+        raise TaskError(f"{where}: `{name}.{empty[0]}` is null; write a text, or leave it out")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tags(where: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    tags = fields.get("tags", [])
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise TaskError(f"{where}: `tags` must be a list of texts")
+    return tuple(tags)
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "a list", dict: "an object", str: "a text", bool: "true or false"}
+    return kinds.get(type(value), "a number")

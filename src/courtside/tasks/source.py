@@ -1,0 +1,69 @@
+"""A recipe's tasks section → the source of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from courtside.config import ArithmeticTasks, DatasetTasks, InstructionTasks, JsonlTasks, Tasks
+from courtside.tasks.arithmetic import arithmetic_space
+from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
+from courtside.tasks.hub import dataset_tasks
+from courtside.tasks.instructions import instruction_space
+from courtside.tasks.jsonl import jsonl_tasks
+from courtside.errors import TaskError
+from courtside.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How long a prompt may be, for the model at hand."""
+
+    length: Callable[[Task], int]
+    max_tokens: int
+
+
+def task_source(config: Tasks, seed: int, room: Room | None = None) -> TaskSource:
+    """The tasks of a recipe. With `room`, prompts that do not fit are refused or left out, as
+    `tasks.overlong` says, before anything runs."""
+    match config:
+        case ArithmeticTasks():
+            return _generated(arithmetic_space(config), config, seed, room)
+        case InstructionTasks():
+            return _generated(instruction_space(config), config, seed, room)
+        case JsonlTasks():
+            return _finite(jsonl_tasks(config.path), str(config.path), config, seed, room)
+        case DatasetTasks():
+            return _finite(dataset_tasks(config), config.path, config, seed, room)
+
+
+def _generated(space: Space, config: Tasks, seed: int, room: Room | None) -> TaskSource:
+    def task(index: int) -> Task:
+        made = with_system(space.task(index), config.system)
+        if room is not None and room.length(made) > room.max_tokens:
+            raise _too_long(made, room, space.name)
+        return made
+
+    return GeneratedSource(replace(space, task=task), seed=seed, limit=config.limit)
+
+
+def _finite(
+    tasks: tuple[Task, ...], name: str, config: Tasks, seed: int, room: Room | None
+) -> TaskSource:
+    prompted = [with_system(task, config.system) for task in tasks]
+    fitting = [t for t in prompted if room is None or room.length(t) <= room.max_tokens]
+    num_dropped = len(prompted) - len(fitting)
+    if num_dropped and room is not None and (config.overlong == "error" or not fitting):
+        raise _too_long(next(t for t in prompted if t not in fitting), room, name)
+    source = FiniteSource(fitting, name=name, seed=seed, limit=config.limit)
+    source.num_dropped = num_dropped
+    return source
+
+
+def _too_long(task: Task, room: Room, name: str) -> TaskError:
+    start = task.messages[-1].content[:60]
+    return TaskError(
+        f"{name}: the prompt {start!r}… (task {task.id}) has {room.length(task)} tokens; with "
+        f"rollout.max_new_tokens the model's context leaves {room.max_tokens}. Shorten it or "
+        "max_new_tokens, or set tasks.overlong = 'drop' to leave such prompts out and count them"
+    )

@@ -1,0 +1,1 @@
+"""The same tokens, scored by somebody who knows more."""

@@ -1,0 +1,63 @@
+"""Which privileged text a teacher gets to see with a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from courtside.chat.splice import with_context
+from courtside.config import Context
+from courtside.errors import TaskError
+from courtside.types import Message, Task, Trajectory
+
+
+def contexts(
+    config: Context | None, trajectories: Sequence[Trajectory]
+) -> Mapping[str, str | None]:
+    """By trajectory id: the text; None where there is none, so that no teacher speaks there."""
+    if config is None:
+        return {trajectory.id: None for trajectory in trajectories}
+    if config.kind == "system" or config.kind == "field":
+        return {t.id: task_context(config, t.task) for t in trajectories}
+    if config.kind == "feedback":
+        found = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
+    else:
+        found = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
+    return {
+        id: config.template.replace("{text}", text) if text else None for id, text in found.items()
+    }
+
+
+def task_context(config: Context, task: Task) -> str | None:
+    """What is known before anything was written; None for feedback and siblings, which are not."""
+    if config.kind == "system":
+        return config.text
+    if config.kind == "field":
+        if config.field not in task.privileged:
+            has = ", ".join(sorted(task.privileged)) or "none"
+            raise TaskError(
+                f"teacher.context.field = {config.field!r}: task {task.id} has no such privileged "
+                f"field (it has: {has}). Add it to the tasks, or name another"
+            )
+        return config.template.replace("{text}", task.privileged[config.field])
+    return None
+
+
+def privileged_messages(config: Context | None, task: Task, text: str | None) -> Sequence[Message]:
+    if config is None or text is None:
+        return task.messages
+    place: Literal["system", "user"] = "system" if config.kind == "system" else config.place
+    return with_context(task.messages, text, place)
+
+
+def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
+    """Another passing answer to the same prompt: the shortest, by id when several are."""
+    passing = [
+        other
+        for other in group
+        if other.task.id == trajectory.task.id
+        and other.id != trajectory.id
+        and other.grade is not None
+        and other.grade.passed
+    ]
+    return min(passing, key=lambda t: (t.num_chosen, t.id)).response if passing else ""

@@ -1,0 +1,101 @@
+"""A teacher: an engine, the context that it alone sees, and the weights it speaks with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+from courtside.chat.render import Renderer
+from courtside.config import Context
+from courtside.engines.base import Engine, Sample, SampleRequest, Sampling, ScoreRequest
+from courtside.errors import TaskError
+from courtside.teacher.context import contexts, privileged_messages, task_context
+from courtside.types import Target, Task, Trajectory
+
+
+class Teacher:
+    def __init__(
+        self,
+        *,
+        name: str,
+        engine: Engine,
+        renderer: Renderer,
+        context: Context | None = None,
+        context_length: int,
+        overlong: Literal["error", "drop"] = "error",
+        hidden: bool,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        follow: Callable[[], None] = lambda: None,
+    ):
+        self.name = name
+        self.engine = engine
+        self.renderer = renderer
+        self.context = context
+        self.context_length = context_length
+        self.overlong = overlong
+        self.hidden = hidden
+        """Whether a loss needs whole distributions, not only the sampled tokens' log-probs."""
+        self.weights = weights
+        """Puts this teacher's weights in place while it speaks (adapter off, moving average)."""
+        self.follow = follow
+        """Called after every optimiser step: a moving average moves, other teachers stay."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
+        """By trajectory id; a trajectory without its context, or too long with it, has no target."""
+        texts = contexts(self.context, trajectories)
+        requests: dict[str, ScoreRequest] = {}
+        extra: dict[str, int] = {}
+        for trajectory in trajectories:
+            if self.context is not None and texts[trajectory.id] is None:
+                continue
+            request, num_extra = self._request(trajectory, texts[trajectory.id])
+            if not self._fits(trajectory, len(request.token_ids)):
+                continue
+            requests[trajectory.id], extra[trajectory.id] = request, num_extra
+        with self.weights():
+            scores = self.engine.score(list(requests.values()), hidden=self.hidden)
+        return {
+            id: Target(
+                teacher=self.name,
+                context=texts[id],
+                logp_T=score.logp_T,
+                hidden_TD=score.hidden_TD,
+                head=self.engine.head if self.hidden else None,
+                num_context_tokens=extra[id],
+            )
+            for id, score in zip(requests, scores, strict=True)
+        }
+
+    def write(
+        self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Sample]:
+        """Answers of the teacher itself, with what it knows before anything was written."""
+        requests = []
+        for task, seed in zip(tasks, seeds, strict=True):
+            text = task_context(self.context, task) if self.context else None
+            messages = privileged_messages(self.context, task, text)
+            requests.append(SampleRequest(prompt_ids=self.renderer.prompt_ids(messages), seed=seed))
+        with self.weights():
+            return self.engine.sample(requests, sampling)
+
+    def _request(self, trajectory: Trajectory, text: str | None) -> tuple[ScoreRequest, int]:
+        prompt, *rest = trajectory.turns
+        assert prompt.role == "prompt"
+        messages = privileged_messages(self.context, trajectory.task, text)
+        prompt_ids = self.renderer.prompt_ids(messages)
+        ids = prompt_ids + tuple(i for turn in rest for i in turn.token_ids)
+        chosen = (False,) * len(prompt_ids) + tuple(c for turn in rest for c in turn.chosen)
+        request = ScoreRequest(token_ids=ids, scored=chosen, temperature=trajectory.temperature)
+        return request, len(prompt_ids) - len(prompt.token_ids)
+
+    def _fits(self, trajectory: Trajectory, length: int) -> bool:
+        if length <= self.context_length:
+            return True
+        if self.overlong == "drop":
+            return False
+        raise TaskError(
+            f"task {trajectory.task.id}: with its privileged context the sequence has {length} "
+            f"tokens and {self.name} takes {self.context_length}. Shorten the context, or set "
+            "tasks.overlong = 'drop' to leave such trajectories out and count them"
+        )

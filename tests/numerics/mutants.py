@@ -1,0 +1,353 @@
+"""Does this folder notice a wrong formula? Each mutation below must make some test fail.
+
+    python tests/numerics/mutants.py [--jobs 2] [--only WORD]
+
+Every mutation is applied to a copy of the package, the numerics tests run against the copy, and a
+mutation that no test notices is a survivor. Exit status: 0 all noticed, 1 survivors, 2 the list or
+the set-up is broken. Takes minutes, so pytest does not collect it; `test_mutation_list.py` checks
+in milliseconds that the list still fits the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "src" / "courtside"
+TESTS_IN_ORDER = (
+    # Values and gradients first: they are quick and notice most mutations.
+    "test_preference_loss.py",
+    "test_denominators.py",
+    "test_policy_gradient_losses.py",
+    "test_full_divergences.py",
+    "test_top_k_divergences.py",
+    "test_estimators.py",
+    "test_fixed_points.py",
+)
+PASSED, FAILED = 0, 1
+"""Exit statuses of pytest; any other means that the tests did not run."""
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+
+
+MUTATION_LIST = """
+terms.py
+- (logp_TV - other_logp_TV)
++ (other_logp_TV - logp_TV)
+- (logp_TV - other_logp_TV).masked_fill(p_TV == 0, 0.0)
++ logp_TV - other_logp_TV
+- .masked_fill(p_TV == 0, 0.0)
++ .masked_fill(logp_TV == -math.inf, 0.0)
+- return p_TV * log_ratio_TV
++ return p_TV.detach() * log_ratio_TV
++ return p_TV * log_ratio_TV.detach()
+- first_logp_TV + (math.log(share)
++ first_logp_TV + (math.log1p(-share)
+- second_logp_TV + (math.log1p(-share)
++ second_logp_TV + (math.log(share)
+- math.log(share) if share > 0 else -math.inf
++ 0.0
+- math.log1p(-share) if share < 1 else -math.inf
++ 0.0
+- return mixed_TV.masked_fill(nowhere_TV, -math.inf)
++ return mixed_TV
+- first_TV.masked_fill(nowhere_TV, 0.0), second_TV.masked_fill(nowhere_TV, 0.0)
++ first_TV, second_TV
+- teacher_logp_TV = teacher_logp_TV.detach()
++ pass
+- terms(student_logp_TV, teacher_logp_TV).sum(-1)
++ terms(student_logp_TV, teacher_logp_TV).mean(-1)
+- teacher_logp_TV) > clip
++ teacher_logp_TV) < clip
+- terms_TV.masked_fill(capped_TV, clip).sum(-1)
++ terms_TV.sum(-1)
+- student_logp_TV.masked_fill(capped_TV, 0.0), teacher_logp_TV.masked_fill(capped_TV, 0.0)
++ student_logp_TV, teacher_logp_TV
+- (torch.float32, torch.float64)
++ (torch.float32, torch.float64, torch.bfloat16)
+
+full.py
+- sum_over_words(kl_terms, student_logp_TV, teacher_logp_TV, clip)
++ sum_over_words(lambda s, t: kl_terms(t, s), student_logp_TV, teacher_logp_TV, clip)
+- kl_terms(teacher_TV, student_TV)
++ kl_terms(student_TV, teacher_TV)
++ -teacher_TV.exp() * student_TV
++ kl_terms(teacher_TV, student_TV.detach())
+- if beta == 0:
++ if beta == 2:
++ if beta == 1:
+- if beta == 1:
++ if beta == 2:
+- mixture_TV = log_mixture(teacher_TV, student_TV, beta)
++ mixture_TV = log_mixture(student_TV, teacher_TV, beta)
++ mixture_TV = log_mixture(teacher_TV, student_TV, beta).detach()
+- beta * kl_terms(teacher_TV, mixture_TV)
++ (1 - beta) * kl_terms(teacher_TV, mixture_TV)
+- (1 - beta) * kl_terms(student_TV, mixture_TV)
++ beta * kl_terms(student_TV, mixture_TV)
++ (1 - beta) * kl_terms(mixture_TV, student_TV)
+- from_teacher_TV + (1 - beta)
++ from_teacher_TV - (1 - beta)
+- log_mixture(teacher_TV, student_TV, alpha)
++ log_mixture(student_TV, teacher_TV, alpha)
+- log_mixture(student_TV, teacher_TV, alpha)
++ log_mixture(teacher_TV, student_TV, alpha)
++ log_mixture(student_TV.detach(), teacher_TV, alpha)
+- skew_forward_kl if name == "skew_forward_kl" else skew_reverse_kl
++ skew_forward_kl
+- forward_kl if name == "forward_kl" else reverse_kl
++ reverse_kl if name == "forward_kl" else forward_kl
+- return plain(student_logp_TV, teacher_logp_TV, clip=clip)
++ return plain(student_logp_TV, teacher_logp_TV)
+- return -kl_terms(logp_TV, torch.zeros_like(logp_TV))
++ return kl_terms(logp_TV, torch.zeros_like(logp_TV))
+- <= threshold
++ > threshold
+- entropy(teacher_logp_TV.detach())
++ entropy(student_logp_TV.detach())
+- return weight * forward_kl(student_logp_TV
++ return forward_kl(student_logp_TV
++ return weight * reverse_kl(student_logp_TV
+- .masked_fill(sure_T, 0.0)
++  * (~sure_T)
+- lam * teacher_TV + (1 - lam)
++ (1 - lam) * teacher_TV + lam
++ lam * teacher_TV + (lam - 1)
+- -torch.inf).log_softmax(-1)
++ -torch.inf)
+- mixed_TV.masked_fill(teacher_TV == -torch.inf, -torch.inf)
++ mixed_TV
+- teacher_TV = teacher_logp_TV.detach()
++ teacher_TV = teacher_logp_TV
+- reference_logp_TV.detach()
++ reference_logp_TV
+- if lam == 1:
++ if lam == 0:
+
+top_k.py
+- new_TK = ~_is_among(student_ids_TK, teacher_ids_TK)
++ new_TK = torch.ones_like(student_ids_TK, dtype=torch.bool)
++ new_TK = _is_among(student_ids_TK, teacher_ids_TK)
+- teacher_logp_TV if of == "teacher" else
++ teacher_logp_TV if of == "student" else
+- student_logp_TK = student_logp_TK.masked_fill(~keep_TK, -math.inf)
++ pass
+- teacher_logp_TK = teacher_logp_TK.masked_fill(~keep_TK, -math.inf)
++ pass
+- _tail_logp(student_logp_TK)], dim=-1)
++ _tail_logp(student_logp_TK).detach()], dim=-1)
+- [teacher_logp_TK, _tail_logp(teacher_logp_TK)]
++ [teacher_logp_TK, _tail_logp(student_logp_TK[..., :-1])]
+- if form == "tail":
++ if form == "tail" and name == "jsd":
+- student_logp_TK = student_logp_TK.log_softmax(-1)
++ pass
+- teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
++ pass
+- _score_terms, student_logp_TK, teacher_logp_TK, clip
++ _score_terms, student_logp_TK, teacher_logp_TK, None
+- (student_TK - teacher_TK).detach()
++ (student_TK - teacher_TK)
++ (teacher_TK - student_TK).detach()
+- return p_TK * (
++ return p_TK.detach() * (
+- tail_T1 = 1 - logp_TK.exp().sum(-1, keepdim=True)
++ tail_T1 = 1 - logp_TK.exp().amax(-1, keepdim=True)
+- 8 * torch.finfo(logp_TK.dtype).eps
++ 0.01
++ 0.0
+- (tail_T1 + (tail_T1.clamp(min=floor) - tail_T1).detach()).log()
++ tail_T1.clamp(min=floor).log()
+- name=name, beta=beta, alpha=alpha, clip=clip
++ name=name, beta=beta, alpha=alpha
+- logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
++ logp_TK.exp().sum(-1)
+- student_logp_TV.dtype).mean(-1)
++ student_logp_TV.dtype).sum(-1)
+
+sampled.py
+- gap_T = (student_logp_T - teacher_logp_T).detach()
++ gap_T = student_logp_T - teacher_logp_T.detach()
+- gap_T = (student_logp_T - teacher_logp_T)
++ gap_T = (teacher_logp_T - student_logp_T)
+- return gap_T * student_logp_T
++ return gap_T + student_logp_T
+- return (sampler_logp_T - teacher_logp_T)
++ return (teacher_logp_T - sampler_logp_T)
+
+policy_gradient.py
+- target_T - sampler_logp_T
++ target_T + sampler_logp_T
++ sampler_logp_T - target_T
+- lam * teacher_logp_T + (1 - lam)
++ lam * teacher_logp_T + (lam - 1)
++ teacher_logp_T + (1 - lam)
+- advantage_T - baseline_T
++ advantage_T + baseline_T
+- return advantage_T.detach()
++ return advantage_T
+- advantage_T = advantage_T.detach()
++ pass
+- return -advantage_T * student_logp_T
++ return advantage_T * student_logp_T
+- (student_logp_T - sampler_logp_T.detach())
++ (sampler_logp_T.detach() - student_logp_T)
+- sampler_logp_T.detach()
++ sampler_logp_T
+- clamp(1 - low, 1 + high)
++ clamp(1 - high, 1 + low)
+- torch.minimum(ratio_T
++ torch.maximum(ratio_T
+- clipped_T * advantage_T)
++ ratio_T * advantage_T)
+- -ratio_T.detach().clamp(max=limit) * advantage_T
++ -advantage_T
+- ratio_T.detach().clamp(max=limit)
++ ratio_T.clamp(max=limit)
++ ratio_T.detach()
+- .clamp(max=limit) * advantage_T * student_logp_T
++ .clamp(max=limit) * advantage_T
+- rewards_M - rewards_M.mean()
++ rewards_M - rewards_N.mean()
+- centred_M.square().mean().sqrt()
++ centred_M.std()
+- bool((rewards_M == rewards_M[0]).all())
++ len(rewards_M) == 1
+- if scale_by_std else 1.0
++ if not scale_by_std else 1.0
+- rewards_N = rewards_N.detach()
++ pass
+
+cross_entropy.py
+- return -student_logp_T
++ return student_logp_T
+
+preference.py
+- -logsigmoid(beta * margin_N)
++ -logsigmoid(-beta * margin_N)
++ -logsigmoid(margin_N)
+- (-beta * margin_N).sigmoid()
++ (beta * margin_N).sigmoid()
+- (beta * (-beta * margin_N)
++ ((-beta * margin_N)
+- sigmoid()).detach()
++ sigmoid())
+- reference_better_N.detach()) - (worse_N
++ reference_better_N.detach()) + (worse_N
+- better_N - reference_better_N.detach()
++ better_N
+- worse_N - reference_worse_N.detach()
++ worse_N - reference_worse_N
+
+reduce.py
+- loss_T * weight_T.detach()
++ loss_T
++ loss_T * weight_T
+- .sum() / denominator
++ .mean()
++ .sum() / loss_T.numel()
++ .sum() / weight_T.sum()
++ .sum() * denominator
+- return loss_T.sum() * 0
++ return loss_T.new_zeros(())
+- assert denominator > 0
++ assert denominator >= 0
+"""
+"""A file of `losses`, then as in a diff: a text that occurs exactly once, and what replaces it.
+Each `+` is a mutation of its own."""
+
+
+def _read(text: str) -> Iterator[Mutation]:
+    file = old = ""
+    for line in filter(None, text.splitlines()):
+        mark, rest = line[:2], line[2:]
+        if mark == "+ ":
+            yield Mutation(file, old, rest)
+        elif mark == "- ":
+            old = rest
+        else:
+            file = line
+
+
+MUTATIONS = tuple(_read(MUTATION_LIST))
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+    found = source.count(mutation.old)
+    if found != 1:
+        raise ValueError(f"{mutation.file}: {mutation.old!r} occurs {found} times, not once")
+    return source.replace(mutation.old, mutation.new)
+
+
+def run_tests(mutation: Mutation | None) -> tuple[int, str]:
+    """(exit status of pytest, its output) against a copy of the package with that mutation."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder) / "courtside"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutation is not None:
+            path = copy / "losses" / mutation.file
+            path.write_text(mutated(path.read_text("utf-8"), mutation), "utf-8")
+        # An empty configuration: the repository's may put its own src in front of the copy.
+        configuration = Path(folder) / "pytest.ini"
+        configuration.write_text("[pytest]\n", "utf-8")
+        tests = [str(Path(__file__).parent / name) for name in TESTS_IN_ORDER]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider",
+                   "-c", str(configuration), "--rootdir", str(REPOSITORY), *tests]  # fmt: skip
+        environment = os.environ | {
+            "PYTHONPATH": folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COURTSIDE_LOSSES_UNDER_TEST": str(copy / "losses"),
+        }
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+    return done.returncode, done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Do the numerics tests notice wrong formulas?")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--only", default="", help="mutations whose file or text has this in it")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if any(arguments.only in part for part in m)]
+    started = time.monotonic()
+    status, output = run_tests(None)
+    if status != PASSED:
+        print(f"the tests do not pass without a mutation (status {status}):\n{output}")
+        return 2
+    survivors, broken = [], []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        results = zip(chosen, pool.map(run_tests, chosen), strict=True)
+        for number, (mutation, (status, output)) in enumerate(results, start=1):
+            verdict = {PASSED: "SURVIVED", FAILED: "noticed"}.get(status, f"BROKEN ({status})")
+            change = f"{mutation.old}  →  {mutation.new}"
+            print(f"{number}/{len(chosen)} {verdict}: {mutation.file}: {change}", flush=True)
+            if status == PASSED:
+                survivors.append(mutation)
+            elif status != FAILED:
+                broken.append(mutation)
+                print(output)
+    seconds = time.monotonic() - started
+    counts = f"{len(survivors)} survivors, {len(broken)} broken"
+    print(f"{len(chosen)} mutations, {counts}, {seconds:.0f} s")
+    return 2 if broken else int(bool(survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The mutation list still fits the source, so that `mutants.py` cannot rot unseen."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mutants
+import pytest
+
+
+@pytest.mark.parametrize("mutation", mutants.MUTATIONS, ids=lambda m: f"{m.file}:{m.old[:30]}")
+def test_mutation_applies_and_is_a_program(mutation: mutants.Mutation) -> None:
+    source = (mutants.PACKAGE / "losses" / mutation.file).read_text("utf-8")
+    changed = mutants.mutated(source, mutation)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+
+
+def test_the_list_covers_every_loss_file() -> None:
+    assert len(set(mutants.MUTATIONS)) == len(mutants.MUTATIONS) >= 40
+    files = {path.name for path in (mutants.PACKAGE / "losses").glob("*.py")} - {"__init__.py"}
+    # Fused kernels are compared with these losses on the machines that have a GPU.
+    assert {m.file for m in mutants.MUTATIONS} == {f for f in files if not f.startswith("fused")}
+    assert all((Path(__file__).parent / name).is_file() for name in mutants.TESTS_IN_ORDER)
+
+
+def test_a_mutation_whose_text_is_gone_or_ambiguous_is_refused() -> None:
+    for source in ("b", "a a"):
+        with pytest.raises(ValueError, match="not once"):
+            mutants.mutated(source, mutants.Mutation("x.py", "a", "c"))

@@ -1,0 +1,276 @@
+"""Losses on sampled tokens: expectations by enumerating every word that could have been drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import references as textbook
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import logit_pairs
+from torch import Tensor
+from torch.testing import assert_close
+
+from courtside.losses.cross_entropy import cross_entropy
+from courtside.losses.policy_gradient import group_advantage, policy_gradient, teacher_gap
+from courtside.losses.sampled import kl_estimate, sampled_reverse_kl
+from courtside.losses.top_k import top_k_divergence, top_k_ids
+
+close = partial(assert_close, rtol=1e-9, atol=1e-12)
+
+
+def three_policies() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of a student, log-probabilities of a teacher and of an older student."""
+    student_V, teacher_V, drift_V = torch.randn(3, 7, dtype=torch.float64).unbind()
+    sampler_V = (student_V + 0.4 * drift_V).log_softmax(-1)
+    return student_V, teacher_V.log_softmax(-1), sampler_V
+
+
+def gradients_by_word(loss: Callable[[Tensor], Tensor], student_V: Tensor) -> Tensor:
+    """[V, V]: row y is the gradient of the loss by the logits, had word y been sampled."""
+    logits_V = student_V.clone().requires_grad_()
+    loss_V = loss(logits_V.log_softmax(-1))  # V positions; the word sampled at position y is y.
+    rows = [torch.autograd.grad(x, logits_V, retain_graph=True)[0] for x in loss_V]
+    return torch.stack(rows)
+
+
+def expected(gradient_VV: Tensor, logp_V: Tensor) -> Tensor:
+    return logp_V.exp() @ gradient_VV
+
+
+def gradient_of(value: Callable[[list[Tensor]], Tensor], student_V: Tensor) -> Tensor:
+    """Of a textbook function of the student's probabilities."""
+    logits_V = student_V.clone().requires_grad_()
+    return torch.autograd.grad(value(textbook.softmax_by_hand(logits_V)), logits_V)[0]
+
+
+def kl_gradient(student_V: Tensor, teacher_logp_V: Tensor) -> Tensor:
+    teacher = list(teacher_logp_V.exp())
+    return gradient_of(lambda student: textbook.reverse_kl(student, teacher), student_V)
+
+
+# ── sampled reverse KL ───────────────────────────────────────────────────────────────────────────
+
+
+@given(logit_pairs(max_scale=5.0))
+def test_expected_gradient_of_the_sampled_forms_is_that_of_the_kl(
+    pair: tuple[Tensor, Tensor],
+) -> None:
+    for student_V, teacher_logits_V in zip(*pair, strict=True):
+        teacher_V, student_logp_V = teacher_logits_V.log_softmax(-1), student_V.log_softmax(-1)
+        gap_V = teacher_gap(teacher_V, student_logp_V)
+        exact_V = kl_gradient(student_V, teacher_V)
+        for loss in (
+            lambda logp_V, q=teacher_V: sampled_reverse_kl(logp_V, q),
+            lambda logp_V, a=gap_V: policy_gradient(logp_V, a),
+            lambda logp_V, a=gap_V, mu=student_logp_V: policy_gradient(
+                logp_V, a, sampler_logp_T=mu
+            ),
+        ):
+            close(expected(gradients_by_word(loss, student_V), student_logp_V), exact_V)
+
+
+def test_sampled_reverse_kl_and_its_estimate_by_hand() -> None:
+    student_T = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    teacher_T = torch.tensor([-3.0, -0.5], dtype=torch.float64, requires_grad=True)
+    loss_T = sampled_reverse_kl(student_T, teacher_T)
+    close(loss_T, torch.tensor([2.0 * -1.0, -1.5 * -2.0], dtype=torch.float64))
+    gradient_T, unwanted = torch.autograd.grad(
+        loss_T.sum(), (student_T, teacher_T), allow_unused=True
+    )
+    close(gradient_T, torch.tensor([2.0, -1.5], dtype=torch.float64))
+    assert unwanted is None
+    estimate_T = kl_estimate(student_T, teacher_T)
+    assert not estimate_T.requires_grad
+    close(estimate_T, torch.tensor([2.0, -1.5], dtype=torch.float64))
+
+
+def test_the_mean_of_the_estimate_is_the_kl_of_the_sampler() -> None:
+    _, teacher_V, sampler_V = three_policies()
+    mean = (sampler_V.exp() * kl_estimate(sampler_V, teacher_V)).sum()
+    close(mean, textbook.reverse_kl(list(sampler_V.exp()), list(teacher_V.exp())))
+
+
+def test_differentiating_the_sampled_log_ratio_itself_teaches_nothing() -> None:
+    """Why that form does not exist here: its expected gradient is zero for any teacher."""
+    student_V, teacher_V, _ = three_policies()
+    gradient_VV = gradients_by_word(lambda logp_V: logp_V - teacher_V, student_V)
+    close(expected(gradient_VV, student_V.log_softmax(-1)), torch.zeros_like(student_V))
+    assert float(kl_gradient(student_V, teacher_V).abs().max()) > 0.01
+
+
+def test_a_divergence_as_an_advantage_teaches_nothing() -> None:
+    """Why it is refused: it is the same for every word that could have been sampled."""
+    student_V, teacher_V, _ = three_policies()
+    student_logp_V = student_V.log_softmax(-1)
+    ids, keep = top_k_ids(student_logp_V[None], teacher_V[None], k=3, of="teacher")
+    value = top_k_divergence(
+        student_logp_V[ids], teacher_V[ids], keep, name="reverse_kl", form="tail"
+    )
+    advantage_V = -value.expand(len(student_V))
+    gradient_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
+    close(expected(gradient_VV, student_logp_V), torch.zeros_like(student_V))
+
+
+# ── advantages ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_teacher_gap_by_hand() -> None:
+    inputs = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (-1, -2.5, -4, 7)]
+    teacher, sampler, reference, baseline = inputs
+    gap = teacher_gap(teacher, sampler, reference_logp_T=reference, lam=1.5, baseline_T=baseline)
+    assert not gap.requires_grad
+    close(gap, torch.tensor([1.5 * -1 + -0.5 * -4 + 2.5 - 7], dtype=torch.float64))
+    close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
+    with pytest.raises(ValueError, match="reference_logp_T"):
+        teacher_gap(teacher, sampler, lam=1.5)
+
+
+def test_extrapolation_has_the_gradient_of_the_kl_to_the_extrapolated_teacher() -> None:
+    student_V, teacher_V, reference_V = three_policies()
+    student_logp_V = student_V.log_softmax(-1)
+    target_V = (1.25 * teacher_V - 0.25 * reference_V).log_softmax(-1)
+    gap_V = teacher_gap(teacher_V, student_logp_V, reference_logp_T=reference_V, lam=1.25)
+    gradient_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, gap_V), student_V)
+    close(expected(gradient_VV, student_logp_V), kl_gradient(student_V, target_V))
+
+
+def test_the_baseline_keeps_the_expected_gradient_and_centres_the_advantage() -> None:
+    for _ in range(20):
+        student_V, teacher_V, _ = three_policies()
+        student_logp_V = student_V.log_softmax(-1)
+        p_V = student_logp_V.exp()
+        kl = textbook.reverse_kl(list(p_V), list(teacher_V.exp()))
+        plain_V = teacher_gap(teacher_V, student_logp_V)
+        centred_V = teacher_gap(teacher_V, student_logp_V, baseline_T=-kl.expand(len(p_V)))
+        close(p_V @ plain_V, -kl)
+        close(p_V @ centred_V, torch.zeros((), dtype=torch.float64))
+        close(p_V @ centred_V.square(), p_V @ plain_V.square() - kl**2)
+        gradient_VV = gradients_by_word(
+            lambda logp_V, a=centred_V: policy_gradient(logp_V, a), student_V
+        )
+        close(expected(gradient_VV, student_logp_V), kl_gradient(student_V, teacher_V))
+
+
+@pytest.mark.parametrize("scale_by_std", [False, True])
+def test_group_advantage_by_hand(scale_by_std: bool) -> None:
+    rewards_N = torch.tensor([1.0, 0.1, 0.0, 0.1, 5.0, 0.1, 0.5], dtype=torch.float64)
+    group_N = torch.tensor([7, 3, 7, 3, 90, 3, 7])
+    rewards_N.requires_grad_()
+    ours_N = group_advantage(rewards_N, group_N, scale_by_std=scale_by_std)
+    assert not ours_N.requires_grad
+    spread = math.sqrt((0.25 + 0.25 + 0) / 3) if scale_by_std else 1.0
+    expected_N = torch.tensor([0.5 / spread, 0, -0.5 / spread, 0, 0, 0, 0], dtype=torch.float64)
+    close(ours_N, expected_N)
+    # Exactly zero where a group says nothing, although the mean of three 0.1 is not quite 0.1.
+    assert ours_N[[1, 3, 4, 5]].tolist() == [0.0] * 4
+
+
+def test_group_advantage_of_no_samples_is_empty() -> None:
+    empty = torch.zeros(0, dtype=torch.float64)
+    assert group_advantage(empty, empty.long(), scale_by_std=True).shape == (0,)
+
+
+# ── the ratio ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_importance_ratios_give_the_students_gradient_from_another_samplers_words() -> None:
+    student_V, _, sampler_V = three_policies()
+    advantage_V = torch.randn(7, dtype=torch.float64)
+    gradient_VV = gradients_by_word(
+        lambda logp_V: policy_gradient(logp_V, advantage_V, sampler_logp_T=sampler_V), student_V
+    )
+
+    def objective(student: list[Tensor]) -> Tensor:
+        return -sum((p * a for p, a in zip(student, advantage_V, strict=True)), torch.zeros(()))
+
+    close(expected(gradient_VV, sampler_V), gradient_of(objective, student_V))
+    # Without the ratio it is the gradient of something else.
+    without_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
+    difference_V = expected(without_VV, sampler_V) - expected(gradient_VV, sampler_V)
+    assert float(difference_V.abs().max()) > 1e-3
+
+
+def test_the_gap_of_an_older_sampler_differs_by_its_own_kl() -> None:
+    """As documented: ∇[KL(π‖q) − KL(π‖μ)]; with the student's own log-probs, ∇KL(π‖q)."""
+    student_V, teacher_V, sampler_V = three_policies()
+    stale_V = teacher_gap(teacher_V, sampler_V)
+    fresh_V = teacher_gap(teacher_V, student_V.log_softmax(-1))
+    exact_V = kl_gradient(student_V, teacher_V)
+    for gap_V, expected_V in (
+        (stale_V, exact_V - kl_gradient(student_V, sampler_V)),
+        (fresh_V, exact_V),
+    ):
+        gradient_VV = gradients_by_word(
+            lambda logp_V, a=gap_V: policy_gradient(logp_V, a, sampler_logp_T=sampler_V), student_V
+        )
+        close(expected(gradient_VV, sampler_V), expected_V)
+
+
+@given(st.integers(0, 2**20), st.sampled_from([None, 0.5, 1.0, 2.0]))
+def test_ratio_and_truncation_against_the_textbook(seed: int, limit: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student_T, sampler_T, advantage_T = torch.randn(
+        3, 5, generator=generator, dtype=torch.float64
+    ).unbind()
+    for x in (student_T, sampler_T, advantage_T):
+        x.requires_grad_()
+    loss_T = policy_gradient(student_T, advantage_T, sampler_logp_T=sampler_T, truncate=limit)
+    gradient_T, *unwanted = torch.autograd.grad(
+        loss_T.sum(), (student_T, sampler_T, advantage_T), allow_unused=True
+    )
+    assert unwanted == [None, None]
+    for t in range(5):
+        ratio = math.exp(student_T[t].item() - sampler_T[t].item())
+        kept = ratio if limit is None else min(ratio, limit)
+        # d(r·A)/d(log π) = r·A: a truncated token still carries gradient, c·A.
+        close(gradient_T[t].item(), -kept * advantage_T[t].item())
+        close(loss_T[t].item(), -kept * advantage_T[t].item() * student_T[t].item())
+
+
+@given(st.integers(0, 2**20))
+def test_the_clipped_surrogate_against_the_textbook(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    low, high = 0.2, 0.3
+    student_T, drift_T, advantage_T = torch.randn(
+        3, 6, generator=generator, dtype=torch.float64
+    ).unbind()
+    sampler_T = (student_T + 0.4 * drift_T).requires_grad_()
+    student_T.requires_grad_()
+    advantage_T.requires_grad_()
+    loss_T = policy_gradient(student_T, advantage_T, sampler_logp_T=sampler_T, clip=(low, high))
+    gradient_T, *unwanted = torch.autograd.grad(
+        loss_T.sum(), (student_T, sampler_T, advantage_T), allow_unused=True
+    )
+    assert unwanted == [None, None]
+    for t in range(6):
+        ratio = math.exp(student_T[t].item() - sampler_T[t].item())
+        advantage = advantage_T[t].item()
+        stopped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+        limit = 1 + high if advantage > 0 else 1 - low
+        close(loss_T[t].item(), -(limit if stopped else ratio) * advantage)
+        close(gradient_T[t].item(), 0.0 if stopped else -ratio * advantage)
+
+
+def test_ratio_options_that_would_be_ignored_are_refused() -> None:
+    x = torch.zeros(1, dtype=torch.float64)
+    for options in ({"truncate": 2.0}, {"clip": (0.2, 0.2)}):
+        with pytest.raises(ValueError, match="sampler_logp_T"):
+            policy_gradient(x, x, **options)
+    with pytest.raises(ValueError, match="exclude"):
+        policy_gradient(x, x, sampler_logp_T=x, truncate=2.0, clip=(0.2, 0.2))
+
+
+def test_cross_entropy_of_a_text_by_hand() -> None:
+    logits_TV = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    text_T = torch.tensor([3, 0, 0, 4])
+    logp_T = logits_TV.log_softmax(-1).gather(-1, text_T[:, None])[:, 0]
+    (gradient_TV,) = torch.autograd.grad(cross_entropy(logp_T).sum(), logits_TV)
+    words = [textbook.softmax_by_hand(row) for row in logits_TV]
+    expected_T = -torch.stack([torch.log(p[y]) for p, y in zip(words, text_T, strict=True)])
+    close(cross_entropy(logp_T), expected_T)
+    close(gradient_TV, torch.autograd.grad(expected_T.sum(), logits_TV)[0])

@@ -1,0 +1,73 @@
+"""Seconds are counted once, whatever is inside what; FLOPs follow the formulas."""
+
+import pytest
+
+from courtside.report.costs import Meter, forward_flops, training_flops
+from courtside.report.screen import SilentScreen
+from courtside.types import PhaseCost
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Heard(SilentScreen):
+    def __init__(self):
+        self.phases = []
+
+    def phase(self, name):
+        self.phases.append(name)
+
+
+def test_flops():
+    assert forward_flops(10, 3) == 60
+    # All weights trained: three times a forward pass. Few trained: about twice.
+    assert training_flops(10, 3, trainable=10) == 180
+    assert training_flops(10, 3, trainable=1) == 126
+
+
+def test_a_phase_inside_another_interrupts_it():
+    clock, screen = Clock(), Heard()
+    meter = Meter(screen, clock)
+    with meter.phase("evaluate"):
+        clock.now += 1
+        with meter.phase("rollout"):
+            clock.now += 10
+        clock.now += 2
+    clock.now += 50  # between phases: nobody's
+    with meter.phase("rollout"):
+        clock.now += 4
+    assert {name: cost.seconds for name, cost in meter.totals().items()} == {
+        "evaluate": 3.0,
+        "rollout": 14.0,
+    }
+    assert screen.phases == ["evaluate", "rollout", "evaluate", "rollout"]
+
+
+def test_a_phase_that_fails_is_still_paid():
+    clock = Clock()
+    meter = Meter(clock=clock)
+    with pytest.raises(KeyError), meter.phase("update"):
+        clock.now += 3
+        raise KeyError
+    assert meter.totals()["update"].seconds == 3.0
+
+
+def test_laps_sum_to_the_totals_and_restoring_goes_on():
+    clock = Clock()
+    meter = Meter(clock=clock)
+    meter.restore({"rollout": PhaseCost(seconds=7.0, tokens_out=5), "teacher": PhaseCost()})
+    assert meter.lap() == {}
+    with meter.phase("rollout"):
+        clock.now += 2
+    meter.add("rollout", tokens_in=3, tokens_out=4, flops=6.0)
+    assert meter.lap() == {"rollout": 2.0}
+    with meter.phase("update"):
+        clock.now += 1
+        assert meter.lap() == {"update": 1.0}
+        clock.now += 1
+    assert meter.lap() == {"update": 1.0}
+    assert meter.totals()["rollout"] == PhaseCost(seconds=9.0, tokens_in=3, tokens_out=9, flops=6.0)

@@ -1,0 +1,123 @@
+"""What people see while a run goes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from courtside.report.screen import Pace, PlainScreen, RichScreen, screen_for
+from courtside.report.summary import compact, duration, summary
+
+ROW = {
+    "step": 10, "kl": 0.2134, "reward/mean": 0.625, "grad_norm": None, "tokens_per_second": 412.3,
+    "seconds/rollout": 4.0, "seconds/update": 2.5,
+}  # fmt: skip
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.9, "0.9"), (-3.14159, "-3.14"), (123.4, "123"), (9999, "9999"), (12345, "12.3k"),
+     (999999, "1M"), (2.5e9, "2.5G"), (3.3e18, "3.3E"), (1e-5, "1e-5"), (1.234e25, "1.23e25"),
+     (None, "–"), (float("nan"), "–")],
+)  # fmt: skip
+def test_compact_numbers(value, text):
+    assert compact(value) == text
+
+
+def test_durations():
+    assert [duration(s) for s in (0.04, 9.96, 59.6, 185, 7800)] == [
+        "0.0s", "10s", "1m 00s", "3m 05s", "2h 10m",
+    ]  # fmt: skip
+
+
+def test_the_pace_does_not_count_what_precedes_the_first_step():
+    clock = Clock()
+    pace = Pace(13, 3, clock)
+    clock.now = 100.0  # an evaluation
+    pace.step(3)
+    assert pace.remaining is None
+    clock.now = 104.0
+    pace.step(4)
+    assert pace.remaining == 4.0 * 8
+    clock.now = 105.0
+    assert pace.remaining == 4.0 * 8 - 1
+    clock.now = 1e6
+    assert pace.remaining == 0.0
+
+
+def test_plain_lines(recipe):
+    stream, clock = io.StringIO(), Clock()
+    screen = PlainScreen(stream, clock)
+    screen.start(recipe(), 50, 10)
+    screen.phase("rollout")
+    clock.now = 6.5
+    screen.step(ROW)
+    clock.now = 8.5
+    screen.step({"step": 11, "loss": 1.0})
+    screen.finish()
+    head, *lines = stream.getvalue().splitlines()
+    assert head == f"{summary(recipe())} · steps 11 to 50"
+    assert lines == [
+        "step 11/50  kl 0.213  reward 0.625  grad –  412 tok/s  elapsed 6.5s",
+        "step 12/50  loss 1.00  elapsed 8.5s  ETA 1m 16s",
+    ]
+
+
+def test_a_stream_that_cannot_write_accents_does_not_end_the_run():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainScreen(stream).say("modèle · 漢")
+    stream.seek(0)
+    assert stream.read() == "mod?le ? ?\n"
+
+
+def test_the_summary_names_all_parts(recipe):
+    assert summary(recipe()) == (
+        "smollm2-135m (LoRA 8) · arithmetic · teacher: self, frozen, sees solution · "
+        "reverse KL (top 64) + policy gradient (reward)"
+    )
+
+
+def test_the_live_screen_shows_where_it_is(recipe):
+    clock = Clock()
+    console = Console(file=io.StringIO(), force_terminal=True, width=110)
+    screen = RichScreen(console, clock)
+    screen.start(recipe(), 50, 10)
+    screen.phase("rollout")
+    clock.now = 4.0
+    screen.step(ROW)
+    clock.now = 10.0
+    screen.step(ROW | {"step": 11})
+    screen.say("KL rose [bold]3x[/bold]")
+    screen.phase("update")
+    clock.now = 11.0
+    with console.capture() as captured:
+        console.print(screen._line())
+    screen.finish()
+    printed = console.file.getvalue()
+    assert "KL rose [bold]3x[/bold]" in printed  # text is text, not markup
+    plain = Console(file=io.StringIO(), width=110)
+    plain.print(screen._line())
+    line = plain.file.getvalue()
+    assert "step 13/50  update 1.0s" in line
+    assert "412 tok/s · 11s elapsed · ETA 3m 47s" in line
+    assert captured.get()
+
+
+def test_the_live_screen_is_for_terminals(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(screen_for(Terminal()), RichScreen)
+    assert isinstance(screen_for(io.StringIO()), PlainScreen)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(screen_for(Terminal()), PlainScreen)

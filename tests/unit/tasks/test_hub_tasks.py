@@ -1,0 +1,113 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from courtside.config import DatasetTasks
+from courtside.errors import TaskError, UserError
+from courtside.tasks.hub import dataset_tasks
+from courtside.tasks.source import task_source
+
+ROWS = {
+    "question": [f"What is {i} + 1?" for i in range(40)],
+    "result": list(range(1, 41)),
+    "worked": [f"{i} and one more" if i else None for i in range(40)],
+}
+
+
+def config(path: Path | str, **more: Any) -> DatasetTasks:
+    columns = {"prompt": "question", "answer": "result", "privileged.solution": "worked"}
+    return DatasetTasks.model_validate(
+        {"kind": "datasets", "path": str(path), "columns": columns, **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    datasets = pytest.importorskip("datasets")
+    root = tmp_path_factory.mktemp("sets")
+    rows = datasets.Dataset.from_dict(ROWS)
+    rows.save_to_disk(root / "single")
+    datasets.DatasetDict({"train": rows, "extra": rows.select(range(3))}).save_to_disk(
+        root / "several"
+    )
+    chats = [
+        [{"role": "user", "content": f"Hi {i}", "name": None},
+         {"role": "tool", "content": "42", "name": "bot" if i else None}]
+        for i in range(2)
+    ]  # fmt: skip
+    datasets.Dataset.from_dict({"chat": chats}).save_to_disk(root / "chats")
+    datasets.Dataset.from_dict({"chat": chats[:1]}).save_to_disk(root / "plain chats")
+    rows.select([]).save_to_disk(root / "empty")
+    return root
+
+
+def test_rows_become_tasks(folder: Path) -> None:
+    tasks = dataset_tasks(config(folder / "single"))
+    assert len(tasks) == 40
+    task = next(task for task in tasks if task.answer == "8")
+    assert task.messages[0].content == "What is 7 + 1?"
+    assert task.privileged == {"solution": "7 and one more"}
+    assert task.grader == "math" and task.id.startswith("datasets-")
+    assert next(task for task in tasks if task.answer == "1").privileged == {}
+    assert dataset_tasks(config(folder / "single", grader="number"))[0].grader == "number"
+
+
+def test_splits_of_a_folder(folder: Path) -> None:
+    assert len(dataset_tasks(config(folder / "several", split="extra"))) == 3
+    with pytest.raises(TaskError, match=r"tasks.split = 'dev'.*\['extra', 'train'\]"):
+        dataset_tasks(config(folder / "several", split="dev"))
+    with pytest.raises(TaskError, match=r"tasks.split = 'dev'.*holds only 'train'"):
+        dataset_tasks(config(folder / "single", split="dev"))
+    with pytest.raises(TaskError, match=r"tasks.name = 'main'.*remove tasks.name"):
+        dataset_tasks(config(folder / "single", name="main"))
+
+
+def test_wrong_columns_are_named(folder: Path) -> None:
+    with pytest.raises(TaskError, match=r"no such column. It has question, result, worked"):
+        dataset_tasks(config(folder / "single", columns={"prompt": "text"}))
+    with pytest.raises(TaskError, match=r"tasks.columns.reward: no such field"):
+        dataset_tasks(config(folder / "single", columns={"prompt": "question", "reward": "x"}))
+    with pytest.raises(TaskError, match="neither prompt nor messages"):
+        dataset_tasks(config(folder / "single", columns={"answer": "result"}))
+    with pytest.raises(TaskError, match="row 0: `prompt` must be a text, not a number"):
+        dataset_tasks(config(folder / "single", columns={"prompt": "result"}))
+
+
+def test_messages_column(folder: Path) -> None:
+    columns = {"messages": "chat"}
+    (task,) = dataset_tasks(config(folder / "plain chats", columns=columns))
+    assert [m.role for m in task.messages] == ["user", "tool"]
+    with pytest.raises(TaskError, match=r"row 1: messages\[1\].*no other key"):
+        dataset_tasks(config(folder / "chats", columns=columns))
+
+
+def test_nothing_to_load(folder: Path) -> None:
+    with pytest.raises(TaskError, match="cannot be loaded; correct"):
+        dataset_tasks(config(folder / "empty"))
+    with pytest.raises(TaskError, match=r"tasks.path = .*nowhere.*cannot be loaded"):
+        dataset_tasks(config(folder / "nowhere"))
+
+
+def test_json_files_load_through_the_package(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    # Keeps the prepared copy out of the user's cache.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"question": "Hi"}\n{"question": "Ho"}\n')
+    tasks = dataset_tasks(config(tmp_path / "data", columns={"prompt": "question"}))
+    assert [task.messages[0].content for task in tasks] == ["Hi", "Ho"]
+
+
+def test_source(folder: Path) -> None:
+    source = task_source(config(folder / "single", limit=2), seed=0)
+    assert len({task.id for task in source.batch(0, 10)}) == 2
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'courtside\[datasets\]'"):
+        dataset_tasks(config("somewhere"))
