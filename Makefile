@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH := .venv-bench/bin
-INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 RECIPE ?= recipes/shared-rule/recipe.toml
 
 .PHONY: help demo test check bench docs mutants

@@ -41,7 +41,6 @@ import courtside
 from courtside.assemble import Parts, assemble
 from courtside.chat.record import answered
 from courtside.config import Recipe
-from courtside.engines.base import Sample
 from courtside.loop import train_loop
 from courtside.recipe_file import recipe_from
 from courtside.report.folder import RunFolder
@@ -49,7 +48,7 @@ from courtside.report.screen import SilentScreen
 from courtside.run import Run
 from courtside.student.components import components
 from courtside.student.tally import Tally
-from courtside.types import Message, Scored, Task, Update
+from courtside.types import Message, Sample, Scored, Task, Update
 
 
 class TimedRun(Run):
@@ -61,13 +60,14 @@ class TimedRun(Run):
         self.prompt_ids: list[tuple[int, ...]] = []
         self.load_peak_rss = 0
         self._since = 0.0
+        self._cpu_since = 0.0
         super().__init__(parts, folder, SilentScreen())
 
     def remaining_steps(self) -> Iterator[int]:
         for step in super().remaining_steps():
             if not self.steps:
                 self.load_peak_rss = peak_rss()
-                self._since = time.perf_counter()
+                self._since, self._cpu_since = time.perf_counter(), time.process_time()
             yield step
 
     @contextmanager
@@ -77,14 +77,16 @@ class TimedRun(Run):
 
     def record(self, step: int, scored: Sequence[Scored], update: Update) -> None:
         super().record(step, scored, update)
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         seconds, self._since = now - self._since, now
+        cpu_seconds, self._cpu_since = cpu_now - self._cpu_since, cpu_now
         phases = self.clock.take()
         phases["update"] = seconds - phases["rollout"] - phases["teacher"]
         self.prompt_ids = [s.trajectory.turns[0].token_ids for s in scored]
         self.steps.append(
             StepResult(
                 seconds=seconds,
+                cpu_seconds=cpu_seconds,
                 phases=phases,
                 loss=update.loss,
                 num_trained_tokens=update.num_tokens["divergence"],

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from opd_step import GIB, HERE, hardware, run_process
@@ -26,52 +30,115 @@ from workload import SEED, peak_rss
 if TYPE_CHECKING:
     from torch import Tensor
 
-VARIANTS = ("floor", "sampled", "full", "trl_full", "whole_logits")
 HIDDEN = 576
 WORDS = 49152
 
 
-# ── the variants: each returns the scalar loss, a mean over tokens ───────────────────────────────
+# ── the variants: forward and backward, gradients left in `.grad`; each returns the loss ─────────
 
 
-def floor(hidden_TD: Tensor, weight_VD: Tensor, **_: Any) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    teacher_hidden_TD: Tensor
+    teacher_VD: Tensor
+    ids_T: Tensor
+
+
+def floor(inputs: Inputs) -> float:
     """No head at all: only the gradients that every variant must produce."""
-    return hidden_TD.sum() + weight_VD.sum()
+    loss = inputs.hidden_TD.sum() + inputs.weight_VD.sum()
+    loss.backward()
+    return float(loss.detach())
 
 
-def sampled(hidden_TD: Tensor, weight_VD: Tensor, **inputs: Any) -> Tensor:
+def sampled(inputs: Inputs) -> float:
     """courtside's chunked head with the loss on sampled tokens."""
-    return _courtside("sampled", hidden_TD, weight_VD, **inputs)
+    from courtside.config import PolicyGradientLoss
+
+    return _courtside(inputs, PolicyGradientLoss(kind="policy_gradient", ratio="none"))
 
 
-def full(hidden_TD: Tensor, weight_VD: Tensor, **inputs: Any) -> Tensor:
+def full(inputs: Inputs) -> float:
     """courtside's chunked head with the reverse KL over all words."""
-    return _courtside("full", hidden_TD, weight_VD, **inputs)
+    from courtside.config import DivergenceLoss
+
+    return _courtside(inputs, DivergenceLoss(kind="divergence", divergence="reverse_kl"))
 
 
-def _courtside(kind: str, hidden_TD: Tensor, weight_VD: Tensor, **inputs: Any) -> Tensor:
-    raise SystemExit(f"{kind}: courtside.student.head is not wired into this benchmark yet")
+def _courtside(inputs: Inputs, loss: Any) -> float:
+    import torch
+
+    from courtside.engines.base import Head
+    from courtside.student.components import Component
+    from courtside.student.head import backward_through_head, chunk_size
+    from courtside.student.rows import Rows
+    from courtside.student.tally import Tally
+
+    def head(weight_VD: Tensor) -> Head:
+        module: Any = SimpleNamespace(weight=weight_VD, bias=None)
+        return Head(module, num_words=len(weight_VD), softcap=None, scale=1.0)
+
+    num_tokens = len(inputs.ids_T)
+    # Any log-probs will do: they change the numbers of the sampled loss, not its memory.
+    logp_T = torch.full((num_tokens,), -math.log(WORDS))
+    rows = Rows(
+        hidden_ND=inputs.hidden_TD,
+        ids_N=inputs.ids_T,
+        temperature_N=torch.ones(num_tokens),
+        sampler_logp_N=logp_T,
+        by_student_N=torch.ones(num_tokens, dtype=torch.bool),
+        teacher_logp_N=logp_T - 1.0,
+        reference_logp_N=torch.full_like(logp_T, math.nan),
+        teacher_hidden_ND=inputs.teacher_hidden_TD,
+        reference_hidden_ND=None,
+        weight_CN={"loss": torch.ones(num_tokens)},
+        advantage_CN={},
+        teacher_head=head(inputs.teacher_VD),
+        reference_head=None,
+    )
+    component = Component(
+        name="loss", loss=loss, on=frozenset({"all"}), denominator=num_tokens, advantage={}
+    )
+    tally = Tally()
+    chunk = chunk_size(len(inputs.weight_VD), inputs.weight_VD.device)
+    gradient_TD, _ = backward_through_head(
+        rows, head(inputs.weight_VD), [component], chunk=chunk, tally=tally
+    )
+    inputs.hidden_TD.grad = gradient_TD
+    return tally.values["loss"]
 
 
-def trl_full(
-    hidden_TD: Tensor, weight_VD: Tensor, *, teacher_hidden_TD: Tensor, teacher_VD: Tensor, **_: Any
-) -> Tensor:
+def trl_full(inputs: Inputs) -> float:
     """The peer: TRL's tiled reverse KL."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    divergence_T, _entropy_T = ChunkedDivergenceFunction.apply(
-        hidden_TD, weight_VD, None, teacher_hidden_TD, teacher_VD, None, 1.0
-    )
-    return divergence_T.mean()
+    divergence_T, _ = ChunkedDivergenceFunction.apply(
+        inputs.hidden_TD, inputs.weight_VD, None, inputs.teacher_hidden_TD, inputs.teacher_VD, None,
+        1.0,
+    )  # fmt: skip
+    loss = divergence_T.mean()
+    loss.backward()
+    return float(loss.detach())
 
 
-def whole_logits(
-    hidden_TD: Tensor, weight_VD: Tensor, *, teacher_hidden_TD: Tensor, teacher_VD: Tensor, **_: Any
-) -> Tensor:
+def whole_logits(inputs: Inputs) -> float:
     """What a textbook would write. Needs about eight times 1.5 GiB."""
-    student_TV = (hidden_TD @ weight_VD.T).log_softmax(-1)
-    teacher_TV = (teacher_hidden_TD @ teacher_VD.T).log_softmax(-1)
-    return (student_TV.exp() * (student_TV - teacher_TV)).sum(-1).mean()
+    student_TV = (inputs.hidden_TD @ inputs.weight_VD.T).log_softmax(-1)
+    teacher_TV = (inputs.teacher_hidden_TD @ inputs.teacher_VD.T).log_softmax(-1)
+    loss = (student_TV.exp() * (student_TV - teacher_TV)).sum(-1).mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+RUN: dict[str, Callable[[Inputs], float]] = {
+    "floor": floor,
+    "sampled": sampled,
+    "full": full,
+    "trl_full": trl_full,
+    "whole_logits": whole_logits,
+}
 
 
 # ── one variant, in its own process ──────────────────────────────────────────────────────────────
@@ -86,28 +153,32 @@ def run_variant(args: argparse.Namespace) -> None:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    hidden_TD = normal(args.tokens, HIDDEN).requires_grad_()
-    weight_VD = normal(WORDS, HIDDEN, scale=0.1).requires_grad_()
-    inputs = {
-        "teacher_hidden_TD": normal(args.tokens, HIDDEN),
-        "teacher_VD": weight_VD.detach() + normal(WORDS, HIDDEN, scale=0.01),
-        "ids_T": torch.randint(WORDS, (args.tokens,), generator=generator),
-    }
-    # The threads and buffers that the first matrix product sets up are no part of the head.
-    (hidden_TD[:8].detach() @ weight_VD.detach()[:8].T).sum()
+    weight_VD = normal(WORDS, HIDDEN, scale=0.1)
+    inputs = Inputs(
+        hidden_TD=normal(args.tokens, HIDDEN).requires_grad_(),
+        teacher_hidden_TD=normal(args.tokens, HIDDEN),
+        teacher_VD=weight_VD + normal(WORDS, HIDDEN, scale=0.01),
+        weight_VD=weight_VD.requires_grad_(),
+        ids_T=torch.randint(WORDS, (args.tokens,), generator=generator),
+    )
+    run = RUN[args.variant]
+    # Imports, threads and buffers of a first use are no part of the head: a few tokens go first.
+    run(replace(inputs, **{k: getattr(inputs, k)[:8].detach().requires_grad_(k == "hidden_TD")
+                           for k in ("hidden_TD", "teacher_hidden_TD", "ids_T")}))  # fmt: skip
+    weight_VD.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before, start = peak_rss(), time.perf_counter()
-    loss = globals()[args.variant](hidden_TD, weight_VD, **inputs)
-    loss.backward()
+    loss = run(inputs)
     seconds, after = time.perf_counter() - start, peak_rss()
-    assert hidden_TD.grad is not None and weight_VD.grad is not None
+    gradients = [inputs.hidden_TD.grad, inputs.weight_VD.grad]
+    assert all(gradient is not None for gradient in gradients)
     record = {
         "variant": args.variant,
         "rise": after - before,
         "inputs_rss": before,
         "seconds": seconds,
-        "loss": float(loss.detach()),
-        "gradient_norm": float(torch.stack([hidden_TD.grad.norm(), weight_VD.grad.norm()]).norm()),
+        "loss": loss,
+        "gradient_norm": float(torch.stack([g.norm() for g in gradients]).norm()),
         "torch": torch.__version__,
     }
     args.out.write_text(json.dumps(record))
@@ -160,9 +231,12 @@ def run_all(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=["floor", "sampled", "full", "trl_full"]
+        "--variants",
+        nargs="+",
+        choices=tuple(RUN),
+        default=["floor", "sampled", "full", "trl_full"],
     )
-    parser.add_argument("--variant", choices=VARIANTS, help="run this one here (internal)")
+    parser.add_argument("--variant", choices=tuple(RUN), help="run this one here (internal)")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python-trl", type=Path, default=Path(".venv-bench/bin/python"))

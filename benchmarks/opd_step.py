@@ -152,6 +152,7 @@ def summarise(processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "seconds_median": median(seconds),
                     "seconds_min": min(seconds),
                     "seconds_max": max(seconds),
+                    "cpu_seconds_median": median(step["cpu_seconds"] for step in steps),
                     "tokens_per_second": TOKENS_PER_STEP / median(seconds),
                     "phases_median": {
                         phase: median(step["phases"][phase] for step in steps)
@@ -170,6 +171,8 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {
         config: {
             "seconds": trl["seconds_median"] / by_key[config, "courtside"]["seconds_median"],
+            "cpu_seconds": trl["cpu_seconds_median"]
+            / by_key[config, "courtside"]["cpu_seconds_median"],
             "peak_rss": trl["peak_rss"] / by_key[config, "courtside"]["peak_rss"],
         }
         for (config, side), trl in by_key.items()
@@ -178,14 +181,18 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print("\n| weights | side | s/step median (min–max) | tokens/s | phases, s | peak RSS, GiB |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| weights | side | s/step median (min–max) | CPU s | tokens/s | phases, s "
+        "| peak RSS, GiB |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
         phases = ", ".join(f"{name} {s:.1f}" for name, s in sorted(row["phases_median"].items()))
         print(
             f"| {row['config']} | {row['side']} | {row['seconds_median']:.1f} "
             f"({row['seconds_min']:.1f}–{row['seconds_max']:.1f}) "
-            f"| {row['tokens_per_second']:.0f} | {phases} | {row['peak_rss'] / GIB:.2f} |"
+            f"| {row['cpu_seconds_median']:.1f} | {row['tokens_per_second']:.0f} | {phases} "
+            f"| {row['peak_rss'] / GIB:.2f} |"
         )
     for config, ratio in ratios(rows).items():
         print(

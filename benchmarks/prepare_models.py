@@ -9,6 +9,7 @@ Both are the embedded SmolLM2-135M in float32, with an end token that is never s
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import tempfile
@@ -25,7 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where `student` and `teacher` are made")
     folder = parser.parse_args().folder
-    made_with = {"end_token": END_TOKEN, "teacher_noise": TEACHER_NOISE, "seed": SEED}
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    made_with = {"end_token": END_TOKEN, "noise": TEACHER_NOISE, "seed": SEED, "script": script}
     note = folder / "made_with.json"
     if note.is_file() and json.loads(note.read_text()) == made_with:
         return

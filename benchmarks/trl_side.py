@@ -77,20 +77,23 @@ class StepRecorder(TrainerCallback):
         self.trainer: TimedTrainer | None = None
         self.load_peak_rss = 0
         self._since = 0.0
+        self._cpu_since = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.load_peak_rss = peak_rss()
-        self._since = time.perf_counter()
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         seconds, self._since = now - self._since, now
+        cpu_seconds, self._cpu_since = cpu_now - self._cpu_since, cpu_now
         phases = self.trainer.clock.take()
         phases["update"] = seconds - phases["rollout"] - phases["teacher"]
         self.steps.append(
             StepResult(
                 seconds=seconds,
+                cpu_seconds=cpu_seconds,
                 phases=phases,
                 loss=self.trainer.step_loss,
                 num_trained_tokens=self.trainer.step_tokens,

@@ -73,6 +73,8 @@ PROMPTS = (
 class StepResult:
     seconds: float
     """Wall clock from the end of the step before (or the start of training) to the end of this."""
+    cpu_seconds: float
+    """Of all threads together; less disturbed by other programs than the wall clock."""
     phases: dict[str, float]
     """Seconds in rollout, teacher (its forward pass) and update (everything else)."""
     loss: float

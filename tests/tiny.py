@@ -18,11 +18,18 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(*, template: str | None = TEMPLATE, extra: tuple[str, ...] = ()) -> Any:
-    """One token a byte, and the special tokens."""
+def tiny_tokenizer(
+    *,
+    template: str | None = TEMPLATE,
+    extra: tuple[str, ...] = (),
+    merges: tuple[tuple[str, str], ...] = (),
+) -> Any:
+    """One token a byte, the special tokens, and one for each pair of `merges`."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *bytes_, *extra])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    merged = [first + second for first, second in merges]
+    words = ["<|im_start|>", "<|im_end|>", *bytes_, *extra, *merged]
+    vocabulary = {token: i for i, token in enumerate(words)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
-from courtside.evaluate.suite import answer_with, evaluate_tasks
+from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
 from courtside.rollout.single import SingleTurnRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
@@ -42,6 +43,8 @@ class Parts:
     renderer: Renderer
     averages: dict[str, MovingAverage]
     """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
+    teacher_sizes: dict[str, int]
+    """Parameters of each teacher, by its name."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
 
@@ -49,26 +52,34 @@ class Parts:
         self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
     ) -> Evaluation:
         config = self.recipe.evaluate
-        answer = answer_with(self.engine.sample, self.renderer)
-        if who == "teacher":
-            assert self.teacher.teacher is not None
-            answer = self.teacher.teacher.write
-        return evaluate_tasks(
-            self.tasks.held_out(split, num_tasks or config.tasks),
-            answer,
-            grade=grade,
-            renderer=self.renderer,
+        teacher = self.teacher.teacher
+        suite = Suite(
+            tasks=self.tasks.held_out(split, num_tasks or config.tasks),
+            split=split,
             sampling=Sampling(
                 max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
                 temperature=config.temperature,
                 stop=self.recipe.rollout.stop,
             ),
             samples=config.samples,
-            step=step,
-            who=who,
-            split=split,
             seed=self.recipe.seed,
+            renderer=self.renderer,
+            grade=grade,
         )
+        if who == "teacher":
+            assert teacher is not None
+            answers = suite.ask(teacher.write, who=who, step=step)
+            return suite.evaluation(answers, who=who, step=step, metrics={})
+        answers = suite.ask(answer_with(self.engine, self.renderer), who=who, step=step)
+        metrics: dict[str, float] = {}
+        # Greedy answers are no sample of the student, so they estimate no KL.
+        if teacher is not None and config.temperature > 0:
+            metrics |= reverse_kl(answers, teacher.score(answers))
+            if config.forward_kl:
+                metrics |= forward_kl(
+                    suite.ask(teacher.write, who="teacher", step=step), self.engine
+                )
+        return suite.evaluation(answers, who=who, step=step, metrics=metrics)
 
     def can_evaluate(self, split: Split) -> str | None:
         """None if it can, else why not."""
@@ -92,11 +103,7 @@ def assemble(recipe: Recipe) -> Parts:
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
-    others = {
-        t.model: _load_teacher(t, weights.device)
-        for t in teachers_of(recipe)
-        if isinstance(t, ModelTeacher)
-    }
+    others = _load_teachers(recipe, weights.device)
     num_words = _common_words(name, weights.model, tokenizer, others)
     _check_top_k(recipe, num_words)
 
@@ -120,6 +127,7 @@ def assemble(recipe: Recipe) -> Parts:
     tasks = task_source(recipe.tasks, recipe.seed, room)
 
     averages: dict[str, MovingAverage] = {}
+    sizes: dict[str, int] = {}
     notes: list[str] = []
     hidden = any(
         loss.kind == "divergence" or (loss.kind == "policy_gradient" and loss.baseline)
@@ -131,7 +139,7 @@ def assemble(recipe: Recipe) -> Parts:
         lent: Callable[[], AbstractContextManager[None]] = nullcontext
         follow: Callable[[], None] = _stay
         if isinstance(config, ModelTeacher):
-            model, own_tokenizer = others[config.model]
+            model, own_tokenizer = others[_weights_of(config)]
             its = engine_for(model, config.model, None)
             spoken = Renderer(own_tokenizer, name=config.model, eos_ids=its.eos_ids)
             if own_tokenizer.chat_template != tokenizer.chat_template:
@@ -157,6 +165,7 @@ def assemble(recipe: Recipe) -> Parts:
                 )
                 averages[label] = average
                 follow = average.update
+        sizes[label] = its.num_parameters
         return Teacher(
             name=label,
             engine=its,
@@ -171,10 +180,13 @@ def assemble(recipe: Recipe) -> Parts:
 
     teacher: Teacher | RoutedTeachers | None = None
     if isinstance(recipe.teacher, RoutedTeacher):
-        routes = {tag: teacher_of(t, f"{tag}:{_label(t)}") for tag, t in recipe.teacher.routes.items()}
+        routes = {
+            tag: teacher_of(t, f"{tag}:{_label(t)}") for tag, t in recipe.teacher.routes.items()
+        }
         teacher = RoutedTeachers(routes, recipe.teacher.default)
     elif recipe.teacher is not None:
         teacher = teacher_of(recipe.teacher, _label(recipe.teacher))
+    teacher_sizes = dict(sizes)
     reference = None
     if recipe.needs_reference:
         reference = teacher_of(SelfTeacher(kind="self", weights="frozen"), "reference")
@@ -201,6 +213,7 @@ def assemble(recipe: Recipe) -> Parts:
         engine=engine,
         renderer=renderer,
         averages=averages,
+        teacher_sizes=teacher_sizes,
         notes=tuple(notes),
     )
 
@@ -216,6 +229,23 @@ def _label(teacher: SelfTeacher | ModelTeacher) -> str:
 def _named(twin: Any, weights: StudentWeights) -> dict[str, torch.Tensor]:
     names = weights.trained().keys()
     return {name: p.data for name, p in twin.named_parameters() if name in names}
+
+
+Weights = tuple[str, Path | None, str]
+"""What makes two teachers the same model: its name, adapter and dtype."""
+
+
+def _weights_of(config: ModelTeacher) -> Weights:
+    return config.model, config.adapter, config.dtype
+
+
+def _load_teachers(recipe: Recipe, device: torch.device) -> dict[Weights, tuple[Any, Any]]:
+    """Each model once, however many routes lead to it."""
+    loaded: dict[Weights, tuple[Any, Any]] = {}
+    for config in teachers_of(recipe):
+        if isinstance(config, ModelTeacher) and _weights_of(config) not in loaded:
+            loaded[_weights_of(config)] = _load_teacher(config, device)
+    return loaded
 
 
 def _load_teacher(config: ModelTeacher, device: torch.device) -> tuple[Any, Any]:
@@ -245,12 +275,12 @@ def _merge_adapter(model: Any, config: ModelTeacher) -> Any:
 
 
 def _common_words(
-    name: str, model: Any, tokenizer: Any, others: dict[str, tuple[Any, Any]]
+    name: str, model: Any, tokenizer: Any, others: dict[Weights, tuple[Any, Any]]
 ) -> int:
     """The vocabulary that all models share. Heads padded to another size are cut to it."""
     vocabulary = tokenizer.get_vocab()
-    sizes = {name: model.get_output_embeddings().weight.shape[0]}
-    for other, (teacher, its_tokenizer) in others.items():
+    sizes: dict[str, int] = {name: model.get_output_embeddings().weight.shape[0]}
+    for (other, _, _), (teacher, its_tokenizer) in others.items():
         theirs = its_tokenizer.get_vocab()
         if theirs != vocabulary:
             words = sorted(set(vocabulary.items()) ^ set(theirs.items()))
@@ -272,7 +302,9 @@ def _common_words(
 
 def _check_top_k(recipe: Recipe, num_words: int) -> None:
     for index, loss in enumerate(recipe.losses):
-        if loss.kind == "divergence" and loss.support.kind == "top_k" and loss.support.k > num_words:
+        if loss.kind != "divergence" or loss.support.kind != "top_k":
+            continue
+        if loss.support.k > num_words:
             raise RecipeError(
                 f"losses[{index}].support.k = {loss.support.k}: the vocabulary has {num_words} "
                 "words. Use a smaller k (20 to 100 is common), or support = { kind = 'full' }"

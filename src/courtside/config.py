@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 Share = Annotated[float, Field(ge=0, le=1)]
+EMA_DECAY = 0.99
 
 
 class Part(BaseModel):
@@ -211,7 +212,7 @@ class SelfTeacher(Part):
     kind: Literal["self"]
     weights: Literal["live", "frozen", "ema"] = "frozen"
     """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] = EMA_DECAY
     context: Context | None = None
 
 
@@ -429,6 +430,8 @@ class Evaluate(Part):
     """Unset: as in rollout."""
     teacher: bool = True
     """Before training, also measure the teacher with its context: the gate."""
+    forward_kl: bool = False
+    """Also let the teacher answer each time, and measure KL(teacher ‖ student) on its text."""
 
 
 class Run(Part):
@@ -463,9 +466,7 @@ class Recipe(Part):
 
     @property
     def learning_rate(self) -> float:
-        if self.train.learning_rate is not None:
-            return self.train.learning_rate
-        return 1e-4 if self.student.lora else 1e-5
+        return self.train.learning_rate or (1e-4 if self.student.lora else 1e-5)
 
     @property
     def needs_reference(self) -> bool:
@@ -495,6 +496,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     shares = recipe.rollout.student_share
     least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
     most = max(shares.start, shares.end) if isinstance(shares, Ramp) else shares
+    if least == 1 and recipe.rollout.rest == "teacher":
+        yield "rollout.rest = 'teacher' needs a rest; set rollout.student_share below 1"
     if least < 1 and recipe.rollout.rest == "teacher" and recipe.teacher is None:
         yield "rollout.rest = 'teacher' needs a [teacher] to write; add it, or use rest = 'dataset'"
     if least < 1 and recipe.rollout.rest == "dataset" and recipe.tasks.kind == "instructions":
@@ -512,6 +515,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
                     f"{where}: preference pairs come from the tasks (`completion` and `rejected`); "
                     "set rollout.student_share = 0"
                 )
+            if loss.on not in ("all", "dataset"):
+                yield f"{where}: on = {loss.on!r}, but preference pairs are written by the dataset"
             continue
         if loss.on != "all" and not written_by[loss.on]:
             yield (
@@ -540,8 +545,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
                 "'teacher' (with rollout.student_share below 1)"
             )
     for teacher in teachers_of(recipe):
-        live = isinstance(teacher, SelfTeacher) and teacher.weights == "live"
-        if live and teacher.context is None and not recipe.needs_reference:
+        if not isinstance(teacher, SelfTeacher):
+            continue
+        if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
+            yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
+        if teacher.weights == "live" and not teacher.context and not recipe.needs_reference:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"

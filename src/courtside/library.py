@@ -10,7 +10,7 @@ from pathlib import Path
 from courtside.errors import RecipeError, UserError
 
 RECIPE = "recipe.toml"
-NEEDS = re.compile(r"^(?:Needs|Hardware):\s*(.+)$", re.MULTILINE)
+NEEDS = re.compile(r"^Needs:\s*(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +33,22 @@ def recipes_folder() -> Path:
     raise UserError(f"{installed}: the built-in recipes are missing. Install courtside again")
 
 
-def built_in_recipes() -> list[BuiltIn]:
-    files = sorted(recipes_folder().glob(f"*/{RECIPE}"))
-    return [_built_in(file) for file in files]
+def built_in_files() -> dict[str, Path]:
+    """By name, in alphabetical order."""
+    return {file.parent.name: file for file in sorted(recipes_folder().glob(f"*/{RECIPE}"))}
 
 
-def built_in_recipe(name: str) -> BuiltIn:
-    recipes = {recipe.name: recipe for recipe in built_in_recipes()}
-    if name not in recipes:
-        close = get_close_matches(name, recipes, n=1)
+def built_in_file(name: str) -> Path:
+    files = built_in_files()
+    if name not in files:
+        close = get_close_matches(name, files, n=1)
         guess = f" Did you mean {close[0]}?" if close else ""
-        raise RecipeError(
-            f"{name}: no such built-in recipe.{guess} `courtside recipes` lists them"
-        )
-    return recipes[name]
+        raise RecipeError(f"{name}: no such built-in recipe.{guess} `courtside recipes` lists them")
+    return files[name]
+
+
+def built_in_recipes() -> list[BuiltIn]:
+    return [_described(name, file) for name, file in built_in_files().items()]
 
 
 def find_recipe(name: str) -> Path:
@@ -58,7 +60,7 @@ def find_recipe(name: str) -> Path:
         if path.is_dir():
             raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
         raise RecipeError(f"{name}: no such file. `courtside recipes` lists the built-in recipes")
-    return built_in_recipe(name).file
+    return built_in_file(name)
 
 
 def recipe_name(file: Path) -> str:
@@ -66,14 +68,14 @@ def recipe_name(file: Path) -> str:
     return file.resolve().parent.name if file.name == RECIPE else file.stem
 
 
-def _built_in(file: Path) -> BuiltIn:
+def _described(name: str, file: Path) -> BuiltIn:
     readme = file.with_name("README.md")
     if not readme.is_file():
         raise UserError(f"{readme}: missing. A built-in recipe says there what it does")
     text = readme.read_text(encoding="utf-8").strip()
     needs = NEEDS.search(text)
     return BuiltIn(
-        name=file.parent.name,
+        name=name,
         file=file,
         about=text.split("\n")[0].lstrip("# ").strip(),
         needs=needs[1].strip() if needs else None,

@@ -8,13 +8,14 @@ from courtside.run import Run
 
 def train_loop(parts: Parts, run: Run) -> None:
     """The student writes, the teacher corrects it where it is, the student moves."""
-    for step in run.remaining_steps():
-        tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
-        with run.phase("rollout"):
-            trajectories = parts.rollout(tasks, step)  # the student acts
-        with run.phase("teacher"):
-            scored = parts.teacher(trajectories)  # same tokens, other context
-        with run.phase("update"), run.keeping(step, scored):
-            update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
-            parts.teacher.follow()  # a moving average moves
-        run.record(step, scored, update)
+    with run.underway():
+        for step in run.remaining_steps():
+            tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
+            with run.phase("rollout"):
+                trajectories = parts.rollout(tasks, step)  # the student acts
+            with run.phase("teacher"):
+                scored = parts.teacher(trajectories)  # same tokens, other context
+            with run.phase("update"), run.keeping(step, scored):
+                update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
+                parts.teacher.follow()  # a moving average moves
+            run.record(step, scored, update)

@@ -24,7 +24,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe and apply overrides, each `section.key=value`.
 
     Values are TOML, and bare words are strings; an entry of a list goes by its index, as in
-    `losses.0.weight=2`; `section.key=null` removes a key, so that its default holds.
+    `losses.0.weight=2`; `section.key=null` removes a key (its default holds) or an entry.
     """
     tree = read_tree(path)
     for override in overrides:
@@ -74,23 +74,29 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     if not separator or not text.strip() or not all((*parents, last)):
         raise RecipeError(f"override {override!r}: write it as section.key=value")
+    remove = text.strip() == "null"
     node: Any = tree
     for i, name in enumerate(parents):
+        if isinstance(node, dict) and name not in node and not remove:
+            node[name] = {}
         node = _child(node, name, where=".".join(parents[:i]), override=override)
-    if text.strip() == "null":
-        if not isinstance(node, dict):
-            raise RecipeError(f"override {override!r}: null removes a key, and {last} is none")
-        node.pop(last, None)
-    elif isinstance(node, dict):
+    if isinstance(node, dict) and not remove:
         node[last] = _value(text)
+        return
+    _child(node, last, where=".".join(parents), override=override)
+    place = last if isinstance(node, dict) else int(last)
+    if remove:
+        del node[place]
     else:
-        _child(node, last, where=".".join(parents), override=override)
-        node[int(last)] = _value(text)
+        node[place] = _value(text)
 
 
 def _child(node: Any, name: str, *, where: str, override: str) -> Any:
     if isinstance(node, dict):
-        return node.setdefault(name, {})
+        if name not in node:
+            at = f"{where} of the recipe" if where else "the recipe"
+            raise RecipeError(f"override {override!r}: {at} has no {name} to remove")
+        return node[name]
     if not isinstance(node, list):
         raise RecipeError(f"override {override!r}: {where} is a value, not a section")
     if not name.isdecimal():

@@ -9,10 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import quote
+
+from torch.nn import Parameter
 
 from courtside.assemble import Parts
 from courtside.errors import Interrupted, NotFiniteError, UserError
@@ -24,7 +26,8 @@ from courtside.report.parquet import write_trajectories
 from courtside.report.screen import Screen
 from courtside.report.sinks import open_sinks
 from courtside.student import checkpoints
-from courtside.types import Evaluation, PhaseCost, Scored, Split, Update
+from courtside.student.weights import StudentWeights
+from courtside.types import Evaluation, Scored, Split, Update
 
 
 class Run:
@@ -46,19 +49,15 @@ class Run:
 
     # ── the loop's view ──────────────────────────────────────────────────────────────────────────
 
-    def remaining_steps(self) -> Iterator[int]:
-        """Steps still to do. Measures before the first and after the last; saves on the way out."""
-        self.screen.start(self.recipe, self.recipe.train.steps, self.num_steps)
-        for note in self.parts.notes:
-            self.screen.say(note)
+    @contextmanager
+    def underway(self) -> Iterator[None]:
+        """Around the loop: what must happen on the way out, whichever way that is.
+
+        A generator would not do: an error in the body of a `for` never reaches it.
+        """
         try:
             with self._catching_interrupts():
-                self._evaluate_if_due()
-                while self.num_steps < self.recipe.train.steps:
-                    self._stop_if_asked()
-                    yield self.num_steps
-                self._save()
-                self._evaluate_if_due()
+                yield
         except UserError:
             # Something the user must mend (a task without its field); the steps done are kept.
             if self.num_steps:
@@ -68,6 +67,20 @@ class Run:
             for sink in self.sinks:
                 sink.close()
             self.screen.finish()
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps still to do. Measures before the first; `record` does after each."""
+        total = self.recipe.train.steps
+        if self.num_steps < total:
+            self.screen.start(self.recipe, total, self.num_steps)
+            for note in self.parts.notes:
+                self.screen.say(note)
+        else:
+            self.screen.say(f"{self.folder.path}: all {total} steps are done; nothing to train")
+        self._evaluate_if_due()
+        while self.num_steps < total:
+            self._stop_if_asked()
+            yield self.num_steps
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.meter.phase(name)
@@ -102,8 +115,8 @@ class Run:
         for sink in self.sinks:
             sink.log(row, step)
         self.screen.step(row)
-        if self.num_steps % self.recipe.run.checkpoint_every == 0 and not last:
-            self._save()
+        if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
+            self._save()  # before it is measured: an evaluation may take long
         self._evaluate_if_due()
 
     def write_report(self) -> Path:
@@ -111,9 +124,7 @@ class Run:
         comparison = None
         if before and after and before.scores.keys() == after.scores.keys():
             comparison = paired_difference(before.scores, after.scores)
-        return write_report(
-            self.folder, comparison=comparison, decode=self.parts.renderer.pieces
-        )
+        return write_report(self.folder, comparison=comparison, decode=self.parts.renderer.pieces)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
 
@@ -129,29 +140,26 @@ class Run:
             }
             for name, average in sorted(self.parts.averages.items()):
                 tensors[f"average-{_file_name(name)}"] = average.shadow
-            costs = {name: asdict(cost) for name, cost in self.meter.totals().items()}
             checkpoints.save(
                 self.folder.checkpoints,
                 self.num_steps,
                 tensors,
-                {"costs": costs},
                 keep=self.recipe.run.keep_checkpoints,
             )
 
     def _resume(self) -> None:
         path = checkpoints.latest(self.folder.checkpoints)
-        if path is None:
-            self.folder.rewind(0)
-            return
-        saved = checkpoints.load(path)
-        restore(self.parts, saved)
-        self.num_steps = saved.num_steps
-        self.folder.rewind(saved.num_steps)
-        self.meter.restore({k: PhaseCost(**v) for k, v in saved.state["costs"].items()})
+        if path is not None:
+            saved = checkpoints.load(path)
+            restore(self.parts, saved)
+            self.num_steps = saved.num_steps
+        checkpoints.tidy(self.folder.checkpoints, keep=self.recipe.run.keep_checkpoints)
+        self.folder.rewind(self.num_steps)
+        self.meter.restore(self.folder.read_costs())  # also of steps that are now done again
 
     def _last_saved(self) -> int:
         path = checkpoints.latest(self.folder.checkpoints)
-        return int(path.name.removeprefix("step-")) if path else 0
+        return checkpoints.steps_of(path) if path else 0
 
     # ── measuring ────────────────────────────────────────────────────────────────────────────────
 
@@ -169,11 +177,13 @@ class Run:
                 evaluation = self.parts.evaluate(split, step=self.num_steps, who=who)
             self._count_evaluation(evaluation)
             self.folder.record_evaluation(evaluation)
+            self.folder.write_costs(self.meter.totals())
             for sink in self.sinks:
                 sink.log({f"evaluate/{split}/{who}": evaluation.rate}, self.num_steps)
             self.screen.say(
                 f"{who} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
-                f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to {evaluation.high:.1%})"
+                f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to "
+                f"{evaluation.high:.1%})"
             )
 
     def _due(self) -> Iterator[tuple[str, Split]]:
@@ -181,9 +191,9 @@ class Run:
         config = self.recipe.evaluate
         if self.num_steps in (0, self.recipe.train.steps):
             yield "student", "test"
-        if self.num_steps == 0 and config.teacher and self.recipe.teacher is not None:
-            if self.parts.teacher_can_answer():
-                yield "teacher", "test"
+        gate = config.teacher and self.recipe.teacher is not None
+        if self.num_steps == 0 and gate and self.parts.teacher_can_answer():
+            yield "teacher", "test"
         if config.every and self.num_steps % config.every == 0:
             yield "student", "validation"
 
@@ -192,13 +202,17 @@ class Run:
         size = self.parts.engine.num_parameters
         for s in scored:
             length = len(s.trajectory.token_ids)
+            teacher_size = self.parts.teacher_sizes[s.target.teacher] if s.target else size
             if s.trajectory.source != "dataset":
+                writer_size = size if s.trajectory.source == "student" else teacher_size
                 self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
                                tokens_out=s.trajectory.num_chosen,
-                               flops=forward_flops(size, length))  # fmt: skip
+                               flops=forward_flops(writer_size, length))  # fmt: skip
             if s.target is not None:
                 seen = length + s.target.num_context_tokens
-                self.meter.add("teacher", tokens_in=seen, flops=forward_flops(size, seen))
+                self.meter.add("teacher", tokens_in=seen, flops=forward_flops(teacher_size, seen))
+            if s.reference is not None:
+                self.meter.add("teacher", tokens_in=length, flops=forward_flops(size, length))
             self.meter.add("update", tokens_in=length, flops=training_flops(size, length, trained))
 
     def _count_evaluation(self, evaluation: Evaluation) -> None:
@@ -206,6 +220,9 @@ class Run:
             evaluation.metrics["length"] * len(evaluation.scores) * evaluation.metrics["samples"]
         )
         size = self.parts.engine.num_parameters
+        if evaluation.who == "teacher":  # several teachers share the tasks: about equally
+            sizes = self.parts.teacher_sizes.values()
+            size = round(sum(sizes) / len(sizes))
         self.meter.add("evaluate", tokens_out=written, flops=forward_flops(size, written))
 
     # ── interrupts ───────────────────────────────────────────────────────────────────────────────
@@ -240,11 +257,16 @@ class Run:
 
 def restore(parts: Parts, saved: checkpoints.Checkpoint) -> None:
     """Put a checkpoint's numbers into the parts, in place."""
-    trained = parts.student.weights.trained()
-    _fill({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
+    trained = restore_weights(parts.student.weights, saved)
     checkpoints.restore_optimiser(parts.student.optimiser, trained, saved.tensors["optimiser"])
     for name, average in parts.averages.items():
         _fill(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
+
+
+def restore_weights(weights: StudentWeights, saved: checkpoints.Checkpoint) -> dict[str, Parameter]:
+    trained = weights.trained()
+    _fill({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
+    return trained
 
 
 def average_groups(parts: Parts) -> set[str]:
@@ -259,4 +281,5 @@ def _fill(own: dict[str, Any], saved: Any) -> None:
 
 
 def _file_name(label: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in label)
+    """Different labels stay different, whatever a user calls a route."""
+    return quote(label, safe="")

@@ -1,6 +1,7 @@
 """Random numbers without state: every seed is a function of the run's seed and where it is used.
 
-That is why a resumed run needs no saved generator: step 17 draws the same numbers whoever gets there.
+That is why a resumed run needs no saved generator: step 17 draws the same numbers
+whoever gets there.
 """
 
 import hashlib

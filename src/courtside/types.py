@@ -69,6 +69,19 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a model wrote in answer to one prompt."""
+
+    token_ids: tuple[int, ...]
+    """What was drawn, the end token included."""
+    logp: tuple[float, ...]
+    """Under the distribution that each token was drawn from."""
+    stop: StopReason
+    text: str
+    """Without special tokens, cut before a stop string."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """A stretch of a trajectory with one author."""
 
@@ -121,9 +134,7 @@ class Trajectory:
     @property
     def chosen_ids(self) -> tuple[int, ...]:
         """T ids, T = num_chosen: the tokens that can train, in order."""
-        return tuple(
-            i for t in self.turns for i, c in zip(t.token_ids, t.chosen, strict=True) if c
-        )
+        return tuple(i for t in self.turns for i, c in zip(t.token_ids, t.chosen, strict=True) if c)
 
     @property
     def sampler_logp(self) -> tuple[float, ...] | None:
@@ -155,7 +166,7 @@ class Target:
     logp_T: Tensor
     """Log-probability of each chosen token, at the trajectory's temperature."""
     hidden_TD: Tensor | None = None
-    """Last hidden states, where a loss needs whole distributions; `logits` turns them into words."""
+    """Last hidden states, where a loss needs whole distributions; `head` makes logits of them."""
     head: Any = None
     """The teacher's `engines.base.Head`, the same object for all targets of one teacher."""
     num_context_tokens: int = 0

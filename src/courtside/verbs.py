@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from courtside.config import Recipe
-from courtside.errors import UserError
+from courtside.errors import RecipeError, UserError
 from courtside.recipe_file import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.assemble import Parts
     from courtside.report.folder import RunFolder
     from courtside.report.screen import Screen
 
 
 def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -> RunFolder:
-    """Run a recipe in a folder, or go on with the run that is there. Returns the folder, read-only."""
+    """Run a recipe in a folder, or go on with the run that is there. Returns it, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
     from courtside.report.folder import RunFolder
@@ -25,6 +26,7 @@ def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -
     from courtside.run import Run
 
     path = Path(folder)
+    _forget_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
         run = Run(parts, opened, screen or SilentScreen())
@@ -45,15 +47,11 @@ def evaluate_student(
 ) -> list[Evaluation]:
     """Measure the student of a recipe, untrained or as a checkpoint of `run` has it."""
     from courtside.assemble import assemble
-    from courtside.run import restore
-    from courtside.student import checkpoints
 
-    parts = assemble(recipe)
-    num_steps = 0
-    if run is not None:
-        saved = checkpoints.load(_checkpoint(run, step))
-        restore(parts, saved)
-        num_steps = saved.num_steps
+    if run is None:
+        parts, num_steps = assemble(recipe), 0
+    else:
+        parts, num_steps = _trained_parts(recipe, run, _checkpoint(run, step))
     if teacher and (recipe.teacher is None or not parts.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     who = ["student", "teacher"] if teacher else ["student"]
@@ -65,21 +63,21 @@ def evaluate_student(
 
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
     """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
-    from courtside.assemble import assemble
+    from courtside.engines.models import load_tokenizer
     from courtside.report.folder import RunFolder
-    from courtside.run import restore
+    from courtside.run import restore_weights
     from courtside.student import checkpoints
+    from courtside.student.weights import StudentWeights
 
-    folder = RunFolder.read(run)
-    recipe = folder.recipe()
-    if adapter and recipe.student.lora is None:
+    config = RunFolder.read(run).recipe().student
+    if adapter and config.lora is None:
         raise UserError("--adapter: this run trained all weights and has no adapter. Leave it out")
-    if to.exists() and any(to.iterdir()):
-        raise UserError(f"{to}: exists and is not empty. Name a new folder")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to}: exists and is not an empty folder. Name a new folder")
     saved = checkpoints.load(_checkpoint(run, step))
-    parts = assemble(recipe)
-    restore(parts, saved)
-    weights = parts.student.weights
+    # The student alone: its teacher and tasks may be gone by now.
+    weights = StudentWeights(config, seed=0)
+    restore_weights(weights, saved)
     model: Any = weights.model
     if adapter:
         model = weights.adapter
@@ -87,7 +85,7 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
         # In float32: a merge in bfloat16 would round the adapter away.
         model = weights.adapter.float().merge_and_unload()
     model.save_pretrained(to, safe_serialization=True)
-    parts.renderer.tokenizer.save_pretrained(to)
+    load_tokenizer(config.model, trust_remote_code=config.trust_remote_code).save_pretrained(to)
     return to
 
 
@@ -102,9 +100,7 @@ def rescore(
 
     The student is as the run's last checkpoint has it; no weight is changed.
     """
-    from courtside.assemble import assemble
     from courtside.report.folder import RunFolder
-    from courtside.run import average_groups, restore
     from courtside.student import checkpoints
     from courtside.student.components import components
     from courtside.student.tally import Tally
@@ -115,16 +111,7 @@ def rescore(
     if missing or not stored:
         raise UserError(f"{run}: no trajectories of steps {missing}; there are {stored}")
     recipe = load_recipe(run / "recipe.toml", overrides)
-    original = folder.recipe()
-    if recipe.student != original.student:
-        raise UserError("rescore: the student is the run's; override teacher and losses only")
-    parts = assemble(recipe)
-    path = checkpoints.latest(folder.checkpoints)
-    if path is not None:
-        saved = checkpoints.load(path)
-        if not average_groups(parts) <= saved.tensors.keys():
-            raise UserError("rescore: a moving-average teacher exists only in a run that trained it")
-        restore(parts, saved)
+    parts, _ = _trained_parts(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
         if screen:
@@ -155,3 +142,48 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     if path is None:
         raise UserError(f"{run}: has no checkpoint yet")
     return path
+
+
+def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[Parts, int]:
+    """A recipe's parts with a run's numbers in them, and how many steps are behind those."""
+    from courtside.assemble import assemble
+    from courtside.report.folder import RunFolder
+    from courtside.run import average_groups, restore
+    from courtside.student import checkpoints
+
+    own = RunFolder.read(run).recipe().student
+    for field in ("model", "lora", "keep_layers"):
+        if getattr(recipe.student, field) != getattr(own, field):
+            raise UserError(
+                f"student.{field}: {run} trained another student. Override other sections only"
+            )
+    saved = checkpoints.load(checkpoint) if checkpoint else None
+    parts = assemble(recipe)
+    if saved is None:
+        return parts, 0
+    if not average_groups(parts) <= saved.tensors.keys():
+        raise UserError(
+            f"teacher.weights = 'ema': a moving average exists only in a run that trained with it, "
+            f"and {run} has none of that name. Use weights = 'frozen' or 'live'"
+        )
+    restore(parts, saved)
+    return parts, saved.num_steps
+
+
+def _forget_failed_start(path: Path, recipe: Recipe) -> None:
+    """A start that trained nothing must not hold its folder against a corrected recipe."""
+    from courtside.report.folder import RunFolder
+    from courtside.report.opening import RECIPE, refuse_differences, take_lock
+    from courtside.student import checkpoints
+
+    if not (path / RECIPE).is_file():
+        return
+    with RunFolder(path, take_lock(path)) as folder:
+        if folder.metrics() or checkpoints.latest(folder.checkpoints) is not None:
+            return
+        try:
+            refuse_differences(path, folder.recipe(), recipe)
+        except RecipeError:
+            folder.rewind(-1)  # measured before the first step, under the other recipe
+            for name in ("costs.json", RECIPE):
+                (path / name).unlink(missing_ok=True)

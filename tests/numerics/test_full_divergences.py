@@ -117,6 +117,15 @@ def test_extrapolated_is_the_normalised_power_mixture(lam: float) -> None:
         close(ours_TV[row].exp(), expected_V)
 
 
+@pytest.mark.parametrize("lam", [0.5, 1.5])
+def test_a_word_that_both_exclude_stays_excluded_by_extrapolation(lam: float) -> None:
+    teacher_TV = torch.tensor([[0.2, 0.0, 0.8]], dtype=torch.float64).log()
+    reference_TV = torch.tensor([[0.5, 0.0, 0.5]], dtype=torch.float64).log()
+    total = 0.2**lam + 0.8**lam  # The reference is the same for both words and cancels.
+    expected_TV = torch.tensor([[0.2**lam / total, 0.0, 0.8**lam / total]], dtype=torch.float64)
+    close(full.extrapolated(teacher_TV, reference_TV, lam).exp(), expected_TV)
+
+
 def test_extrapolation_by_one_is_the_teacher_whatever_the_reference_excludes() -> None:
     teacher_TV = torch.tensor([[0.2, 0.8]], dtype=torch.float64).log()
     reference_TV = torch.tensor([[0.0, 1.0]], dtype=torch.float64).log()

@@ -119,6 +119,20 @@ def test_tail_against_gradcheck() -> None:
         )
 
 
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_a_thin_tail_is_not_rounded_away(name: str, options: dict[str, float]) -> None:
+    """Tails of 6e-6 and 3e-4: far below what the support holds, far above the floor."""
+    student_TV = torch.tensor([[6.0, 5.0, -6.0, -7.0]], dtype=torch.float64)
+    teacher_TV = torch.tensor([[5.0, 5.5, -2.5, -4.0]], dtype=torch.float64)
+    arguments = dict(k=2, of="teacher", form="tail", name=name, **options)
+    value_T, gradient_TV = of_ours(partial(on_support, **arguments), student_TV, teacher_TV)
+    expected_T, expected_gradient_TV = by_position(
+        partial(reference, **arguments), student_TV, teacher_TV
+    )
+    close(value_T, expected_T)
+    assert_close(gradient_TV, expected_gradient_TV, rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("of", OF)

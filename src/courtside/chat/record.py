@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from courtside.engines.base import Sample
-from courtside.types import Grade, Source, Task, Trajectory, Turn
+from courtside.types import Grade, Sample, Source, Task, Trajectory, Turn
 
 
 def answered(

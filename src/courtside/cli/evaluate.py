@@ -21,7 +21,8 @@ def evaluate(
     ],
     overrides: Overrides = None,
     split: Annotated[
-        Literal["train", "validation", "test"], typer.Option(help="Which tasks.")
+        Literal["train", "validation", "test"],
+        typer.Option(metavar="SPLIT", help="Which tasks: train, validation or test."),
     ] = "test",
     tasks: Annotated[
         int | None,

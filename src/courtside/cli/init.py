@@ -18,9 +18,9 @@ def init(
 ) -> None:
     """Copy a built-in recipe, to be edited."""
     from courtside.errors import UserError
-    from courtside.library import RECIPE, built_in_recipe
+    from courtside.library import RECIPE, built_in_file
 
-    source = built_in_recipe(name).file
+    source = built_in_file(name)
     target = (folder or Path(name)) / RECIPE
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -38,4 +39,4 @@ def train(
 
     done = verbs.train(tree, folder, screen=screen_for(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
-    typer.echo(f"Weights: courtside export {done.path} FOLDER")
+    typer.echo(f"Weights: courtside export {shlex.quote(str(done.path))} FOLDER")

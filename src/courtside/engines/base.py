@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from courtside.types import StopReason
+from courtside.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,6 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    token_ids: tuple[int, ...]
-    """What was drawn, the end token included."""
-    logp: tuple[float, ...]
-    """Under the distribution that each token was drawn from."""
-    stop: StopReason
-    text: str
-    """Without special tokens, cut before a stop string."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     token_ids: tuple[int, ...]
     scored: tuple[bool, ...]
@@ -64,7 +53,7 @@ class Scores:
 
 
 class Head:
-    """Last hidden states to float32 logits over the first `num_words` words."""
+    """Last hidden states to logits over the first `num_words` words, in float32 or better."""
 
     def __init__(self, module: nn.Module, *, num_words: int, softcap: float | None, scale: float):
         self.module = module
@@ -77,7 +66,8 @@ class Head:
         bias: Any = getattr(self.module, "bias", None)
         weight = weight[: self.num_words]
         bias = None if bias is None else bias[: self.num_words]
-        logits_NV = F.linear(hidden_ND.to(weight.dtype), weight, bias).float()
+        logits_NV = F.linear(hidden_ND.to(weight.dtype), weight, bias)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:

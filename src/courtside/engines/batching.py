@@ -1,4 +1,4 @@
-"""Grouping sequences of different lengths so that padding wastes little and memory stays bounded."""
+"""Grouping sequences by length, so that padding wastes little and memory stays bounded."""
 
 from __future__ import annotations
 

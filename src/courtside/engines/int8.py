@@ -26,8 +26,9 @@ class Int8Linear(nn.Module):
         weight: Any = self.weight_OI
         scale: Any = self.scale_O1
         # Scaling the output, a row of it per output channel, spares scaling the whole matrix.
-        out = F.linear(input_ND, weight.to(input_ND.dtype)) * scale.squeeze(1).to(input_ND.dtype)
-        return out if self.bias is None else out + self.bias
+        out_NO: Tensor = F.linear(input_ND, weight.to(input_ND.dtype))
+        out_NO = out_NO * scale.squeeze(1).to(input_ND.dtype)
+        return out_NO if self.bias is None else out_NO + self.bias
 
 
 def quantise(model: Any) -> Any:

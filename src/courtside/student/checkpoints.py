@@ -1,7 +1,8 @@
 """Checkpoints: complete, checked, and never half there.
 
-A checkpoint is written beside its place, flushed to disk and renamed, so a run that is killed in the
-middle leaves the older ones as they were. Every file's checksum is kept and verified on loading.
+A checkpoint is written beside its place, flushed to disk and renamed, so a run that is killed in
+the middle leaves the older ones as they were. Every file's checksum is kept and verified on
+loading, that of `checkpoint.json` inside itself.
 Only safetensors and JSON are written or read.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +23,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from courtside.errors import CheckpointError
+from courtside.errors import CheckpointError, UserError
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""Group (weights, optimiser, ema-…) → name → tensor."""
+"""Group (weights, optimiser, average-…) → name → tensor."""
+
+NAME = re.compile(r"step-(\d+)")
+"""Of a checkpoint's folder. A copy beside it that a user named otherwise is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,49 +38,56 @@ class Checkpoint:
     num_steps: int
     """Optimiser steps done: the next one has this number."""
     tensors: Tensors
-    state: Mapping[str, Any]
 
 
-def save(
-    folder: Path, num_steps: int, tensors: Tensors, state: Mapping[str, Any], *, keep: int
-) -> Path:
+def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
     target = folder / f"step-{num_steps:06d}"
     work = folder / f".writing-{num_steps:06d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (*folder.glob(".writing-*"), *folder.glob(".deleting-*")):
-            shutil.rmtree(leftover)
+        _sweep(folder)
         work.mkdir()
         sums = {}
         for group, named in tensors.items():
             file = work / f"{group}.safetensors"
             save_file({name: t.detach().contiguous().cpu() for name, t in named.items()}, file)
             sums[file.name] = _sync_and_sum(file)
-        about = {
+        about: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "num_steps": num_steps,
-            "state": dict(state),
             "sums": sums,
         }
+        about["sum"] = _sum_of_tree(about)
         (work / "checkpoint.json").write_text(json.dumps(about, indent=1))
         _sync_and_sum(work / "checkpoint.json")
         if target.exists():  # the same step, saved again after a resume
             _delete(target)
         work.rename(target)
         _sync_folder(folder)
-        for old in _all(folder)[:-keep]:
-            _delete(old)
+        _prune(folder, keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(work, ignore_errors=True)
         kept = _all(folder)
-        rest = f"The run can go on from {kept[-1].name}, which is intact" if kept else (
-            "There is no older checkpoint"
-        )
+        rest = "There is no older checkpoint"
+        if kept:
+            rest = f"The run can go on from {kept[-1].name}, which is intact"
         raise CheckpointError(
             f"{target} could not be written: {error}. {rest}. Free some space or make the folder "
             "writable, then run the same command again"
         ) from error
     return target
+
+
+def tidy(folder: Path, *, keep: int) -> None:
+    """What a kill in the middle of `save` left to be removed."""
+    try:
+        _sweep(folder)
+        _prune(folder, keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: old checkpoints could not be removed: {error}. The newest is intact. Make "
+            "the folder writable, then run the same command again"
+        ) from error
 
 
 def latest(folder: Path) -> Path | None:
@@ -86,14 +98,18 @@ def latest(folder: Path) -> Path | None:
 def at(folder: Path, num_steps: int) -> Path:
     path = folder / f"step-{num_steps:06d}"
     if not path.is_dir():
-        have = ", ".join(str(int(p.name[5:])) for p in _all(folder)) or "none"
-        raise CheckpointError(f"{folder}: no checkpoint of step {num_steps}; there are: {have}")
+        have = ", ".join(str(steps_of(p)) for p in _all(folder)) or "none"
+        raise UserError(
+            f"{folder}: no checkpoint of step {num_steps}; there are: {have}. Name one of those"
+        )
     return path
 
 
 def load(path: Path) -> Checkpoint:
     try:
-        about = json.loads((path / "checkpoint.json").read_text())
+        about = json.loads((path / "checkpoint.json").read_bytes())
+        if about.pop("sum") != _sum_of_tree(about):
+            raise CheckpointError(_damaged(path, "the checksum of checkpoint.json is wrong"))
         if about["schema_version"] > SCHEMA_VERSION:
             raise CheckpointError(
                 f"{path}: written by a newer courtside (schema {about['schema_version']}, this one "
@@ -105,9 +121,9 @@ def load(path: Path) -> Checkpoint:
         tensors = {
             name.removesuffix(".safetensors"): load_file(path / name) for name in about["sums"]
         }
-    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:  # ValueError: not JSON
         raise CheckpointError(_damaged(path, f"{type(error).__name__}: {error}")) from error
-    return Checkpoint(num_steps=about["num_steps"], tensors=tensors, state=about["state"])
+    return Checkpoint(num_steps=about["num_steps"], tensors=tensors)
 
 
 def optimiser_tensors(
@@ -137,12 +153,32 @@ def restore_optimiser(
 
 def _damaged(path: Path, reason: str) -> str:
     others = [p.name for p in _all(path.parent) if p != path]
-    fix = f"Delete it to go on from {others[-1]}" if others else "Delete the run folder to start anew"
+    fix = "Delete the run folder to start anew"
+    if others:
+        fix = f"Delete it to go on from {others[-1]}"
     return f"checkpoint {path} is damaged ({reason}). {fix}; nothing else was touched"
 
 
+def steps_of(path: Path) -> int:
+    """Optimiser steps behind a checkpoint, by its name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def _all(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+    found = [p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=steps_of)
+
+
+def _sweep(folder: Path) -> None:
+    for leftover in (*folder.glob(".writing-*"), *folder.glob(".deleting-*")):
+        shutil.rmtree(leftover)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for old in _all(folder)[:-keep]:
+        _delete(old)
 
 
 def _delete(path: Path) -> None:
@@ -161,6 +197,10 @@ def _sync_and_sum(path: Path) -> str:
 def _sum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sum_of_tree(tree: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(path: Path) -> None:

@@ -28,7 +28,7 @@ class Component:
     denominator: int
     """Trained tokens over the whole step; for preferences, pairs."""
     advantage: Mapping[str, float]
-    """By trajectory id, for a policy gradient with rewards."""
+    """By trajectory id: the advantage from rewards, or a preference's coefficient (see `step`)."""
 
 
 def components(
@@ -37,14 +37,13 @@ def components(
     result = []
     for loss, name in zip(losses, names, strict=True):
         on = [s for s in scored if applies(loss, s)]
-        pairs = len({s.trajectory.task.id for s in on}) if loss.kind == "preference" else None
         tokens = sum(s.trajectory.num_chosen for s in on)
         result.append(
             Component(
                 name=name,
                 loss=loss,
                 on=frozenset(s.trajectory.id for s in on),
-                denominator=tokens if pairs is None else pairs,
+                denominator=len(pairs(on)) if loss.kind == "preference" else tokens,
                 advantage=_rewards(loss, on),
             )
         )
@@ -63,6 +62,16 @@ def applies(loss: Loss, scored: Scored) -> bool:
     if loss.kind == "policy_gradient" and loss.advantage == "reward":
         return True
     return scored.target is not None
+
+
+def pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
+    """(better, worse) of each preference pair. A task that is in the batch twice has two pairs."""
+    sides: dict[str, tuple[list[Scored], list[Scored]]] = {}
+    for s in scored:
+        if s.trajectory.preference is not None:
+            better, worse = sides.setdefault(s.trajectory.task.id, ([], []))
+            (better if s.trajectory.preference == "better" else worse).append(s)
+    return [pair for two in sides.values() for pair in zip(*two, strict=True)]
 
 
 def _rewards(loss: Loss, on: Sequence[Scored]) -> Mapping[str, float]:

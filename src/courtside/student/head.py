@@ -26,7 +26,7 @@ from courtside.student.tally import Tally
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:
-    """Positions a chunk: 32 MiB of float32 logits on a CPU, where caches are small, 512 on a GPU."""
+    """Positions a chunk: 32 MiB of float32 logits on a CPU with its small caches, 512 on a GPU."""
     elements = 2**27 if device.type == "cuda" else 2**23
     return max(16, elements // num_words)
 
@@ -53,7 +53,11 @@ def chunk_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of all components over these rows, each over its own denominator."""
     logits_NV = head(rows.hidden_ND) / rows.temperature_N[:, None]
-    whole = any(_needs_words(c.loss) and bool(rows.weight_CN[c.name].any()) for c in components)
+    words_N = torch.zeros_like(rows.by_student_N)
+    for component in components:
+        if _needs_words(component.loss):
+            words_N = words_N | (rows.weight_CN[component.name] > 0)
+    whole = bool(words_N.any())
     teacher_NV = _teacher_words(rows, rows.teacher_hidden_ND, rows.teacher_head) if whole else None
     if teacher_NV is not None:
         logp_NV = logits_NV.log_softmax(-1)
@@ -62,21 +66,36 @@ def chunk_loss(
         logp_NV = None
         chosen_N = logits_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
         logp_N = chosen_N - logits_NV.logsumexp(-1)
-    _watch(rows, logp_N, logp_NV, teacher_NV, tally)
+    _watch(rows, logp_N, tally)
+    if logp_NV is not None and teacher_NV is not None:
+        _watch_words(_only(logp_NV.detach(), words_N), _only(teacher_NV, words_N), tally)
 
-    total = logits_NV.sum() * 0.0
+    total = rows.hidden_ND.sum() * 0.0
     for component in components:
-        weight_N = rows.weight_CN[component.name]
-        if not bool(weight_N.any()):
+        on_N = rows.weight_CN[component.name] > 0
+        if not bool(on_N.any()):
             continue
-        loss_N = _component_loss(component, rows, logp_N, logp_NV, teacher_NV, tally)
-        # Rows that are not this component's may hold NaN (no teacher spoke there): cut, not scaled.
-        loss_N = torch.where(weight_N > 0, loss_N, torch.zeros_like(loss_N))
-        mean = reduce_sum_over(loss_N, weight_N, component.denominator)
+        # Its own rows only, picked before the loss: others may hold NaN (no teacher spoke there),
+        # and a NaN that is masked out afterwards is still NaN in the gradient.
+        own = rows if bool(on_N.all()) else rows.only(on_N)
+        loss_M = _component_loss(
+            component,
+            own,
+            _only(logp_N, on_N),
+            None if logp_NV is None else _only(logp_NV, on_N),
+            None if teacher_NV is None else _only(teacher_NV, on_N),
+            tally,
+        )
+        mean = reduce_sum_over(loss_M, own.weight_CN[component.name], component.denominator)
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
             tally.value(component.name, mean)
         total = total + component.loss.weight * mean
     return total, logp_N
+
+
+def _only(values_N: Tensor, on_N: Tensor) -> Tensor:
+    """Without a copy where all rows are wanted: [N, V] is large."""
+    return values_N if bool(on_N.all()) else values_N[on_N]
 
 
 def _needs_words(loss: Loss) -> bool:
@@ -108,7 +127,7 @@ def _component_loss(
     if loss.kind == "policy_gradient":
         return _policy_gradient(component, loss, rows, logp_N, logp_NV, teacher_NV)
     assert logp_NV is not None and teacher_NV is not None
-    return _divergence(loss, rows, logp_NV, teacher_NV, rows.weight_CN[component.name] > 0, tally)
+    return _divergence(loss, rows, logp_NV, teacher_NV, tally)
 
 
 def _policy_gradient(
@@ -143,20 +162,15 @@ def _policy_gradient(
 
 
 def _divergence(
-    loss: DivergenceLoss,
-    rows: Rows,
-    logp_NV: Tensor,
-    teacher_NV: Tensor,
-    on_N: Tensor,
-    tally: Tally,
+    loss: DivergenceLoss, rows: Rows, logp_NV: Tensor, teacher_NV: Tensor, tally: Tally
 ) -> Tensor:
     if loss.support.kind == "top_k":
         with torch.no_grad():
             ids_NK, keep_NK = top_k_ids(logp_NV, teacher_NV, k=loss.support.k, of=loss.support.of)
         student_NK, teacher_NK = logp_NV.gather(-1, ids_NK), teacher_NV.gather(-1, ids_NK)
-        tally.mean("mass/student", support_mass(student_NK.detach(), keep_NK)[on_N])
-        tally.mean("mass/teacher", support_mass(teacher_NK, keep_NK)[on_N])
-        tally.mean("overlap", overlap(logp_NV.detach(), teacher_NV, loss.support.k)[on_N])
+        tally.mean("mass/student", support_mass(student_NK.detach(), keep_NK))
+        tally.mean("mass/teacher", support_mass(teacher_NK, keep_NK))
+        tally.mean("overlap", overlap(logp_NV.detach(), teacher_NV, loss.support.k))
         return top_k_divergence(
             student_NK,
             teacher_NK,
@@ -182,15 +196,17 @@ def _divergence(
 
 
 @torch.no_grad()
-def _watch(
-    rows: Rows, logp_N: Tensor, logp_NV: Tensor | None, teacher_NV: Tensor | None, tally: Tally
-) -> None:
-    """Diagnostics over whatever is in memory anyway."""
+def _watch_words(logp_NV: Tensor, teacher_NV: Tensor, tally: Tally) -> None:
+    """Over the rows where a loss compares whole distributions, however they are chunked."""
+    tally.mean("kl", reverse_kl(logp_NV, teacher_NV))
+    tally.mean("entropy/student", entropy(logp_NV))
+    tally.mean("entropy/teacher", entropy(teacher_NV))
+
+
+@torch.no_grad()
+def _watch(rows: Rows, logp_N: Tensor, tally: Tally) -> None:
+    """Of the sampled tokens alone."""
     logp_N = logp_N.detach()
-    if logp_NV is not None and teacher_NV is not None:
-        tally.mean("kl", reverse_kl(logp_NV.detach(), teacher_NV))
-        tally.mean("entropy/student", entropy(logp_NV.detach()))
-        tally.mean("entropy/teacher", entropy(teacher_NV))
     spoken_N = ~rows.teacher_logp_N.isnan()
     own_N = rows.by_student_N & spoken_N
     tally.mean("kl_estimate", (rows.sampler_logp_N - rows.teacher_logp_N)[own_N])

@@ -44,25 +44,31 @@ class Rows:
             yield self.cut(start, start + size)
 
     def cut(self, start: int, end: int) -> Rows:
+        return self._pick(slice(start, end))
+
+    def only(self, on_N: Tensor) -> Rows:
+        """The rows where `on_N` is True."""
+        return self._pick(on_N)
+
+    def _pick(self, which: slice | Tensor) -> Rows:
         parts: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                parts[field.name] = value[start:end]
+                parts[field.name] = value[which]
             elif isinstance(value, Mapping):
-                parts[field.name] = {key: v[start:end] for key, v in value.items()}
+                parts[field.name] = {key: v[which] for key, v in value.items()}
         return replace(self, **parts)
 
 
-def rows_of(
-    group: Sequence[Scored], components: Sequence[Component], hidden_ND: Tensor
-) -> Rows:
+def rows_of(group: Sequence[Scored], components: Sequence[Component], hidden_ND: Tensor) -> Rows:
     """Rows of trajectories with one teacher, in order; `hidden_ND` is already in that order."""
     device = hidden_ND.device
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     counts = [s.trajectory.num_chosen for s in group]
 
     def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
     def spread(values: list[float]) -> Tensor:
         """One value a trajectory to one a position."""
@@ -80,8 +86,8 @@ def rows_of(
         temperature_N=spread([s.trajectory.temperature for s in group]),
         sampler_logp_N=floats(sampler),
         by_student_N=spread([float(s.trajectory.source == "student") for s in group]).bool(),
-        teacher_logp_N=_logps(targets, counts, device),
-        reference_logp_N=_logps(references, counts, device),
+        teacher_logp_N=_logps(targets, counts, device).to(dtype),
+        reference_logp_N=_logps(references, counts, device).to(dtype),
         teacher_hidden_ND=_hiddens(targets, device),
         reference_hidden_ND=_hiddens(references, device),
         weight_CN={
@@ -99,7 +105,7 @@ def rows_of(
 
 def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torch.device) -> Tensor:
     parts = [
-        torch.full((count,), float("nan")) if target is None else target.logp_T.float()
+        torch.full((count,), float("nan")) if target is None else target.logp_T
         for target, count in zip(targets, counts, strict=True)
     ]
     return torch.cat([part.to(device) for part in parts])

@@ -15,13 +15,13 @@ from courtside.engines.batching import batches_by_length, pad_right
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
-from courtside.student.components import Component, components
+from courtside.student.components import Component, components, pairs
 from courtside.student.head import backward_through_head, chunk_size
 from courtside.student.optimiser import learning_rate_at, make_optimiser
-from courtside.student.rows import Rows, rows_of
+from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
 from courtside.student.weights import StudentWeights
-from courtside.types import Scored, Update
+from courtside.types import Scored, Trajectory, Update
 
 
 class Student:
@@ -34,13 +34,13 @@ class Student:
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
-        """Forward, backward and update over all of `scored`, in micro-batches that do not matter."""
+        """Forward, backward and update over all of `scored`, in micro-batches of any size."""
         parts = components(self.recipe.losses, self.recipe.loss_names(), scored)
         if not any(part.denominator for part in parts):
             raise RunError(
                 f"step {step}: no trajectory has anything to train on (of {len(scored)}, "
-                f"{sum(s.target is None for s in scored)} have no teacher). An empty batch is not a "
-                "zero loss. Look at the tasks, the teacher's context and each loss's `on`"
+                f"{sum(s.target is None for s in scored)} have no teacher). An empty batch is "
+                "not a zero loss. Look at the tasks, the teacher's context and each loss's `on`"
             )
         rate = learning_rate_at(step, self.recipe)
         for group in self.optimiser.param_groups:
@@ -79,15 +79,14 @@ class Student:
 
     def _micro_batches(self, scored: Sequence[Scored]) -> list[list[Scored]]:
         """Of similar length; the two members of a preference pair stay together."""
-        units: dict[str, list[Scored]] = {}
-        for s in scored:
-            paired = s.trajectory.preference is not None
-            units.setdefault(s.trajectory.task.id if paired else s.trajectory.id, []).append(s)
-        groups = list(units.values())
-        lengths = [len(unit) * max(len(s.trajectory.token_ids) for s in unit) for unit in groups]
+        units: list[tuple[Scored, ...]] = [*pairs(scored)]
+        units += [(s,) for s in scored if s.trajectory.preference is None]
+        lengths = [len(unit) * max(len(s.trajectory.token_ids) for s in unit) for unit in units]
+        # One teacher after the other, so that each teacher's rows lie together; in the order of
+        # their first appearance, because an order by address would differ between processes.
+        heads = list(dict.fromkeys(_head_id(s) for s in scored))
         return [
-            # One teacher after the other, so that each teacher's rows lie together.
-            sorted((s for i in batch for s in groups[i]), key=_head_order)
+            sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_id(s)))
             for batch in batches_by_length(lengths, self.recipe.train.micro_batch_tokens)
         ]
 
@@ -99,13 +98,11 @@ class Student:
             self.weights.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
         ):
             hidden_ND = self._hidden(micro)
+            parts = [self._with_coefficients(part, micro, hidden_ND, tally) for part in parts]
             gradients, logps, start = [], [], 0
             for group in _by_head(micro):
                 end = start + sum(s.trajectory.num_chosen for s in group)
                 rows = rows_of(group, parts, hidden_ND[start:end])
-                for part in parts:
-                    if part.loss.kind == "preference" and part.on:
-                        rows = self._with_preferences(rows, group, part, tally)
                 gradient_ND, logp_N = backward_through_head(
                     rows, self.head, parts, chunk=self.chunk, tally=tally
                 )
@@ -137,44 +134,45 @@ class Student:
         return hidden
 
     @torch.no_grad()
-    def _with_preferences(
-        self, rows: Rows, group: Sequence[Scored], part: Component, tally: Tally
-    ) -> Rows:
-        """DPO as a stream of per-token coefficients: its gradient, without a graph across chunks."""
-        logps = [
-            (self.head(r.hidden_ND.detach()) / r.temperature_N[:, None])
-            .log_softmax(-1)
-            .gather(-1, r.ids_N[:, None])
-            .squeeze(-1)
-            for r in rows.split(self.chunk)
-        ]
-        counts = [s.trajectory.num_chosen for s in group]
-        sums = [float(x.double().sum()) for x in torch.cat(logps).split(counts)]
-        pairs: dict[str, dict[str, tuple[float, float]]] = {}
-        for s, total in zip(group, sums, strict=True):
-            if s.trajectory.id in part.on:
-                assert s.reference is not None
-                reference = float(s.reference.logp_T.double().sum())
-                side = str(s.trajectory.preference)
-                pairs.setdefault(s.trajectory.task.id, {})[side] = (total, reference)
-        assert part.loss.kind == "preference"
+    def _with_coefficients(
+        self, part: Component, micro: Sequence[Scored], hidden_ND: Tensor, tally: Tally
+    ) -> Component:
+        """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
+        if part.loss.kind != "preference":
+            return part
+        counts = [s.trajectory.num_chosen for s in micro]
+        totals = {
+            s.trajectory.id: self._log_likelihood(s.trajectory, hidden_TD)
+            for s, hidden_TD in zip(micro, hidden_ND.split(counts), strict=True)
+        }
         coefficient: dict[str, float] = {}
-        for task_id, sides in pairs.items():
-            (better, reference_better), (worse, reference_worse) = sides["better"], sides["worse"]
-            numbers = [
-                torch.tensor([x], dtype=torch.float64)
-                for x in (better, worse, reference_better, reference_worse)
+        for better, worse in pairs(micro):
+            assert better.reference is not None and worse.reference is not None
+            sums = [
+                totals[better.trajectory.id],
+                totals[worse.trajectory.id],
+                better.reference.logp_T.double().sum().cpu(),
+                worse.reference.logp_T.double().sum().cpu(),
             ]
-            coefficient[task_id] = float(dpo_token_weights(*numbers, beta=part.loss.beta))
-            tally.value(part.name, dpo(*numbers, beta=part.loss.beta) / part.denominator)
-            won = numbers[0] - numbers[2] > numbers[1] - numbers[3]
-            tally.mean(f"{part.name}/accuracy", won.double())
-        stream: list[float] = []
-        for s, count in zip(group, counts, strict=True):
-            sign = {"better": -1.0, "worse": 1.0}.get(str(s.trajectory.preference), 0.0)
-            stream += [sign * coefficient.get(s.trajectory.task.id, 0.0)] * count
-        values = torch.tensor(stream, dtype=torch.float32, device=rows.ids_N.device)
-        return replace(rows, advantage_CN={**rows.advantage_CN, part.name: values})
+            weight = float(dpo_token_weights(*sums, beta=part.loss.beta))
+            # The sign: better tokens rise, worse ones fall.
+            coefficient[better.trajectory.id] = -weight
+            coefficient[worse.trajectory.id] = weight
+            tally.value(part.name, dpo(*sums, beta=part.loss.beta) / part.denominator)
+            won = sums[0] - sums[2] > sums[1] - sums[3]
+            tally.mean(f"{part.name}/accuracy", won)
+        return replace(part, advantage=coefficient)
+
+    def _log_likelihood(self, trajectory: Trajectory, hidden_TD: Tensor) -> Tensor:
+        """Σ log π of its chosen tokens."""
+        ids_T = torch.tensor(trajectory.chosen_ids, device=hidden_TD.device)
+        total = torch.zeros((), dtype=torch.float64)
+        for part_ND, ids_N in zip(
+            hidden_TD.split(self.chunk), ids_T.split(self.chunk), strict=True
+        ):
+            logp_NV = (self.head(part_ND) / trajectory.temperature).log_softmax(-1)
+            total += logp_NV.gather(-1, ids_N[:, None]).double().sum().cpu()
+        return total
 
     def _clip(self, step: int, tally: Tally) -> float:
         norm = float(
@@ -190,14 +188,14 @@ class Student:
         return norm
 
 
-def _head_order(s: Scored) -> int:
+def _head_id(s: Scored) -> int:
     return 0 if s.target is None or s.target.head is None else id(s.target.head)
 
 
 def _by_head(micro: Sequence[Scored]) -> list[list[Scored]]:
     groups: list[list[Scored]] = []
     for s in micro:
-        if groups and _head_order(groups[-1][-1]) == _head_order(s):
+        if groups and _head_id(groups[-1][-1]) == _head_id(s):
             groups[-1].append(s)
         else:
             groups.append([s])

@@ -49,6 +49,7 @@ class StudentWeights:
         self.adapter: Any = None
         if config.lora:
             self.adapter = _with_adapter(self.model, config.lora, seed)
+            self.model.eval()  # new layers come in training mode: dropout would act on rollouts
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}

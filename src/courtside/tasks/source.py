@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from courtside.config import ArithmeticTasks, DatasetTasks, InstructionTasks, JsonlTasks, Tasks
+from courtside.errors import TaskError
 from courtside.tasks.arithmetic import arithmetic_space
 from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
 from courtside.tasks.hub import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
-from courtside.errors import TaskError
 from courtside.types import Task
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from courtside.chat.render import Renderer
 from courtside.config import Context
-from courtside.engines.base import Engine, Sample, SampleRequest, Sampling, ScoreRequest
+from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.teacher.context import contexts, privileged_messages, task_context
-from courtside.types import Target, Task, Trajectory
+from courtside.types import Sample, Target, Task, Trajectory
 
 
 class Teacher:
@@ -42,7 +42,7 @@ class Teacher:
         """Called after every optimiser step: a moving average moves, other teachers stay."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
-        """By trajectory id; a trajectory without its context, or too long with it, has no target."""
+        """By trajectory id; one without its context, or too long with it, has no target."""
         texts = contexts(self.context, trajectories)
         requests: dict[str, ScoreRequest] = {}
         extra: dict[str, int] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from courtside.engines.base import Sample, Sampling
+from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.teacher.model import Teacher
-from courtside.types import Target, Task, Trajectory
+from courtside.types import Sample, Target, Task, Trajectory
 
 T = TypeVar("T")
 

@@ -1,0 +1,130 @@
+"""One number, computed in several places: the log-prob of a token that the student wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from courtside.assemble import Parts, assemble
+from courtside.engines.base import ScoreRequest
+from courtside.recipe_file import recipe_from
+from courtside.types import Trajectory
+
+Prepare = Callable[..., Parts]
+
+
+@pytest.fixture
+def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
+    def make(
+        *,
+        lora: dict[str, Any] | None = None,
+        teacher: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
+    ) -> Parts:
+        # Prompts of different lengths, so that batches need padding.
+        lines = [
+            {"prompt": "Why? " * n, "split": "train", "privileged": {"rule": "Be brief. " * n}}
+            for n in range(1, 6)
+        ]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+        adapter = {"lora": lora} if lora else {}
+        tree: dict[str, Any] = {
+            "student": {"model": str(tiny_folder), "device": "cpu", **adapter},
+            "tasks": {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl")},
+            "rollout": {
+                "samples": 3, "max_new_tokens": 8, "temperature": 0.8, **(rollout or {})
+            },
+            "train": {"prompts": 4, "learning_rate": 0.01, **(train or {})},
+            "teacher": teacher or {"kind": "self", "weights": "frozen"},
+            "losses": [{"kind": "divergence"}],
+        }  # fmt: skip
+        return assemble(recipe_from(tree))
+
+    return make
+
+
+def written(parts: Parts, step: int = 0) -> list[Trajectory]:
+    return parts.rollout(parts.tasks.batch(step, 4), step)
+
+
+def rescored(parts: Parts, trajectories: list[Trajectory]) -> list[list[float]]:
+    requests = [
+        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        for t in trajectories
+    ]
+    return [scores.logp_T.tolist() for scores in parts.engine.score(requests)]
+
+
+@pytest.mark.parametrize("lora", [{"rank": 2}, None])
+def test_sampler_scorer_and_trainer_agree_also_after_steps(
+    prepare: Prepare, lora: dict[str, Any] | None
+) -> None:
+    """Token by token with a cache, padded in one pass, and padded with a graph: the same number."""
+    parts = prepare(lora=lora, teacher={"kind": "self", "weights": "frozen", "context": SHOUT})
+    seen = []
+    for step in range(3):
+        trajectories = written(parts, step)
+        scored = parts.teacher(trajectories)
+        again = rescored(parts, trajectories)
+        update = parts.student.step(step, scored)
+        for t, logp in zip(trajectories, again, strict=True):
+            assert t.sampler_logp == pytest.approx(logp, abs=2e-5)
+            assert update.student_logp[t.id] == pytest.approx(logp, abs=2e-5)
+        seen.append(sum(map(sum, rescored(parts, trajectories))) - sum(map(sum, again)))
+    assert all(abs(moved) > 1e-3 for moved in seen), "the steps did change the numbers"
+
+
+SHOUT = {"kind": "system", "text": "SHOUT!"}
+
+
+def test_a_frozen_teacher_without_context_agrees_with_the_untrained_student(
+    prepare: Prepare,
+) -> None:
+    """The zero of the scale: no context, no training, no gap."""
+    parts = prepare(lora={"rank": 2})
+    trajectories = written(parts)
+    update = parts.student.step(0, parts.teacher(trajectories))
+    assert update.components["divergence"] == pytest.approx(0.0, abs=1e-6)
+    for s in parts.teacher(trajectories):
+        assert s.target is not None
+        assert s.target.logp_T.tolist() == pytest.approx(s.trajectory.sampler_logp, abs=2e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 150, 400])
+def test_memory_budgets_change_neither_what_is_written_nor_what_is_said_of_it(
+    prepare: Prepare, budget: int
+) -> None:
+    teacher = {"kind": "self", "weights": "live", "context": {"kind": "field", "field": "rule"}}
+    wide = prepare(teacher=teacher)
+    narrow = prepare(
+        teacher=teacher, rollout={"max_batch_tokens": budget}, train={"micro_batch_tokens": budget}
+    )
+    expected, found = wide.teacher(written(wide)), narrow.teacher(written(narrow))
+    for a, b in zip(expected, found, strict=True):
+        assert a.trajectory.id == b.trajectory.id
+        assert a.trajectory.token_ids == b.trajectory.token_ids
+        assert a.trajectory.sampler_logp == pytest.approx(b.trajectory.sampler_logp, abs=2e-5)
+        assert a.target is not None and b.target is not None
+        torch.testing.assert_close(a.target.logp_T, b.target.logp_T, rtol=0, atol=2e-5)
+    one, other = wide.student.step(0, expected), narrow.student.step(0, found)
+    assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
+
+
+def test_a_trajectory_scored_alone_is_scored_the_same(prepare: Prepare) -> None:
+    parts = prepare(
+        teacher={"kind": "self", "weights": "live", "context": {"kind": "field", "field": "rule"}}
+    )
+    trajectories = written(parts)
+    together = parts.teacher(trajectories)
+    for s in together:
+        (alone,) = parts.teacher([s.trajectory])
+        assert s.target is not None and alone.target is not None
+        torch.testing.assert_close(s.target.logp_T, alone.target.logp_T, rtol=0, atol=2e-5)
+        assert s.target.num_context_tokens == alone.target.num_context_tokens > 0

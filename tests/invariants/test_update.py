@@ -1,0 +1,547 @@
+"""What `Student.accumulate` leaves in the weights is the gradient of the textbook formula.
+
+The reference below shares no code with the package but the model itself: one whole forward pass a
+trajectory, full logits, formulas as in a paper, and one mean over all tokens of a component.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe
+from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from courtside.assemble import Parts, assemble
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
+
+Gradients = dict[str, Tensor]
+
+
+# ── a batch with everything in it ────────────────────────────────────────────────────────────────
+
+
+def make_trajectory(
+    parts: Parts, number: int, *, source: str = "student", preference: str | None = None, task=None
+) -> Trajectory:
+    """Several turns, one of them the environment's; lengths and temperatures differ."""
+    draw = random.Random(number)
+    task = task or Task(
+        id=f"task-{number % 3}",
+        split="train",
+        messages=(Message(role="user", content="x" * (number % 3 + 1)),),
+        tags=(("wide", "plain", "other")[number % 3],),
+    )
+    prompt = parts.renderer.prompt_ids(task.messages)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(2, 258) for _ in range(count))
+
+    first, between, second = ids(draw.randint(1, 5)), ids(3), ids(draw.randint(2, 6))
+
+    def logps(count: int) -> tuple[float, ...] | None:
+        return None if source == "dataset" else tuple(draw.uniform(-7, -4) for _ in range(count))
+
+    return Trajectory(
+        id=f"{number:03d}-{preference or source}",
+        task=task,
+        turns=(
+            Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
+            Turn(role="assistant", text="", token_ids=first, chosen=(True,) * len(first),
+                 sampler_logp=logps(len(first))),
+            Turn(role="environment", text="", token_ids=between, chosen=(False,) * 3),
+            Turn(role="assistant", text="", token_ids=second, chosen=(True,) * len(second),
+                 sampler_logp=logps(len(second))),
+        ),
+        source=source,  # type: ignore[arg-type]
+        policy_version=0,
+        temperature=(0.7, 1.0, 1.3)[number % 3],
+        stop="eos",
+        grade=Grade(score=draw.random(), passed=True, feedback=""),
+        preference=preference,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def make_batch(parts: Parts, *, mixed: bool = False) -> list[Trajectory]:
+    sources = ("student", "dataset", "teacher") if mixed else ("student",)
+    return [make_trajectory(parts, n, source=sources[n % len(sources)]) for n in range(7)]
+
+
+def make_pairs(parts: Parts) -> list[Trajectory]:
+    """Three pairs; two of them of the same task."""
+    batch = []
+    for n in (0, 1, 3):
+        better = make_trajectory(parts, n, source="dataset", preference="better")
+        worse = make_trajectory(parts, n + 10, source="dataset", preference="worse")
+        worse = replace(worse, task=better.task, temperature=better.temperature,
+                        turns=(better.turns[0], *worse.turns[1:]))  # fmt: skip
+        batch += [better, worse]
+    return batch
+
+
+# ── the textbook ─────────────────────────────────────────────────────────────────────────────────
+
+
+def logp_of(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
+    """(log-probs over all words, of the chosen word) at each chosen position."""
+    ids = torch.tensor(trajectory.token_ids)
+    at = torch.tensor([i for i, chosen in enumerate(trajectory.chosen) if chosen])
+    logits_LV = model(input_ids=ids[None]).logits[0]
+    logp_TV = (logits_LV[at - 1] / trajectory.temperature).log_softmax(-1)
+    return logp_TV, logp_TV[range(len(at)), ids[at]]
+
+
+def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: Tensor) -> Tensor:
+    """p student, q teacher: log-probs."""
+    name, support = loss.get("divergence", "reverse_kl"), loss.get("support", {"kind": "full"})
+    lam = loss.get("extrapolate", 1.0)
+    if lam != 1:
+        q_TV = (lam * q_TV + (1 - lam) * ref_TV).log_softmax(-1)
+    if support["kind"] == "top_k":
+        rows = []
+        for p_V, q_V in zip(p_TV, q_TV, strict=True):
+            likeliest = {
+                "teacher": set(q_V.topk(support["k"]).indices.tolist()),
+                "student": set(p_V.topk(support["k"]).indices.tolist()),
+            }
+            likeliest["joint"] = likeliest["teacher"] | likeliest["student"]
+            chosen = sorted(likeliest[support["of"]])
+            p_S, q_S = p_V[chosen], q_V[chosen]
+            if support["form"] == "tail":
+                p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
+                q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
+            if support["form"] == "renormalised":
+                p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
+            if support["form"] == "stop_gradient":
+                rows.append((p_S.exp() * (p_S.detach() - q_S)).sum())
+            else:
+                rows.append(words(p_S, q_S, name, loss).sum())
+        return torch.stack(rows)
+    total_T = words(p_TV, q_TV, name, loss).sum(-1)
+    if "entropy_aware" in loss:
+        entropy_T = -(q_TV.exp() * q_TV).sum(-1)
+        unsure_T = (entropy_T > loss["entropy_aware"]["threshold"]).double()
+        forward_T = (q_TV.exp() * (q_TV - p_TV)).sum(-1)
+        total_T = total_T + loss["entropy_aware"]["weight"] * unsure_T * forward_T
+    return total_T
+
+
+def words(p: Tensor, q: Tensor, name: str, loss: dict[str, Any]) -> Tensor:
+    """What each word adds."""
+    P, Q = p.exp(), q.exp()
+    if name == "reverse_kl":
+        terms = P * (p - q)
+    elif name == "forward_kl":
+        terms = Q * (q - p)
+    elif name == "jsd":
+        beta = loss["beta"]
+        m = (beta * Q + (1 - beta) * P).log()
+        terms = beta * Q * (q - m) + (1 - beta) * P * (p - m)
+    elif name == "skew_forward_kl":
+        terms = Q * (q - (loss["alpha"] * Q + (1 - loss["alpha"]) * P).log())
+    else:
+        terms = P * (p - (loss["alpha"] * P + (1 - loss["alpha"]) * Q).log())
+    if "clip" in loss:
+        assert (terms > loss["clip"]).any() and (terms < loss["clip"]).any(), "a clip that acts"
+        terms = terms.clamp(max=loss["clip"])
+    return terms
+
+
+def naive_policy_gradient(
+    loss: dict[str, Any], s: Scored, group: list[Scored], logps: dict[str, Tensor]
+) -> Tensor:
+    mu_T = torch.tensor(s.trajectory.sampler_logp, dtype=torch.float64)
+    p_T = logps["p_T"]
+    if loss.get("advantage") == "reward":
+        rewards = [g.trajectory.grade.score for g in group
+                   if g.trajectory.task.id == s.trajectory.task.id]  # fmt: skip
+        mean = sum(rewards) / len(rewards)
+        advantage = s.trajectory.grade.score - mean
+        if loss.get("scale_by_std"):
+            advantage /= (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+        advantage_T = torch.full_like(mu_T, advantage)
+    else:
+        lam = loss.get("extrapolate", 1.0)
+        advantage_T = lam * logps["q_T"] + (1 - lam) * logps["ref_T"] - mu_T
+        if loss.get("baseline"):
+            advantage_T = advantage_T + (logps["p_TV"].exp() * (logps["p_TV"] - logps["q_TV"])).sum(
+                -1
+            )
+    advantage_T = advantage_T.detach()
+    ratio_T = (p_T - mu_T).exp()
+    if loss.get("ratio") == "none":
+        return -advantage_T * p_T
+    if "clip" in loss:
+        low, high = loss["clip"]
+        return -torch.min(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+    if "truncate" in loss:
+        return -ratio_T.detach().clamp(max=loss["truncate"]) * advantage_T * p_T
+    return -ratio_T * advantage_T
+
+
+def naive_loss(
+    losses: list[dict[str, Any]],
+    scored: list[Scored],
+    model: Any,
+    teachers: dict[str, Any],
+    ref: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole objective of a step, in one graph; and the value of each component."""
+    total, values = torch.zeros((), dtype=torch.float64), {}
+    for loss in losses:
+        on = loss.get("on", "all")
+        group = [s for s in scored if on in ("all", s.trajectory.source)]
+        if loss["kind"] in ("divergence", "policy_gradient") and loss.get("advantage") != "reward":
+            group = [s for s in group if s.target is not None]
+        if loss["kind"] == "preference":
+            pairs = [(scored[i], scored[i + 1]) for i in range(0, len(scored), 2)]
+            margins = []
+            for better, worse in pairs:
+                gains = [logp_of(model, s.trajectory)[1].sum()
+                         - logp_of(ref, s.trajectory)[1].sum().detach()
+                         for s in (better, worse)]  # fmt: skip
+                margins.append(gains[0] - gains[1])
+            mean = -logsigmoid(loss["beta"] * torch.stack(margins)).mean()
+        else:
+            terms = []
+            for s in group:
+                p_TV, p_T = logp_of(model, s.trajectory)
+                logps = {"p_TV": p_TV, "p_T": p_T}
+                with torch.no_grad():
+                    if s.target is not None:
+                        logps["q_TV"], logps["q_T"] = logp_of(
+                            teachers[s.target.teacher], s.trajectory
+                        )
+                    logps["ref_TV"], logps["ref_T"] = logp_of(ref, s.trajectory)
+                if loss["kind"] == "cross_entropy":
+                    terms.append(-p_T)
+                elif loss["kind"] == "divergence":
+                    terms.append(naive_divergence(p_TV, logps["q_TV"], loss, logps["ref_TV"]))
+                else:
+                    terms.append(naive_policy_gradient(loss, s, group, logps))
+            mean = torch.cat(terms).mean()
+        values[loss.get("name", loss["kind"])] = float(mean.detach())
+        total = total + loss.get("weight", 1.0) * mean
+    return total, values
+
+
+# ── both sides ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with the same words and another hidden size, not tied."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(5)
+    config = tiny_model().config.to_dict() | {"hidden_size": 48, "tie_word_embeddings": False}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def double(model: Any) -> None:
+    """In float64 throughout: the norm layers would compute in float32 whatever the weights are."""
+    model.double()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = partial(norm, module)
+
+
+def norm(layer: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+    size = hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon
+    return layer.weight * hidden * size.rsqrt()
+
+
+def in_float64(parts: Parts) -> Parts:
+    """All models of the parts, the student moved away from its reference."""
+    double(parts.engine.model)
+    scorers = [parts.teacher.teacher, parts.teacher.reference]
+    for teacher in scorers:
+        for one in getattr(teacher, "routes", {"": teacher}).values():
+            if one is not None:
+                double(one.engine.model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in parts.student.weights.trained().values():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return parts
+
+
+def engines_of(parts: Parts) -> dict[str, Any]:
+    teacher = parts.teacher.teacher
+    if teacher is None:
+        return {}
+    routes = getattr(teacher, "routes", {"": teacher}).values()
+    return {one.name: one.engine.model for one in routes}
+
+
+def gradients_of(parts: Parts, scored: list[Scored]) -> tuple[Gradients, dict[str, float]]:
+    tally = Tally()
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, tally)
+    return take_gradients(parts), tally.values
+
+
+def take_gradients(parts: Parts) -> Gradients:
+    trained = parts.student.weights.trained()
+    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    for parameter in trained.values():
+        parameter.grad = None
+    return gradients
+
+
+def naive_gradients(
+    parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]
+) -> tuple[Gradients, dict[str, float]]:
+    reference = parts.teacher.reference
+    model = parts.student.weights.model
+    total, values = naive_loss(
+        losses, scored, model, engines_of(parts), reference.engine.model if reference else model
+    )
+    total.backward()
+    return take_gradients(parts), values
+
+
+def assert_equal(ours: Gradients, theirs: Gradients) -> None:
+    assert ours.keys() == theirs.keys() and ours
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-11)
+    assert max(float(g.abs().max()) for g in theirs.values()) > 1e-4
+
+
+def top_k(of: str, form: str = "tail", **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "divergence",
+        "support": {"kind": "top_k", "k": 9, "of": of, "form": form},
+    } | more
+
+
+ON_POLICY: dict[str, list[dict[str, Any]]] = {
+    "reverse": [{"kind": "divergence"}],
+    "forward": [{"kind": "divergence", "divergence": "forward_kl"}],
+    "jsd": [{"kind": "divergence", "divergence": "jsd", "beta": 0.3}],
+    "skew forward": [{"kind": "divergence", "divergence": "skew_forward_kl", "alpha": 0.2}],
+    "skew reverse": [{"kind": "divergence", "divergence": "skew_reverse_kl", "alpha": 0.2}],
+    "clip": [{"kind": "divergence", "clip": 0.05}],
+    "forward clip": [{"kind": "divergence", "divergence": "forward_kl", "clip": 0.05}],
+    "entropy aware": [
+        {"kind": "divergence", "entropy_aware": {"threshold": 4.0, "weight": 0.7}}
+    ],
+    "extrapolate": [{"kind": "divergence", "extrapolate": 1.5}],
+    "tail of teacher": [top_k("teacher")],
+    "tail of student": [top_k("student", divergence="forward_kl")],
+    "tail of both": [top_k("joint")],
+    "tail jsd": [top_k("joint", divergence="jsd", beta=0.5)],
+    "stop gradient": [top_k("teacher", "stop_gradient")],
+    "stop gradient of both": [top_k("joint", "stop_gradient")],
+    "renormalised": [top_k("student", "renormalised")],
+    "teacher gap": [{"kind": "policy_gradient"}],
+    "no ratio": [{"kind": "policy_gradient", "ratio": "none"}],
+    "truncate": [{"kind": "policy_gradient", "truncate": 1.1}],
+    "clipped ratio": [{"kind": "policy_gradient", "clip": [0.2, 0.3]}],
+    "baseline": [{"kind": "policy_gradient", "baseline": True}],
+    "gap extrapolated": [{"kind": "policy_gradient", "extrapolate": 1.7}],
+    "reward": [{"kind": "policy_gradient", "advantage": "reward"}],
+    "reward over std": [{"kind": "policy_gradient", "advantage": "reward", "scale_by_std": True}],
+}  # fmt: skip
+
+MIX: list[dict[str, Any]] = [
+    {"kind": "divergence", "on": "student", "weight": 0.5},
+    {"kind": "policy_gradient", "on": "student", "weight": 2.0, "baseline": True},
+    {"kind": "policy_gradient", "name": "rl", "on": "student", "advantage": "reward"},
+    {"kind": "cross_entropy", "on": "dataset", "weight": 0.3},
+    top_k("teacher", name="off", on="dataset") | {"divergence": "forward_kl"},
+]
+"""Each on its own rows: a student's rows have no data, a data set's no sampler."""
+
+HALF = {"samples": 2, "max_new_tokens": 4, "student_share": 0.5}
+
+
+def check(parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
+    ours, values = gradients_of(parts, scored)
+    theirs, expected = naive_gradients(parts, scored, losses)
+    assert_equal(ours, theirs)
+    if not any(loss["kind"] == "policy_gradient" for loss in losses):
+        assert values == pytest.approx(expected, rel=1e-9)
+    return ours
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_gradient_is_the_textbooks(name, tiny_folder, tiny_teacher_folder):
+    losses = ON_POLICY[name]
+    parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
+    scored = parts.teacher(make_batch(parts))
+    check(parts, scored, losses)
+    if name == "entropy aware":
+        (model,) = engines_of(parts).values()
+        q_TV = torch.cat([logp_of(model, s.trajectory)[0] for s in scored])
+        entropy_T = -(q_TV.exp() * q_TV).sum(-1)
+        assert entropy_T.min() < 4.0 < entropy_T.max(), "a threshold that parts the positions"
+
+
+def test_values_of_policy_gradients(tiny_folder, tiny_teacher_folder):
+    """Only where surrogate and textbook agree in value: −A·log π, and the clipped one."""
+    for losses in (ON_POLICY["no ratio"], ON_POLICY["clipped ratio"], ON_POLICY["truncate"]):
+        parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
+        scored = parts.teacher(make_batch(parts))
+        _, values = gradients_of(parts, scored)
+        _, expected = naive_gradients(parts, scored, losses)
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
+def test_cross_entropy_on_data(tiny_folder):
+    losses = [{"kind": "cross_entropy"}]
+    recipe = small_recipe(tiny_folder, losses=losses, tasks={"kind": "arithmetic"},
+                          rollout={"student_share": 0.0})  # fmt: skip
+    parts = in_float64(assemble(recipe))
+    batch = [make_trajectory(parts, n, source="dataset") for n in range(5)]
+    check(parts, parts.teacher(batch), losses)
+
+
+def preference_recipe(student: Path, **changes: Any) -> Any:
+    losses = [{"kind": "preference", "beta": 0.4}]
+    tasks = {"kind": "arithmetic"}
+    return small_recipe(
+        student, losses=losses, tasks=tasks, rollout={"student_share": 0.0}, **changes
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 8192])
+def test_preference_is_dpo_over_pairs(budget, tiny_folder):
+    """Also when a task is in the batch twice."""
+    recipe = preference_recipe(tiny_folder, train={"micro_batch_tokens": budget, "chunk_tokens": 3})
+    parts = in_float64(assemble(recipe))
+    scored = parts.teacher(make_pairs(parts))
+    losses = [{"kind": "preference", "beta": 0.4}]
+    check(parts, scored, losses)
+    assert components(recipe.losses, recipe.loss_names(), scored)[0].denominator == 3
+
+
+MIXED = [
+    {},
+    {"micro_batch_tokens": 1},
+    {"micro_batch_tokens": 100, "chunk_tokens": 5},
+    {"chunk_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("train", MIXED, ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_mix_does_not_depend_on_the_cut(train, checkpointing, tiny_folder, tiny_teacher_folder):
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_teacher_folder,
+        student={"model": str(tiny_folder), "gradient_checkpointing": checkpointing},
+        tasks={"kind": "arithmetic"},
+        rollout=HALF,
+        losses=MIX,
+        train=train,
+    )
+    parts = in_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts, mixed=True))
+    gradients = check(parts, scored, MIX)
+    backwards, _ = gradients_of(parts, scored[::-1])
+    assert_equal(backwards, gradients)
+
+
+def test_metrics_do_not_depend_on_the_cut(tiny_folder, tiny_teacher_folder):
+    metrics = []
+    for train in MIXED:
+        recipe = small_recipe(tiny_folder, tiny_teacher_folder, tasks={"kind": "arithmetic"},
+                              rollout=HALF, losses=MIX, train=train)  # fmt: skip
+        parts = in_float64(assemble(recipe))
+        scored = parts.teacher(make_batch(parts, mixed=True))
+        update = parts.student.step(0, scored)
+        metrics.append(dict(update.metrics) | dict(update.components))
+    for other in metrics[1:]:
+        assert other == pytest.approx(metrics[0], rel=1e-9)
+
+
+def test_trajectories_of_others_change_nothing(tiny_folder, tiny_teacher_folder):
+    """A component's mean is over its own tokens, whatever else is in the batch."""
+    losses = [{"kind": "divergence", "on": "student"}]
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, tasks={"kind": "arithmetic"},
+                          rollout=HALF, losses=losses)  # fmt: skip
+    parts = in_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts, mixed=True))
+    alone = [s for s in scored if s.trajectory.source == "student"]
+    assert 0 < len(alone) < len(scored)
+    assert_equal(gradients_of(parts, scored)[0], gradients_of(parts, alone)[0])
+
+
+@pytest.mark.parametrize("kind", ["divergence", "policy_gradient"])
+def test_where_no_teacher_spoke_nothing_is_trained(kind, tiny_folder, tiny_teacher_folder):
+    """Missing log-probs are NaN; they must not reach the gradient of the others."""
+    losses = [{"kind": kind}]
+    parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
+    scored = parts.teacher(make_batch(parts))
+    scored = [replace(s, target=None) if i % 2 else s for i, s in enumerate(scored)]
+    check(parts, scored, losses)
+
+
+def test_routed_teachers_of_different_width(tiny_folder, tiny_teacher_folder, wide_folder):
+    losses = [{"kind": "divergence"}, {"kind": "policy_gradient"}]
+    routes = {
+        "wide": {"kind": "model", "model": str(wide_folder)},
+        "plain": {"kind": "model", "model": str(tiny_teacher_folder)},
+    }
+    for budget in (60, 8192):
+        recipe = small_recipe(
+            tiny_folder,
+            losses=losses,
+            teacher={"kind": "routes", "routes": routes, "default": "plain"},
+            train={"micro_batch_tokens": budget},
+        )
+        parts = in_float64(assemble(recipe))
+        scored = parts.teacher(make_batch(parts))
+        assert len({s.target.hidden_TD.shape[1] for s in scored}) == 2
+        check(parts, scored, losses)
+
+
+def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_folder, wide_folder):
+    """Objects lie elsewhere in another process; the order of a sum of floats must not follow."""
+    routes = {
+        "wide": {"kind": "model", "model": str(wide_folder)},
+        "plain": {"kind": "model", "model": str(tiny_teacher_folder)},
+    }
+    recipe = small_recipe(
+        tiny_folder, teacher={"kind": "routes", "routes": routes, "default": "plain"}
+    )
+    parts = assemble(recipe)
+    scored = parts.teacher(make_batch(parts))
+    heads = {"wide": scored[0].target.head, "plain": scored[1].target.head}
+    assert heads["wide"] is not heads["plain"]
+    orders = []
+    for swap in (False, True):
+        # The same two teachers, with their heads at each other's address.
+        first, second = sorted(heads.values(), key=id, reverse=swap)
+        here = {id(heads["wide"]): first, id(heads["plain"]): second}
+        moved = [replace(s, target=replace(s.target, head=here[id(s.target.head)])) for s in scored]
+        orders.append([[s.trajectory.id for s in m] for m in parts.student._micro_batches(moved)])
+    assert orders[0] == orders[1]
+
+
+def test_a_tied_embedding_gets_the_gradient_of_both_its_uses(tiny_folder, tiny_teacher_folder):
+    parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder)))
+    scored = parts.teacher(make_batch(parts))
+    tied, _ = gradients_of(parts, scored)
+    model = parts.student.weights.model
+    name = "model.embed_tokens.weight"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    total, _ = naive_loss([{"kind": "divergence"}], scored, model, engines_of(parts), model)
+    total.backward()
+    as_input, as_output = model.model.embed_tokens.weight.grad, model.lm_head.weight.grad
+    assert as_input.abs().max() > 1e-4 and as_output.abs().max() > 1e-4
+    torch.testing.assert_close(tied[name], as_input + as_output, rtol=1e-8, atol=1e-11)

@@ -1,0 +1,298 @@
+"""Runs that may be killed: a process that has imported everything forks one child a run.
+
+Started as a script. A line of JSON on standard input asks for a run ({"recipe", "folder", "log",
+"fault"}); the answers are a line with the child's id and, when it has ended, one with its exit
+code (negative: the signal that ended it). `fault` names a function of `FAULTS` and its arguments.
+
+A fresh interpreter would take seconds to import torch; a fork of a process that runs threads could
+hang. This one imports, and runs models forward on one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class RunServer:
+    """The other end, for tests."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        assert self._read() == {"ready": True}
+
+    def start(self, recipe: dict[str, Any], folder: Path, *fault: Any) -> int:
+        """The process id of a run that has begun; `fault` is a name in FAULTS and arguments."""
+        request = {
+            "recipe": recipe,
+            "folder": str(folder),
+            "log": str(self.log(folder)),
+            "fault": list(fault),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._read()["pid"])
+
+    def wait(self) -> int:
+        return int(self._read()["code"])
+
+    def run(self, recipe: dict[str, Any], folder: Path, *fault: Any) -> tuple[int, str]:
+        """Exit code and all that was printed."""
+        self.start(recipe, folder, *fault)
+        code = self.wait()
+        return code, self.log(folder).read_text()
+
+    def log(self, folder: Path) -> Path:
+        return folder.with_name(folder.name + ".log")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the server has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+# ── what can go wrong ────────────────────────────────────────────────────────────────────────────
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_call(number: int, name: str = "SIGKILL") -> None:
+    """A signal at the n-th call of a function of the package, whichever that is."""
+    here = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal here
+        if "courtside/" in frame.f_code.co_filename:
+            here += 1
+            if here == number:
+                sys.settrace(None)
+                os.kill(os.getpid(), getattr(signal, name))
+
+    sys.settrace(count)
+
+
+def around(owner: Any, name: str, number: int, moment: str) -> None:
+    """A kill just before or after the n-th call of `owner.name`."""
+    real, here = getattr(owner, name), 0
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal here
+        here += 1
+        if here == number and moment == "before":
+            die()
+        result = real(*args, **options)
+        if here == number and moment == "after":
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def in_checkpoint(what: str, number: int, moment: str) -> None:
+    import shutil
+
+    from courtside.student import checkpoints
+
+    owner = {"save_file": checkpoints, "rename": Path, "rmtree": shutil, "fsync": os}[what]
+    around(owner, what, number, moment)
+
+
+def half_file(number: int) -> None:
+    """The n-th tensor file of a checkpoint is half written."""
+    from courtside.student import checkpoints
+
+    real, here = checkpoints.save_file, 0
+
+    def write(tensors: Any, file: Path) -> None:
+        nonlocal here
+        here += 1
+        real(tensors, file)
+        if here == number:
+            os.truncate(file, file.stat().st_size // 2)
+            die()
+
+    checkpoints.save_file = write
+
+
+def half_line(number: int) -> None:
+    """The n-th line of a log is half written."""
+    from courtside.report import jsonl
+
+    here = 0
+
+    def append(path: Path, content: bytes) -> None:
+        nonlocal here
+        here += 1
+        with path.open("ab") as file:
+            file.write(content[: len(content) // 2] if here == number else content)
+        if here == number:
+            die()
+
+    jsonl.append_bytes = append
+
+
+def full_disk(number: int) -> None:
+    """Files may not grow beyond a few bytes from the n-th checkpoint on."""
+    before_save(number, lambda folder: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+
+
+def read_only(number: int) -> None:
+    """The folder of checkpoints cannot be written to from the n-th checkpoint on."""
+
+    def forbid(folder: Path) -> None:
+        folder.chmod(0o555)
+        if os.geteuid() == 0:  # to whom permissions do not apply
+            os.seteuid(65534)
+
+    before_save(number, forbid)
+
+
+def before_save(number: int, act: Callable[[Path], None]) -> None:
+    from courtside.student import checkpoints
+
+    real, here = checkpoints.save, 0
+
+    def save(folder: Path, *args: Any, **options: Any) -> Path:
+        nonlocal here
+        here += 1
+        if here == number:
+            act(folder)
+        return real(folder, *args, **options)
+
+    checkpoints.save = save
+
+
+def count_calls() -> None:
+    """Not a fault: prints how many calls of the package a run makes."""
+    here = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal here
+        here += "courtside/" in frame.f_code.co_filename
+
+    sys.settrace(count)
+    AT_END.append(lambda: print(f"calls: {here}"))
+
+
+AT_END: list[Callable[[], None]] = []
+
+FAULTS: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        at_call, in_checkpoint, half_file, half_line, full_disk, read_only, count_calls,
+    )
+}  # fmt: skip
+
+
+# ── the server ───────────────────────────────────────────────────────────────────────────────────
+
+
+def child(request: dict[str, Any]) -> int:
+    from courtside.errors import Interrupted, RunError, UserError
+    from courtside.recipe_file import recipe_from
+    from courtside.report.screen import PlainScreen
+    from courtside.verbs import train
+
+    recipe = recipe_from(request["recipe"])
+    if request["fault"]:
+        name, *arguments = request["fault"]
+        FAULTS[name](*arguments)
+    try:
+        train(recipe, request["folder"], screen=PlainScreen(sys.stdout))
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 2
+    except Interrupted as error:
+        print(f"{type(error).__name__}: {error}")
+        return 130
+    except RunError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    for act in AT_END:
+        act()
+    return 0
+
+
+def warm_up(tree: dict[str, Any]) -> None:
+    """Models are loaded and asked once, so that no child spends its time on first times."""
+    import torch
+
+    from courtside.assemble import assemble
+    from courtside.recipe_file import recipe_from
+
+    torch.set_num_threads(1)
+    parts = assemble(recipe_from(tree | {"student": tree["student"] | {"device": "cpu"}}))
+    parts.teacher(parts.rollout(parts.tasks.batch(0, 1), 0))
+
+
+def serve() -> None:
+    import peft  # noqa: F401
+    import pyarrow.dataset
+    import pyarrow.parquet  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import courtside.assemble
+    import courtside.loop
+    import courtside.run
+    import courtside.verbs  # noqa: F401
+
+    with suppress(ImportError):  # where it is installed, pyarrow imports it when a table is made
+        import pandas  # noqa: F401
+
+    def answer(**tree: Any) -> None:
+        print(json.dumps(tree), flush=True)
+
+    answer(ready=True)
+    warm = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        if not warm:
+            warm_up(request["recipe"])
+            warm = True
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            code = 99
+            try:
+                code = child(request)
+            except BaseException:
+                traceback.print_exc()
+            finally:  # without tearing down the interpreter, which takes longer than a run
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        answer(pid=pid)
+        _, status = os.waitpid(pid, 0)
+        answer(code=os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    serve()

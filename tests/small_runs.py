@@ -1,0 +1,44 @@
+"""Recipes over the tiny models that train in a fraction of a second, and how to look at a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from courtside.config import Recipe
+from courtside.recipe_file import recipe_from
+
+
+def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) -> dict[str, Any]:
+    """A recipe's plain tree; `changes` replace whole sections."""
+    tree: dict[str, Any] = {
+        "student": {"model": str(student)},
+        "tasks": {"kind": "instructions", "stated": False},
+        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "losses": [{"kind": "divergence"}],
+        "train": {"steps": 5, "prompts": 2, "learning_rate": 1e-3},
+        "evaluate": {"tasks": 2},
+        "run": {"checkpoint_every": 2},
+    }
+    if teacher is not None:
+        tree["teacher"] = {"kind": "model", "model": str(teacher)}
+    return tree | changes
+
+
+def small_recipe(student: Path, teacher: Path | None = None, /, **changes: Any) -> Recipe:
+    return recipe_from(small_tree(student, teacher, **changes))
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, to see that nothing was touched."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

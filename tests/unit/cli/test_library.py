@@ -1,0 +1,66 @@
+"""The built-in recipes are there, described, and valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from courtside import library
+from courtside.errors import RecipeError, UserError
+from courtside.library import (
+    built_in_recipes,
+    find_recipe,
+    recipe_name,
+    recipes_folder,
+)
+from courtside.recipe_file import load_recipe
+
+
+def test_every_built_in_recipe_is_valid_and_says_what_it_does_and_needs() -> None:
+    recipes = built_in_recipes()
+    assert recipes
+    for recipe in recipes:
+        load_recipe(recipe.file)
+        assert recipe.about, recipe.name
+        assert recipe.needs, f"{recipe.name}: its README needs a line `Needs: hardware, time`"
+        assert find_recipe(recipe.name) == recipe.file
+
+
+def test_a_checkout_uses_its_own_recipes() -> None:
+    assert recipes_folder() == Path(__file__).resolve().parents[3] / "recipes"
+
+
+def test_an_installed_package_carries_its_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "courtside"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(library, "__file__", str(package / "library.py"))
+    with pytest.raises(UserError, match="the built-in recipes are missing"):
+        recipes_folder()
+    (package / "_recipes").mkdir()
+    assert recipes_folder() == package / "_recipes"
+
+
+def test_a_file_comes_before_a_name_and_a_folder_is_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "built_in_files", lambda: {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums").write_text("")
+    assert find_recipe("sums") == Path("sums")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RecipeError, match="folder: no such built-in recipe"):
+        find_recipe("folder")
+    with pytest.raises(RecipeError, match=r"is a folder\. Give the recipe in it: "):
+        find_recipe(str(tmp_path / "folder"))
+
+
+def test_a_recipe_is_called_by_its_folder_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipe_name(Path("recipes/shared-rule/recipe.toml")) == "shared-rule"
+    assert recipe_name(Path("recipe.toml")) == tmp_path.name
+    assert recipe_name(Path("some/mine.toml")) == "mine"

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from courtside.engines.batching import batches_by_length, pad_left, pad_right
+
+CPU = torch.device("cpu")
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 200))
+def test_groups_hold_everything_once_and_fit_the_budget(lengths: list[int], budget: int) -> None:
+    groups = batches_by_length(lengths, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        padded = max(lengths[i] for i in group) * len(group)
+        assert padded <= budget or len(group) == 1
+    longest = [max(lengths[i] for i in group) for group in groups]
+    assert longest == sorted(longest, reverse=True), "what will not fit in memory comes first"
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=30), budget=st.integers(1, 200))
+def test_no_group_could_take_the_next_sequence_too(lengths: list[int], budget: int) -> None:
+    groups = batches_by_length(lengths, budget)
+    for group in groups[:-1]:
+        assert max(lengths[i] for i in group) * (len(group) + 1) > budget
+
+
+def test_padding_on_either_side() -> None:
+    assert pad_right([[3, 4, 5], [6]], 9, CPU).tolist() == [[3, 4, 5], [6, 9, 9]]
+    ids, mask = pad_left([[3, 4, 5], [6]], 9, CPU)
+    assert ids.tolist() == [[3, 4, 5], [9, 9, 6]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]

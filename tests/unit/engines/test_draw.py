@@ -1,0 +1,178 @@
+"""Drawing: frequencies, truncation and log-probs, against naive references."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from courtside.engines.base import Sampling
+from courtside.engines.sampling import draw, truncated, uniforms
+
+GRID = 20_000
+
+
+def sampling(**options: float) -> Sampling:
+    return Sampling(max_new_tokens=1, **options)  # type: ignore[arg-type]
+
+
+def measure(logits_V: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
+    """Share of [0, 1) that draws each word, to 1/GRID, and the log-prob told with each word."""
+    uniform_B = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
+    ids_B, logp_B = draw(logits_V.expand(GRID, -1), uniform_B, how)
+    told_V = torch.full_like(logits_V, -torch.inf)
+    told_V[ids_B] = logp_B
+    return torch.bincount(ids_B, minlength=len(logits_V)) / GRID, told_V
+
+
+def naive(logits: list[float], how: Sampling) -> list[float]:
+    """Probabilities after temperature, top-k, top-p and min-p, word by word in Python."""
+    weights = [math.exp((x - max(logits)) / how.temperature) for x in logits]
+    by_rank = sorted(range(len(logits)), key=lambda i: -weights[i])
+    kept = by_rank[: how.top_k] if how.top_k else by_rank
+    total, before, nucleus = sum(weights[i] for i in kept), 0.0, []
+    for word in kept:
+        if before / total < how.top_p:
+            nucleus.append(word)
+        before += weights[word]
+    kept = [i for i in nucleus if weights[i] >= how.min_p * weights[by_rank[0]]]
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_each_word_is_drawn_as_often_as_it_is_likely(options: dict[str, float]) -> None:
+    logits_V = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
+    how = sampling(**options)
+    expected_V = torch.tensor(naive(logits_V.tolist(), how))
+    share_V, told_V = measure(logits_V, how)
+    # The cut points lie anywhere within their grid cells, two of them for a word.
+    torch.testing.assert_close(share_V, expected_V, rtol=0, atol=1.01 / GRID)
+    torch.testing.assert_close(told_V.exp(), expected_V, rtol=1e-5, atol=1e-7)
+
+
+distinct = st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True).map(
+    lambda numbers: [n / 7 for n in numbers]
+)
+
+
+@settings(deadline=None)
+@given(
+    logits=distinct,
+    temperature=st.floats(0.3, 3),
+    top_k=st.integers(0, 14),
+    top_p=st.floats(0.01, 1),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.99)),
+)
+def test_truncation_keeps_what_the_naive_loop_keeps(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    how = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    # A word that a hair would keep or drop may go either way in float32.
+    for hair in (-1e-4, 1e-4):
+        near = sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p if top_p == 1 else min(1.0, top_p + hair),
+            min_p=min_p and min_p * (1 + hair),
+        )
+        assume([p > 0 for p in naive(logits, near)] == [p > 0 for p in naive(logits, how)])
+    logp_1V = torch.log_softmax(torch.tensor([logits]) / temperature, -1)
+    got_V = truncated(logp_1V, how)[0].exp()
+    torch.testing.assert_close(got_V, torch.tensor(naive(logits, how)), rtol=1e-4, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0]), min_size=1, max_size=10),
+    top_p=st.floats(0.02, 0.98),
+    top_k=st.integers(1, 10),
+)
+def test_among_equal_words_truncation_is_still_lawful(
+    logits: list[float], top_p: float, top_k: int
+) -> None:
+    """Which of two equal words stays is nobody's business; how many, and how much mass, is."""
+    probs_V = torch.softmax(torch.tensor(logits, dtype=torch.float64), -1)
+    logp_1V = probs_V.log().float()[None]
+
+    kept_V = truncated(logp_1V, sampling(top_p=top_p))[0] > -torch.inf
+    mass, least = float(probs_V[kept_V].sum()), float(probs_V[kept_V].min())
+    assert mass >= top_p - 1e-6, "the nucleus reaches top_p"
+    assert mass - least < top_p + 1e-6, "and is the smallest that does"
+    assert kept_V.all() or float(probs_V[~kept_V].max()) <= least + 1e-9
+
+    kept_V = truncated(logp_1V, sampling(top_k=top_k))[0] > -torch.inf
+    assert int(kept_V.sum()) >= min(top_k, len(logits))
+    assert kept_V.all() or float(probs_V[~kept_V].max()) < float(probs_V[kept_V].min())
+
+
+def test_no_truncation_changes_nothing() -> None:
+    logp_BV = torch.log_softmax(torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), -1)
+    assert truncated(logp_BV, sampling()) is logp_BV
+    assert torch.equal(truncated(logp_BV, sampling(top_k=7)).argmax(-1), logp_BV.argmax(-1))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}])
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+def test_a_dropped_word_is_never_drawn(options: dict[str, float], uniform: float) -> None:
+    """Not even at the ends of the unit interval, with dropped words at both ends of the list."""
+    logits_1V = torch.tensor([[-3.0, -3.0, 2.0, -2.0, 2.1, -3.0, -3.0]])
+    ids_1, logp_1 = draw(
+        logits_1V, torch.tensor([uniform], dtype=torch.float64), sampling(**options)
+    )
+    assert int(ids_1) in (2, 4)
+    assert math.isfinite(float(logp_1))
+
+
+def test_the_far_end_of_a_large_vocabulary_is_drawn_at_its_rate() -> None:
+    num_words = 150_000
+    logits_V = torch.zeros(num_words)
+    uniform_B = 1 - (torch.arange(60, dtype=torch.float64) + 0.5) / num_words
+    ids_B, _ = draw(logits_V.expand(60, -1), uniform_B, sampling())
+    assert ids_B.tolist() == list(range(num_words - 1, num_words - 61, -1))
+
+
+def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
+    """Behind a near-certain word: 2e-9 each, where a float32 sum near 1 moves in steps of 6e-8."""
+    logits_V = torch.tensor([0.0, *[-20.0] * 40])
+    rare = math.exp(-20)
+    uniform_B = 1 - (torch.arange(40, dtype=torch.float64) + 0.5) * rare
+    ids_B, _ = draw(logits_V.expand(40, -1), uniform_B, sampling())
+    assert ids_B.tolist() == list(range(40, 0, -1))
+
+
+def test_greedy_takes_the_likeliest_with_certainty() -> None:
+    logits_BV = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
+    ids_B, logp_B = draw(logits_BV, torch.tensor([0.999, 0.999]), sampling(temperature=0.0))
+    assert ids_B.tolist() == [1, 0]
+    assert logp_B.tolist() == [0.0, 0.0]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**63 - 1))
+def test_random_numbers_follow_from_the_seed_and_a_longer_draw_begins_alike(seed: int) -> None:
+    numbers = uniforms(seed, 9)
+    assert torch.equal(numbers, uniforms(seed, 9))
+    assert not torch.equal(numbers, uniforms(seed ^ 1, 9))
+    assert ((numbers >= 0) & (numbers < 1)).all()
+
+
+def test_a_shorter_budget_reads_the_same_numbers() -> None:
+    """So that raising max_new_tokens only makes cut answers longer."""
+    for count in (1, 5, 15, 16, 17, 40):
+        assert torch.equal(uniforms(11, count), uniforms(11, 60)[:count]), count

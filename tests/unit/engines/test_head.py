@@ -1,0 +1,113 @@
+"""The head makes the model's own logits, whatever stands between hidden states and words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import tiny_model
+from torch import Tensor, nn
+
+from courtside.engines.transformers import TransformersEngine, head_of
+from courtside.errors import ModelError
+
+SIZES = dict(
+    vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    initializer_range=0.3, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+)  # fmt: skip
+
+
+def built(family: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval().double()
+
+
+@torch.no_grad()
+def both(model: Any, num_words: int | None = None) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor([[3, 77, 140, 9, 250]])
+    hidden_LD = model.base_model(input_ids=ids).last_hidden_state[0]
+    return head_of(model, num_words=num_words)(hidden_LD), model(input_ids=ids).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 1.5}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Phi", {"num_key_value_heads": 4}),  # a head with a bias
+    ],
+)
+def test_logits_are_the_models_own(family: str, options: dict[str, Any]) -> None:
+    model = built(family, **options)
+    if model.get_output_embeddings().bias is not None:
+        nn.init.normal_(model.get_output_embeddings().bias)
+    ours_LV, theirs_LV = both(model)
+    torch.testing.assert_close(ours_LV, theirs_LV.to(ours_LV.dtype), rtol=1e-6, atol=1e-6)
+    fewer_LV, _ = both(model, num_words=200)
+    torch.testing.assert_close(fewer_LV, ours_LV[:, :200], rtol=1e-6, atol=1e-6)
+
+
+def test_the_soft_cap_is_felt() -> None:
+    """Else the comparison above could pass without it."""
+    model = built("Gemma2", head_dim=8, final_logit_softcapping=1.5)
+    capped_LV, _ = both(model)
+    model.config.final_logit_softcapping = None
+    free_LV, _ = both(model)
+    assert float(capped_LV.abs().max()) <= 1.5 < float(free_LV.abs().max())
+
+
+def test_a_model_that_does_more_is_refused() -> None:
+    model = tiny_model()
+    theirs = model.forward
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        out = theirs(*args, **kwargs)
+        out.logits = out.logits.flip(-1)
+        return out
+
+    model.forward = shifted
+    with pytest.raises(ModelError, match="LlamaForCausalLM does more between hidden states"):
+        head_of(model)
+
+
+def test_a_scale_that_the_config_does_not_tell_is_refused() -> None:
+    model = built("Granite", logits_scaling=8.0)
+    hidden = type(model.config)(**{**SIZES, "logits_scaling": 1.0})
+    model.config.get_text_config = lambda: hidden
+    with pytest.raises(ModelError, match="GraniteForCausalLM does more"):
+        head_of(model)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    model = tiny_model()
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no linear output head"):
+        head_of(model)
+
+
+def test_half_precision_weights_give_float32_logits() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    head = head_of(model)
+    with torch.no_grad():
+        hidden_LD = model.base_model(input_ids=torch.tensor([[3, 4, 5]])).last_hidden_state[0]
+        assert hidden_LD.dtype == torch.bfloat16
+        assert head(hidden_LD).dtype == torch.float32
+
+
+def test_a_cut_head_never_draws_the_words_behind_the_cut(
+    make_engine: Callable[..., TransformersEngine],
+) -> None:
+    from courtside.engines.base import SampleRequest, Sampling
+
+    engine = make_engine(tiny_model(num_words=300), num_words=20, eos=(1,))
+    requests = [SampleRequest(prompt_ids=(5, 6, 7), seed=seed) for seed in range(20)]
+    drawn = {i for s in engine.sample(requests, Sampling(max_new_tokens=8)) for i in s.token_ids}
+    assert len(drawn) > 10 and max(drawn) < 20

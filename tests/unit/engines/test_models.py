@@ -1,0 +1,338 @@
+"""Names to models: what is loaded is what was meant, and everything else is said at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from courtside.engines import models
+from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.models import load_model, load_tokenizer, resolve
+from courtside.engines.transformers import TransformersEngine
+from courtside.errors import ModelError
+
+IDS = torch.tensor([[5, 80, 33, 120, 7, 7, 200]])
+
+
+def load(name: str | Path, **options: Any) -> Any:
+    return load_model(str(name), dtype=torch.float32, device=torch.device("cpu"), **options)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def settings(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_folder_is_loaded_as_it_was_saved(tiny_folder: Path) -> None:
+    model = load(tiny_folder)
+    assert torch.equal(logits(model), logits(tiny_model()))
+    assert not model.training
+    assert load_tokenizer(str(tiny_folder)).eos_token_id == 1
+
+
+def test_a_tilde_means_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve("~/model") == str(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nobody/no-such-model",
+        "no-such-model",
+        "models/of/mine",
+        "a b",
+        "a--b",
+        "https://host/model",
+    ],
+)
+def test_a_name_that_means_nothing_here_is_refused_without_waiting(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def no_network(where: Any, timeout: float) -> Any:
+        asked.append(timeout)
+        raise OSError("no route")
+
+    for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(socket, "create_connection", no_network)
+    with pytest.raises(ModelError, match=r"Give a folder with config\.json") as error:
+        load(name)
+    assert repr(name) in str(error.value)
+    assert len(asked) <= 1 and all(timeout <= 5 for timeout in asked)
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing-here", "../nothing"])
+def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        resolve(name)
+
+
+# ── damaged folders ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_folder_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
+        load(folder)
+
+
+def test_half_a_file_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [({"num_hidden_layers": 3}, r"layers\.2"), ({"vocab_size": 300}, "embed_tokens")],
+)
+def test_weights_that_the_files_lack_are_never_made_up(
+    folder: Path, changes: dict[str, int], missing: str
+) -> None:
+    settings(folder, **changes)
+    with pytest.raises(ModelError, match=missing):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "not json"])
+def test_a_config_that_is_none_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "big"}, {"layer_types": ["full_attention"]}])
+def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    settings(folder, **changes)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(folder)
+
+
+def test_a_model_of_an_unknown_kind_is_refused(folder: Path) -> None:
+    settings(folder, model_type="never-heard-of")
+    with pytest.raises(ModelError, match="never-heard-of"):
+        load(folder)
+
+
+def test_a_folder_without_tokenizer_is_refused(folder: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(str(folder))
+
+
+# ── pruning ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def by_hand(model: Any, keep: tuple[int, ...]) -> Any:
+    """A smaller model of the same kind, filled layer by layer."""
+    changes: dict[str, Any] = {"num_hidden_layers": len(keep)}
+    if getattr(model.config, "layer_types", None):
+        changes["layer_types"] = [model.config.layer_types[i] for i in keep]
+    small = type(model)(type(model.config)(**{**model.config.to_dict(), **changes})).eval()
+    renamed = {}
+    for name, tensor in model.state_dict().items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else None
+        if layer is None:
+            renamed[name] = tensor
+        elif int(layer) in keep:
+            new = name.replace(f"layers.{layer}.", f"layers.{keep.index(int(layer))}.", 1)
+            renamed[new] = tensor
+    small.load_state_dict(renamed)
+    return small
+
+
+@pytest.mark.parametrize("keep", [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_a_pruned_model_is_the_model_without_those_layers(
+    tiny_teacher_folder: Path, keep: tuple[int, ...], tmp_path: Path
+) -> None:
+    pruned = load(tiny_teacher_folder, keep_layers=keep)
+    expected = by_hand(load(tiny_teacher_folder), keep)
+    assert torch.equal(logits(pruned), logits(expected))
+    # With a cache, which is addressed by the layers' numbers.
+    tokenizer, how = load_tokenizer(str(tiny_teacher_folder)), Sampling(max_new_tokens=6)
+    requests = [SampleRequest(prompt_ids=(9, 10, 11), seed=4)]
+    ours = TransformersEngine(pruned, tokenizer, name="a").sample(requests, how)
+    assert ours == TransformersEngine(expected, tokenizer, name="b").sample(requests, how)
+    pruned.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved")), logits(expected))
+
+
+@pytest.mark.parametrize("keep", [(1,), (0, 3), (1, 2)])
+def test_layers_of_different_kinds_keep_their_kind(keep: tuple[int, ...], tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=2,
+        initializer_range=0.3, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    assert len(set(model.config.layer_types)) == 2
+    model.save_pretrained(tmp_path)
+    pruned = load(tmp_path, keep_layers=keep)
+    assert torch.equal(logits(pruned), logits(by_hand(model, keep)))
+
+
+@pytest.mark.parametrize("keep", [(), (0, 2), (1, 0), (0, 0), (-1, 0), (5,)])
+def test_layers_that_are_not_there_cannot_be_kept(tiny_folder: Path, keep: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match=r"student\.keep_layers = .*from 0 to 1"):
+        load(tiny_folder, keep_layers=keep)
+
+
+def test_a_model_whose_layers_are_elsewhere_cannot_be_pruned(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2, n_positions=8)
+    ).save_pretrained(tmp_path)
+    load(tmp_path)
+    with pytest.raises(ModelError, match=r"student\.keep_layers: the layers of GPT2LMHeadModel"):
+        load(tmp_path, keep_layers=(0,))
+
+
+# ── the embedded model ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the embedded file, in a cache of its own."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    monkeypatch.setenv("COURTSIDE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COURTSIDE_SMOLLM2_GGUF", str(file))
+    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    return file
+
+
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, during: Callable[[], None] = lambda: None
+) -> list[str]:
+    """A conversion that takes no time. Returns the calls."""
+    calls: list[str] = []
+
+    def convert(gguf: Path, target: Path) -> None:
+        calls.append(str(gguf))
+        (target / "model.safetensors").write_bytes(b"converted")
+        (target / "config.json").write_text("{}")
+        during()
+        sums = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in target.iterdir()}
+        (target / "sums.json").write_text(json.dumps(sums))
+
+    monkeypatch.setattr(models, "_convert", convert)
+    return calls
+
+
+def test_the_embedded_model_is_converted_once(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = stand_in(monkeypatch)
+    folder = Path(resolve("smollm2-135m"))
+    assert (folder / "model.safetensors").read_bytes() == b"converted"
+    assert resolve("smollm2-135m") == str(folder)
+    assert calls == [str(gguf)]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no leftovers"
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("model.safetensors", b"convertee"),
+        ("model.safetensors", None),
+        ("config.json", b"{ }"),
+        ("config.json", None),
+        ("sums.json", b"{"),
+    ],
+)
+def test_damage_is_found_before_loading(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, name: str, rest: bytes | None
+) -> None:
+    calls = stand_in(monkeypatch)
+    file = Path(resolve("smollm2-135m")) / name
+    if rest is None:
+        file.unlink()
+    else:
+        file.write_bytes(rest)
+    with pytest.raises(ModelError, match="damaged") as error:
+        resolve("smollm2-135m")
+    assert name in str(error.value) and f"Delete the folder {file.parent}" in str(error.value)
+    shutil.rmtree(file.parent)
+    resolve("smollm2-135m")
+    assert len(calls) == 2
+
+
+def test_a_conversion_that_dies_leaves_nothing_behind(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        resolve("smollm2-135m")
+    assert list((tmp_path / "cache").iterdir()) == []
+    stand_in(monkeypatch)
+    assert Path(resolve("smollm2-135m")).is_dir()
+
+
+def test_two_conversions_at_once_end_with_one_model(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def another_is_faster() -> None:
+        stand_in(monkeypatch)
+        resolve("smollm2-135m")
+
+    stand_in(monkeypatch, another_is_faster)
+    folder = Path(resolve("smollm2-135m"))
+    assert (folder / "model.safetensors").read_bytes() == b"converted"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_another_file_under_the_name_is_refused(gguf: Path) -> None:
+    gguf.write_bytes(b"something else")
+    with pytest.raises(ModelError, match="its checksum is not that of"):
+        resolve("smollm2-135m")
+
+
+def test_a_named_file_that_is_not_there_is_refused(gguf: Path) -> None:
+    gguf.unlink()
+    with pytest.raises(ModelError, match="COURTSIDE_SMOLLM2_GGUF"):
+        resolve("smollm2-135m")
+
+
+def test_without_the_package_the_hub_is_asked(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    assert resolve("smollm2-135m") == models.HUB_ID

@@ -1,0 +1,246 @@
+"""Sampling with cache, padding and shrinking batches, against a loop that has none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
+from courtside.engines.sampling import uniforms
+from courtside.engines.transformers import TransformersEngine
+from courtside.errors import ModelError
+from courtside.types import Sample
+
+Make = Callable[..., TransformersEngine]
+
+PROMPTS = (tuple(range(10, 14)), tuple(range(60, 69)), (5,), tuple(range(30, 37)))
+MANY_EOS = tuple(range(1, 258, 12))
+"""A random model seldom writes one given word: with 22 end tokens rows end at all lengths."""
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], samples: int) -> list[SampleRequest]:
+    """Samples of all prompts in turn, so that those of one prompt are not neighbours."""
+    return [
+        SampleRequest(prompt_ids=prompt, seed=1000 * s + p)
+        for s in range(samples)
+        for p, prompt in enumerate(prompts)
+    ]
+
+
+@torch.no_grad()
+def naive(engine: TransformersEngine, request: SampleRequest, how: Sampling) -> Sample:
+    """One sequence, one token at a time, the whole sequence through the whole model every time."""
+    ids, logp = list(request.prompt_ids), []
+    for uniform in uniforms(request.seed, how.max_new_tokens).tolist():
+        logits_V = engine.model(input_ids=torch.tensor([ids])).logits[0, -1]
+        logp_V = torch.log_softmax(logits_V[: engine.head.num_words] / how.temperature, -1)
+        word = int((logp_V.exp().cumsum(0) <= uniform).sum())
+        ids.append(word)
+        logp.append(float(logp_V[word]))
+        if word in engine.eos_ids:
+            break
+    new = tuple(ids[len(request.prompt_ids) :])
+    ended = new[-1] in engine.eos_ids
+    text = engine.tokenizer.decode(new, skip_special_tokens=True)
+    return Sample(token_ids=new, logp=tuple(logp), stop="eos" if ended else "length", text=text)
+
+
+def same(got: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    assert [s.token_ids for s in got] == [s.token_ids for s in expected]
+    assert [s.stop for s in got] == [s.stop for s in expected]
+    assert [s.text for s in got] == [s.text for s in expected]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.logp == pytest.approx(theirs.logp, abs=5e-6)
+
+
+def gemma() -> Any:
+    """Sliding window, soft caps, scaled embeddings: the other make of decoder."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+        sliding_window=4, final_logit_softcapping=2.0, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("model", [tiny_model, gemma])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_batch_writes_what_the_naive_loop_writes(
+    make_engine: Make, model: Callable[[], Any], temperature: float
+) -> None:
+    engine = make_engine(model(), eos=MANY_EOS)
+    how = Sampling(max_new_tokens=12, temperature=temperature)
+    requests = requests_of(PROMPTS, 3)
+    samples = engine.sample(requests, how)
+    same(samples, [naive(engine, request, how) for request in requests])
+    lengths = {len(s.token_ids) for s in samples}
+    assert len(lengths) > 3 and {s.stop for s in samples} == {"eos", "length"}, "else too easy"
+
+
+def test_company_does_not_matter(make_engine: Make) -> None:
+    engine = make_engine(eos=MANY_EOS)
+    how = Sampling(max_new_tokens=10, temperature=0.8, top_k=50, top_p=0.95)
+    requests = requests_of(PROMPTS, 3)
+    alone = [engine.sample([request], how)[0] for request in requests]
+    same(engine.sample(requests, how), alone)
+    same(engine.sample(requests[::-1], how), alone[::-1])
+
+
+@pytest.mark.parametrize("budget", [1, 23, 60, 100])
+def test_a_memory_budget_is_kept_and_changes_nothing(make_engine: Make, budget: int) -> None:
+    how = Sampling(max_new_tokens=8)
+    requests = requests_of(PROMPTS, 3)
+    expected = make_engine().sample(requests, how)
+    engine = make_engine(max_batch_tokens=budget)
+    calls = spy(engine)
+    same(engine.sample(requests, how), expected)
+    longest = 0
+    for rows, new, past in calls:
+        longest = new if past == 0 else longest  # a prompt's padded length opens a batch
+        assert rows * (longest + how.max_new_tokens) <= budget or rows == 1
+
+
+def test_a_prompt_is_read_once_and_finished_rows_leave(make_engine: Make) -> None:
+    engine = make_engine(eos=MANY_EOS)
+    calls = spy(engine)
+    samples = engine.sample(requests_of(PROMPTS, 4), Sampling(max_new_tokens=9))
+    lengths = [len(s.token_ids) for s in samples]
+    (rows, width, past), *steps = calls
+    assert (rows, width, past) == (len(PROMPTS), max(map(len, PROMPTS)), 0)
+    # The n-th token of a row is fed back only if the row goes on after it.
+    fed = [sum(length > n for length in lengths) for n in range(1, max(lengths))]
+    assert [rows for rows, _, _ in steps] == fed
+    assert fed[0] > fed[-1]
+    assert [past for _, _, past in steps] == [width + n for n in range(len(steps))]
+
+
+def test_the_end_token_is_part_of_the_answer_but_not_of_its_text(make_engine: Make) -> None:
+    engine = make_engine(eos=(1, 40))
+    request = SampleRequest(prompt_ids=PROMPTS[0], seed=0)
+    for first in (1, 40):
+        engine.head = Certain(first, engine.head.num_words)  # type: ignore[assignment]
+        (sample,) = engine.sample([request], Sampling(max_new_tokens=5))
+        assert sample.token_ids == (first,)
+        assert sample.stop == "eos"
+        assert sample.logp == pytest.approx((0.0,), abs=1e-6)
+    engine.head = Certain(1, engine.head.num_words)  # type: ignore[assignment]
+    assert engine.sample([request], Sampling(max_new_tokens=5))[0].text == ""
+
+
+def test_max_new_tokens_is_the_longest_answer(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.head = Certain(70, engine.head.num_words)  # type: ignore[assignment]
+    for limit in (1, 2, 7):
+        (sample,) = engine.sample(
+            [SampleRequest(prompt_ids=PROMPTS[1], seed=0)], Sampling(max_new_tokens=limit)
+        )
+        assert (len(sample.token_ids), sample.stop) == (limit, "length")
+
+
+def test_a_stop_string_of_several_tokens_ends_an_answer(make_engine: Make) -> None:
+    # The first 96 words are the two special tokens and the printable characters.
+    engine = make_engine(num_words=96, eos=(1,))
+    requests = [SampleRequest(prompt_ids=prompt, seed=7) for prompt in PROMPTS]
+    free = engine.sample(requests, Sampling(max_new_tokens=20))
+    stops = (free[0].text[5:7], free[1].text[11:14])
+    stopped = engine.sample(requests, Sampling(max_new_tokens=20, stop=stops))
+    for before, after in zip(free, stopped, strict=True):
+        found = [before.text.find(s) + len(s) for s in stops if s in before.text]
+        if not found:
+            assert after == before
+            continue
+        assert after.stop == "stop_string"
+        assert after.token_ids == before.token_ids[: min(found)]
+        assert after.logp == pytest.approx(before.logp[: min(found)], abs=1e-6)
+        assert after.text == min((before.text.split(s)[0] for s in stops), key=len)
+    assert stopped[0].stop == stopped[1].stop == "stop_string"
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.9])
+def test_sampler_and_scorer_agree_at_any_temperature(make_engine: Make, temperature: float) -> None:
+    engine = make_engine(eos=MANY_EOS)
+    requests = requests_of(PROMPTS, 2)
+    samples = engine.sample(requests, Sampling(max_new_tokens=10, temperature=temperature))
+    scores = engine.score(
+        [
+            ScoreRequest(
+                token_ids=r.prompt_ids + s.token_ids,
+                scored=(False,) * len(r.prompt_ids) + (True,) * len(s.token_ids),
+                temperature=temperature,
+            )
+            for r, s in zip(requests, samples, strict=True)
+        ]
+    )
+    for sample, score in zip(samples, scores, strict=True):
+        assert score.logp_T.tolist() == pytest.approx(sample.logp, abs=5e-6)
+
+
+def test_greedy_is_the_same_for_every_seed_and_the_argmax_of_the_model(make_engine: Make) -> None:
+    engine = make_engine()
+    requests = requests_of(PROMPTS[:2], 3)
+    samples = engine.sample(requests, Sampling(max_new_tokens=6, temperature=0.0))
+    for request, sample in zip(requests, samples, strict=True):
+        ids = torch.tensor([request.prompt_ids + sample.token_ids])
+        with torch.no_grad():
+            best = engine.model(input_ids=ids).logits[0].argmax(-1).tolist()
+        assert tuple(best[len(request.prompt_ids) - 1 : -1]) == sample.token_ids
+
+
+def test_what_does_not_fit_the_context_is_refused_before_anything_is_written(
+    make_engine: Make,
+) -> None:
+    engine = make_engine(tiny_model(layers=1))
+    calls = spy(engine)
+    short = SampleRequest(prompt_ids=(5, 6), seed=0)
+    long = SampleRequest(prompt_ids=(5,) * 509, seed=0)
+    with pytest.raises(ModelError, match=r"513 tokens do not fit the context of tiny \(512\)"):
+        engine.sample([short, long], Sampling(max_new_tokens=4))
+    assert not calls
+    assert len(engine.sample([long], Sampling(max_new_tokens=3))[0].token_ids) <= 3
+
+
+def test_nothing_asked_nothing_written(make_engine: Make) -> None:
+    assert make_engine().sample([], Sampling(max_new_tokens=3)) == []
+
+
+def test_every_end_token_counts_wherever_it_is_named(make_engine: Make) -> None:
+    engine = make_engine(eos=(7, 9))
+    assert engine.eos_ids == {1, 7, 9}, "the generation settings' and the tokenizer's"
+    model = tiny_model(layers=1)
+    model.generation_config.eos_token_id = None
+    engine.tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="no answer would ever end"):
+        TransformersEngine(model, engine.tokenizer, name="tiny")
+
+
+class Certain:
+    """A head that gives one word all the probability."""
+
+    def __init__(self, word: int, num_words: int):
+        self.word, self.num_words = word, num_words
+
+    def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = torch.full((len(hidden_ND), self.num_words), -100.0)
+        logits_NV[:, self.word] = 100.0
+        return logits_NV
+
+
+def spy(engine: TransformersEngine) -> list[tuple[int, int, int]]:
+    """(rows, new positions, cached positions) of every forward pass from now on."""
+    calls: list[tuple[int, int, int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        calls.append((*kwargs["input_ids"].shape, past))
+
+    engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    return calls

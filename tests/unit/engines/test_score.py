@@ -1,0 +1,141 @@
+"""Scoring against one full forward pass and one full softmax per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model
+from torch import Tensor
+
+from courtside.engines import transformers as engine_module
+from courtside.engines.base import ScoreRequest
+from courtside.engines.transformers import TransformersEngine
+from courtside.errors import ModelError
+
+Make = Callable[..., TransformersEngine]
+
+VARIOUS = [
+    ScoreRequest(token_ids=(4, 9, 200, 31, 7), scored=(False, False, True, True, True)),
+    ScoreRequest(token_ids=(5, 6), scored=(False, True), temperature=0.4),
+    ScoreRequest(
+        token_ids=tuple(range(90, 111)),
+        scored=tuple(i in (1, 2, 9, 17, 20) for i in range(21)),
+        temperature=1.7,
+    ),
+    ScoreRequest(token_ids=(8, 1, 1, 8), scored=(False, True, False, True)),
+]
+
+
+@torch.no_grad()
+def naive(engine: TransformersEngine, request: ScoreRequest) -> tuple[Tensor, Tensor]:
+    """Log-probs of the scored tokens and of all words there, in float64."""
+    logits_LV = engine.model(input_ids=torch.tensor([request.token_ids])).logits[0].double()
+    logp_LV = torch.log_softmax(logits_LV / request.temperature, -1)
+    where = [i for i, scored in enumerate(request.scored) if scored]
+    logp_TV = logp_LV[[i - 1 for i in where]]
+    ids_T = torch.tensor([request.token_ids[i] for i in where])
+    return logp_TV.gather(-1, ids_T[:, None]).squeeze(-1), logp_TV
+
+
+@pytest.mark.parametrize("budget", [1, 30, 65536])
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_scores_are_those_of_a_pass_of_its_own(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, budget: int, chunk: int
+) -> None:
+    monkeypatch.setattr(engine_module, "_CHUNK", chunk)
+    engine = make_engine(max_batch_tokens=budget)
+    for request, scores in zip(VARIOUS, engine.score(VARIOUS, hidden=True, top_k=5), strict=True):
+        logp_T, logp_TV = naive(engine, request)
+        torch.testing.assert_close(scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
+
+        assert scores.hidden_TD is not None
+        mine_TV = torch.log_softmax(engine.head(scores.hidden_TD) / request.temperature, -1)
+        torch.testing.assert_close(mine_TV.double(), logp_TV, rtol=0, atol=1e-6)
+
+        best = logp_TV.topk(5, dim=-1)
+        assert scores.top_ids_TK is not None and scores.top_logp_TK is not None
+        assert torch.equal(scores.top_ids_TK, best.indices)
+        torch.testing.assert_close(scores.top_logp_TK.double(), best.values, rtol=0, atol=1e-6)
+
+
+def test_only_what_was_asked_for_comes_back(make_engine: Make) -> None:
+    scores = make_engine().score(VARIOUS[:1])[0]
+    assert scores.hidden_TD is None and scores.top_ids_TK is None and scores.top_logp_TK is None
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sequences=st.lists(
+        st.lists(st.integers(0, 257), min_size=2, max_size=18), min_size=2, max_size=6
+    ),
+    budget=st.integers(1, 80),
+)
+def test_neighbours_and_padding_change_nothing(
+    make_engine: Make, sequences: list[list[int]], budget: int
+) -> None:
+    engine = make_engine(tiny_model(layers=1), max_batch_tokens=budget)
+    requests = [
+        ScoreRequest(token_ids=tuple(ids), scored=(False,) + (True,) * (len(ids) - 1))
+        for ids in sequences
+    ]
+    together = engine.score(requests)
+    for request, scores in zip(requests, together, strict=True):
+        (alone,) = engine.score([request])
+        torch.testing.assert_close(scores.logp_T, alone.logp_T, rtol=0, atol=1e-6)
+
+
+def test_no_pass_is_larger_than_the_budget(make_engine: Make) -> None:
+    engine = make_engine(max_batch_tokens=45)
+    shapes: list[torch.Size] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        shapes.append(kwargs["input_ids"].shape)
+
+    engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    requests = [
+        ScoreRequest(token_ids=(5,) * n, scored=(False,) + (True,) * (n - 1))
+        for n in (3, 21, 20, 4, 6, 60)
+    ]
+    engine.score(requests)
+    assert [tuple(shape) for shape in shapes] == [(1, 60), (2, 21), (3, 6)]
+
+
+def test_a_request_may_score_nothing(make_engine: Make) -> None:
+    nothing = ScoreRequest(token_ids=(5, 6, 7), scored=(False,) * 3)
+    engine = make_engine()
+    first, second = engine.score([nothing, VARIOUS[0]], hidden=True)
+    assert first.logp_T.shape == (0,)
+    torch.testing.assert_close(
+        second.logp_T.double(), naive(engine, VARIOUS[0])[0], rtol=0, atol=1e-6
+    )
+    assert engine.score([]) == []
+
+
+def test_the_first_token_cannot_be_scored(make_engine: Make) -> None:
+    with pytest.raises(AssertionError, match="nothing predicts the first token"):
+        make_engine().score([ScoreRequest(token_ids=(5, 6), scored=(True, True))])
+
+
+def test_what_does_not_fit_the_context_is_refused(make_engine: Make) -> None:
+    engine = make_engine(tiny_model(layers=1))
+    fits = ScoreRequest(token_ids=(5,) * 512, scored=(False,) * 511 + (True,))
+    engine.score([fits])
+    over = ScoreRequest(token_ids=(5,) * 513, scored=(False,) * 512 + (True,))
+    with pytest.raises(ModelError, match=r"513 tokens do not fit the context of tiny \(512\)"):
+        engine.score([fits, over])
+
+
+def test_scoring_builds_no_graph_and_leaves_no_mark(make_engine: Make) -> None:
+    engine = make_engine()
+    before = {name: p.clone() for name, p in engine.model.named_parameters()}
+    scores = engine.score(VARIOUS, hidden=True)
+    assert not any(s.logp_T.requires_grad for s in scores)
+    assert not any(s.hidden_TD.requires_grad for s in scores if s.hidden_TD is not None)
+    assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from small_runs import small_recipe
+
+from courtside.assemble import assemble
+from courtside.config import Lora, Student
+from courtside.errors import ModelError
+from courtside.student.weights import MovingAverage, StudentWeights
+
+IDS = torch.tensor([[5, 9, 33, 80]])
+
+
+def logits(weights: StudentWeights):
+    with torch.no_grad():
+        return weights.model(input_ids=IDS).logits
+
+
+def one_step(parts):
+    tasks = parts.tasks.batch(0, 2)
+    parts.student.step(0, parts.teacher(parts.rollout(tasks, 0)))
+
+
+def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder):
+    student = {"model": str(tiny_folder), "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, student=student))
+    weights = parts.student.weights
+    trained = weights.trained()
+    assert len(trained) == 2 * 2 * 2  # two layers, two targets, A and B
+    assert all("lora_" in name for name in trained)
+    in_optimiser = {id(p) for g in parts.student.optimiser.param_groups for p in g["params"]}
+    assert in_optimiser == {id(p) for p in trained.values()}
+    before = {name: p.detach().clone() for name, p in weights.model.named_parameters()}
+    one_step(parts)
+    for name, parameter in weights.model.named_parameters():
+        # A moves from the second step on: its gradient goes through B, which starts at zero.
+        assert torch.equal(parameter, before[name]) != ("lora_B" in name), name
+
+
+def test_all_linear_layers_but_the_head_get_an_adapter(tiny_folder):
+    weights = StudentWeights(Student(model=str(tiny_folder), lora=Lora(rank=2)), seed=0)
+    layers = {name.split(".lora_")[0] for name in weights.trained()}
+    assert len(layers) == 2 * 7
+    assert not any("lm_head" in name or "embed" in name for name in layers)
+    assert all(p.dtype == torch.float32 for p in weights.trained().values())
+
+
+def test_an_adapter_starts_as_nothing_and_follows_the_seed(tiny_folder):
+    plain = StudentWeights(Student(model=str(tiny_folder)), seed=0)
+    config = Student(model=str(tiny_folder), lora=Lora(rank=4))
+    state = torch.random.get_rng_state()
+    first, same, other = (StudentWeights(config, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(logits(first), logits(plain))
+    a, b, c = (next(iter(w.trained().values())) for w in (first, same, other))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_dropout_acts_in_the_update_only(tiny_folder, tiny_teacher_folder):
+    """Also in a process that has just loaded a trained adapter."""
+    student = {"model": str(tiny_folder), "lora": {"rank": 4, "dropout": 0.5}}
+    parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, student=student))
+    weights = parts.student.weights
+    for parameter in weights.trained().values():
+        parameter.data.fill_(0.1)
+    assert torch.equal(logits(weights), logits(weights))
+    one_step(parts)
+    assert torch.equal(logits(weights), logits(weights))
+    weights.model.train()
+    assert not torch.equal(logits(weights), logits(weights))
+
+
+def test_alpha_defaults_to_twice_the_rank(tiny_folder):
+    for alpha, scale in ((None, 2.0), (1.0, 0.25)):
+        config = Student(model=str(tiny_folder), lora=Lora(rank=4, alpha=alpha))
+        weights = StudentWeights(config, seed=0)
+        layer = weights.model.model.layers[0].mlp.up_proj
+        assert layer.scaling["default"] == scale
+
+
+def test_unknown_targets_are_named(tiny_folder):
+    with pytest.raises(ModelError, match=r"student\.lora\.targets = \('qkv',\)"):
+        StudentWeights(Student(model=str(tiny_folder), lora=Lora(targets=("qkv",))), seed=0)
+
+
+def moved_adapter(tiny_folder) -> StudentWeights:
+    weights = StudentWeights(Student(model=str(tiny_folder), lora=Lora(rank=4)), seed=0)
+    torch.manual_seed(1)
+    for parameter in weights.trained().values():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return weights
+
+
+def test_without_its_adapter_the_student_is_as_before(tiny_folder):
+    plain = StudentWeights(Student(model=str(tiny_folder)), seed=0)
+    weights = moved_adapter(tiny_folder)
+    with_adapter = logits(weights)
+    with weights.without_adapter():
+        assert torch.equal(logits(weights), logits(plain))
+    assert torch.equal(logits(weights), with_adapter)
+    assert not torch.allclose(with_adapter, logits(plain))
+
+
+def test_lent_weights_come_back_bit_by_bit_also_after_an_error(tiny_folder):
+    weights = moved_adapter(tiny_folder)
+    before = {name: p.detach().clone() for name, p in weights.trained().items()}
+    zeros = {name: torch.zeros_like(p) for name, p in weights.trained().items()}
+    with pytest.raises(KeyError), weights.lent(zeros):
+        assert all(not p.any() for p in weights.trained().values())
+        raise KeyError
+    assert all(torch.equal(p, before[name]) for name, p in weights.trained().items())
+    assert all(not tensor.any() for tensor in zeros.values())
+
+
+def test_a_copy_stays_when_the_student_moves(tiny_folder):
+    weights = StudentWeights(Student(model=str(tiny_folder), gradient_checkpointing=True), seed=0)
+    twin = weights.copy()
+    before = logits(weights)
+    for parameter in weights.trained().values():
+        parameter.data += 1.0
+    with torch.no_grad():
+        assert torch.equal(twin(input_ids=IDS).logits, before)
+    assert not any(p.requires_grad for p in twin.parameters())
+    assert not twin.is_gradient_checkpointing and weights.model.is_gradient_checkpointing
+    # Tied as in the original, so that a moving average moves both.
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+
+
+def test_moving_average_by_hand():
+    trained = {"w": torch.nn.Parameter(torch.tensor([1.0, 2.0]))}
+    average = MovingAverage(0.9, trained, {"w": torch.tensor([0.0, 0.0])})
+    average.update()
+    assert average.shadow["w"].tolist() == pytest.approx([0.1, 0.2])
+    trained["w"].data.fill_(0.0)
+    average.update()
+    assert average.shadow["w"].tolist() == pytest.approx([0.09, 0.18])
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_moving_average_teacher_speaks_with_its_own_weights(lora, tiny_folder):
+    """At first as the student was; after each step (1 − d) of the way after it."""
+    student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
+    recipe = small_recipe(
+        tiny_folder,
+        student=student,
+        teacher={"kind": "self", "weights": "ema", "ema_decay": 0.75,
+                 "context": {"kind": "system", "text": "be brief"}},
+        train={"learning_rate": 0.05},
+    )  # fmt: skip
+    parts = assemble(recipe)
+    (average,) = parts.averages.values()
+    start = {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+    trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
+    first = parts.teacher(trajectories)
+    parts.student.step(0, first)
+    again = parts.teacher(trajectories)
+    assert torch.equal(first[0].target.logp_T, again[0].target.logp_T)  # it has not moved yet
+    parts.teacher.follow()
+    for name, parameter in parts.student.weights.trained().items():
+        expected = 0.75 * start[name] + 0.25 * parameter.detach()
+        torch.testing.assert_close(average.shadow[name], expected)
+    moved = parts.teacher(trajectories)
+    assert not torch.allclose(first[0].target.logp_T, moved[0].target.logp_T)
+    parts.student.weights.model.load_state_dict(average.shadow, strict=False)
+    (teacher,) = (parts.teacher.teacher,)
+    teacher.weights, teacher.engine = _nothing, parts.engine
+    with_student = parts.teacher(trajectories)
+    torch.testing.assert_close(moved[0].target.logp_T, with_student[0].target.logp_T)
+
+
+def _nothing():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_no_gpu_is_said_in_words(tiny_folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=r"student\.device = 'cuda', but no GPU"):
+        StudentWeights(Student(model=str(tiny_folder), device="cuda"), seed=0)
+
+
+def test_bfloat16_arithmetic_keeps_trained_weights_in_float32(tiny_folder):
+    for lora in (None, Lora(rank=4)):
+        config = Student(model=str(tiny_folder), dtype="bfloat16", lora=lora)
+        weights = StudentWeights(config, seed=0)
+        assert {p.dtype for p in weights.trained().values()} == {torch.float32}
+        assert weights.autocast == torch.bfloat16
+        base = weights.model.model.embed_tokens.weight.dtype
+        assert base == (torch.bfloat16 if lora else torch.float32)

@@ -1,0 +1,363 @@
+"""Which weights a teacher speaks with once the student has moved, in parts made from a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from courtside.assemble import Parts, assemble
+from courtside.errors import ModelError, TaskError
+from courtside.recipe_file import recipe_from
+from courtside.teacher.model import Teacher
+from courtside.types import Target, Trajectory
+
+CONTEXT = {"kind": "field", "field": "rule"}
+LORA = {"rank": 2}
+
+
+@pytest.fixture
+def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
+    def make(
+        teacher: dict[str, Any],
+        *,
+        student: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        losses: Sequence[dict[str, Any]] = ({"kind": "divergence"},),
+        rule: str | None = "lower case",
+    ) -> Parts:
+        lines = [
+            {
+                "prompt": f"Question {n}?",
+                "split": "train",
+                **({"privileged": {"rule": rule}} if rule else {}),
+            }
+            for n in range(4)
+        ]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+        return assemble(
+            recipe_from(
+                {
+                    "student": {"model": str(tiny_folder), "device": "cpu", **(student or {})},
+                    "tasks": {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl")},
+                    "rollout": {
+                        "samples": 2, "max_new_tokens": 5, "temperature": 1.3, **(rollout or {})
+                    },
+                    "train": {"prompts": 3},
+                    "teacher": teacher,
+                    "losses": list(losses),
+                }
+            )
+        )  # fmt: skip
+
+    return make
+
+
+def written(parts: Parts) -> list[Trajectory]:
+    return parts.rollout(parts.tasks.batch(0, 3), 0)
+
+
+def targets(parts: Parts, trajectories: Sequence[Trajectory]) -> dict[str, Target]:
+    scored = parts.teacher(trajectories)
+    return {s.trajectory.id: s.target for s in scored if s.target is not None}
+
+
+@torch.no_grad()
+def naive(model: Any, parts: Parts, trajectory: Trajectory) -> Tensor:
+    """[T, V] log-probs of a plain model that reads the rule and then the student's tokens."""
+    rule = trajectory.task.privileged["rule"]
+    (ask,) = trajectory.task.messages
+    prompt = parts.renderer.tokenizer(
+        f"<|im_start|>system\n{rule}<|im_end|>\n<|im_start|>user\n{ask.content}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )["input_ids"]
+    ids = [*prompt, *trajectory.chosen_ids]
+    logits_LV = model(input_ids=torch.tensor([ids])).logits[0].float()
+    return torch.log_softmax(logits_LV[len(prompt) - 1 : -1] / trajectory.temperature, -1)
+
+
+def agree(
+    found: dict[str, Target],
+    model: Any,
+    parts: Parts,
+    trajectories: Sequence[Trajectory],
+    num_words: int = 258,
+) -> None:
+    """Log-probs of the tokens and, through the head, of all words."""
+    assert found.keys() == {t.id for t in trajectories}
+    for t in trajectories:
+        target, logp_TV = found[t.id], naive(model, parts, t)[:, :num_words].log_softmax(-1)
+        ids_T = torch.tensor(t.chosen_ids)
+        expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
+        torch.testing.assert_close(target.logp_T, expected_T, rtol=0, atol=5e-5)
+        assert target.hidden_TD is not None
+        whole_TV = (target.head(target.hidden_TD) / t.temperature).log_softmax(-1)
+        torch.testing.assert_close(whole_TV, logp_TV, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def move(parts: Parts, seed: int, size: float = 0.2) -> None:
+    """As an optimiser step would, only farther."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parts.student.weights.trained().values():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def snapshot(parts: Parts) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+
+
+# ── self: live, frozen, moving average ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_a_frozen_teacher_stays_the_model_before_training(
+    prepare: Any, lora: dict[str, int] | None
+) -> None:
+    student = {"lora": lora} if lora else {}
+    parts = prepare({"kind": "self", "weights": "frozen", "context": CONTEXT}, student=student)
+    trajectories = written(parts)
+    before = targets(parts, trajectories)
+    agree(before, tiny_model(), parts, trajectories)
+    move(parts, 1)
+    own = snapshot(parts)
+    after = targets(parts, trajectories)
+    for id, target in after.items():
+        assert torch.equal(target.logp_T, before[id].logp_T), "to the last bit"
+        assert torch.equal(target.hidden_TD, before[id].hidden_TD)
+    moved = parts.student.weights.trained()
+    assert all(torch.equal(p, own[name]) and p.requires_grad for name, p in moved.items())
+    assert not torch.equal(
+        parts.engine.score(_requests(trajectories))[0].logp_T,
+        assemble(parts.recipe).engine.score(_requests(trajectories))[0].logp_T,
+    ), "while the student itself did move"
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_a_live_teacher_is_the_student_of_this_moment(
+    prepare: Any, lora: dict[str, int] | None
+) -> None:
+    student = {"lora": lora} if lora else {}
+    parts = prepare({"kind": "self", "weights": "live", "context": CONTEXT}, student=student)
+    trajectories = written(parts)
+    first = targets(parts, trajectories)
+    agree(first, tiny_model(), parts, trajectories)
+    move(parts, 1)
+    parts.teacher.follow()
+    second = targets(parts, trajectories)
+    agree(second, parts.student.weights.model, parts, trajectories)
+    assert all((second[id].logp_T - first[id].logp_T).abs().max() > 1e-3 for id in first)
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_a_moving_average_moves_as_computed_by_hand(
+    prepare: Any, lora: dict[str, int] | None
+) -> None:
+    student = {"lora": lora} if lora else {}
+    teacher = {"kind": "self", "weights": "ema", "ema_decay": 0.8, "context": CONTEXT}
+    parts = prepare(teacher, student=student)
+    trajectories = written(parts)
+    average = snapshot(parts)
+    agree(targets(parts, trajectories), tiny_model(), parts, trajectories)
+    for seed in range(3):
+        move(parts, seed)
+        parts.teacher.follow()
+        now = snapshot(parts)
+        average = {name: 0.8 * average[name] + 0.2 * now[name] for name in average}
+
+    own = snapshot(parts)
+    places = {name: p.data_ptr() for name, p in parts.student.weights.trained().items()}
+    found = targets(parts, trajectories)
+    for name, parameter in parts.student.weights.trained().items():
+        assert torch.equal(parameter, own[name]), f"{name} came back changed"
+        assert parameter.data_ptr() == places[name]
+    (kept,) = parts.averages.values()
+    for name, tensor in kept.shadow.items():
+        torch.testing.assert_close(tensor, average[name], rtol=1e-6, atol=1e-6)
+
+    # The same averages put into the student by hand.
+    for name, parameter in parts.student.weights.trained().items():
+        parameter.data.copy_(average[name])
+    agree(found, parts.student.weights.model, parts, trajectories)
+
+
+def test_weights_that_are_lent_come_back_even_after_an_error(prepare: Any) -> None:
+    teacher = {"kind": "self", "weights": "ema", "context": CONTEXT}
+    parts = prepare(teacher, student={"lora": LORA})
+    trajectories = written(parts)
+    move(parts, 0)
+    own = snapshot(parts)
+    assert isinstance(parts.teacher.teacher, Teacher)
+    parts.teacher.teacher.context_length = 10**6
+    parts.engine.context_length = 3
+    with pytest.raises(ModelError, match="do not fit the context"):
+        parts.teacher(trajectories)
+    for name, parameter in parts.student.weights.trained().items():
+        assert torch.equal(parameter, own[name])
+
+
+def test_two_averages_of_one_student_do_not_mix(prepare: Any) -> None:
+    fast = {"kind": "self", "weights": "ema", "ema_decay": 0.1, "context": CONTEXT}
+    slow = {**fast, "ema_decay": 0.9}
+    parts = prepare(
+        {"kind": "routes", "routes": {"fast": fast, "slow": slow}, "default": "slow"},
+        student={"lora": LORA},
+    )
+    start = snapshot(parts)
+    move(parts, 0)
+    parts.teacher.follow()
+    end = snapshot(parts)
+    for label, decay in (("fast:self:ema", 0.1), ("slow:self:ema", 0.9)):
+        for name, tensor in parts.averages[label].shadow.items():
+            expected = decay * start[name] + (1 - decay) * end[name]
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
+# ── other models ─────────────────────────────────────────────────────────────────────────────────
+
+
+def save(folder: Path, *, seed: int = 1, num_words: int = 258, **words: Any) -> str:
+    tiny_model(seed=seed, num_words=num_words, layers=3).save_pretrained(folder)
+    tiny_tokenizer(**words).save_pretrained(folder)
+    return str(folder)
+
+
+def test_another_model_reads_the_same_tokens(prepare: Any, tiny_teacher_folder: Path) -> None:
+    parts = prepare({"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT})
+    trajectories = written(parts)
+    move(parts, 0)
+    agree(targets(parts, trajectories), tiny_model(seed=1, layers=3), parts, trajectories)
+
+
+def test_another_vocabulary_is_refused_with_an_example(prepare: Any, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", num_words=259, extra=("zebra",))
+    with pytest.raises(ModelError, match=r"259 and 258 words; 1 entries differ, such as 'zebra'"):
+        prepare({"kind": "model", "model": other})
+
+
+def test_the_same_words_in_another_order_are_another_vocabulary(
+    prepare: Any, tmp_path: Path
+) -> None:
+    other = save(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    words = tree["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match="has another vocabulary"):
+        prepare({"kind": "model", "model": other})
+
+
+@pytest.mark.parametrize(("of_student", "of_teacher"), [(258, 264), (270, 258), (260, 270)])
+def test_padded_heads_are_cut_to_the_words_they_share(
+    prepare: Any, tmp_path: Path, of_student: int, of_teacher: int
+) -> None:
+    shared = min(of_student, of_teacher)
+    other = save(tmp_path / "other", num_words=of_teacher)
+    mine = save(tmp_path / "mine", seed=0, num_words=of_student)
+    parts = prepare({"kind": "model", "model": other, "context": CONTEXT}, student={"model": mine})
+    assert parts.engine.head.num_words == shared
+    trajectories = written(parts)
+    assert max(i for t in trajectories for i in t.chosen_ids) < shared
+    found = targets(parts, trajectories)
+    teacher_model = tiny_model(seed=1, num_words=of_teacher, layers=3)
+    agree(found, teacher_model, parts, trajectories, num_words=shared)
+
+    # KL(student ‖ teacher) over the shared words, against both naive softmaxes.
+    update = parts.student.step(0, parts.teacher(trajectories))
+    kls = []
+    for t in trajectories:
+        mine_TV = _plain(tiny_model(seed=0, num_words=of_student, layers=3), t)[:, :shared]
+        theirs_TV = naive(teacher_model, parts, t)[:, :shared]
+        mine_TV, theirs_TV = mine_TV.log_softmax(-1), theirs_TV.log_softmax(-1)
+        kls += (mine_TV.exp() * (mine_TV - theirs_TV)).sum(-1).tolist()
+    assert update.components["divergence"] == pytest.approx(sum(kls) / len(kls), rel=1e-4)
+
+
+def test_a_tokenizer_with_more_words_than_a_head_is_refused(prepare: Any, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", num_words=200)
+    with pytest.raises(ModelError, match="ids up to 257, but a head has only 200 rows"):
+        prepare({"kind": "model", "model": other})
+
+
+def test_eight_bits_stay_close_to_the_model(prepare: Any, tiny_teacher_folder: Path) -> None:
+    teacher = {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT}
+    exact, rounded = prepare(teacher), prepare({**teacher, "dtype": "int8"})
+    trajectories = written(exact)
+    there, here = targets(exact, trajectories), targets(rounded, trajectories)
+    gaps = torch.cat([(there[id].logp_T - here[id].logp_T).abs() for id in there])
+    assert 0 < float(gaps.mean()) < 0.1
+
+
+def test_one_model_with_and_without_an_adapter_is_two_teachers(
+    prepare: Any, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        tiny_model(seed=1, layers=3), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    adapted.save_pretrained(tmp_path / "adapter")
+    plain = {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT}
+    models = {"plain": tiny_model(seed=1, layers=3), "adapted": adapted.eval()}
+    routes = {"plain": plain, "adapted": {**plain, "adapter": str(tmp_path / "adapter")}}
+    for tag, model in models.items():
+        parts = prepare({"kind": "routes", "routes": routes, "default": tag})
+        trajectories = written(parts)
+        agree(targets(parts, trajectories), model, parts, trajectories)
+
+
+def test_an_adapter_that_is_not_there_is_named(
+    prepare: Any, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    teacher = {"kind": "model", "model": str(tiny_teacher_folder), "adapter": str(tmp_path / "no")}
+    with pytest.raises(ModelError, match=r"teacher\.adapter = .*no adapter_config\.json there"):
+        prepare(teacher)
+
+
+# ── told before the first step ───────────────────────────────────────────────────────────────────
+
+
+def test_a_field_that_the_tasks_lack_is_told_at_once(prepare: Any) -> None:
+    with pytest.raises(TaskError, match=r"teacher\.context\.field = 'rule'"):
+        prepare({"kind": "self", "weights": "frozen", "context": CONTEXT}, rule=None)
+
+
+def test_the_reference_is_the_student_before_training_without_context(prepare: Any) -> None:
+    parts = prepare(
+        {"kind": "self", "weights": "live", "context": CONTEXT},
+        student={"lora": LORA},
+        losses=[{"kind": "divergence", "extrapolate": 1.5}],
+    )
+    trajectories = written(parts)
+    move(parts, 0)
+    for s in parts.teacher(trajectories):
+        logp_TV = _plain(tiny_model(), s.trajectory)
+        ids_T = torch.tensor(s.trajectory.chosen_ids)
+        expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
+        assert s.reference is not None and s.reference.context is None
+        torch.testing.assert_close(s.reference.logp_T, expected_T, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def _plain(model: Any, t: Trajectory) -> Tensor:
+    """[T, V] log-probs of a model that reads what the student read."""
+    logits_LV = model(input_ids=torch.tensor([t.token_ids])).logits[0] / t.temperature
+    where = [i - 1 for i, chosen in enumerate(t.chosen) if chosen]
+    return logits_LV[where].float().log_softmax(-1)
+
+
+def _requests(trajectories: Sequence[Trajectory]) -> Any:
+    from courtside.engines.base import ScoreRequest
+
+    return [ScoreRequest(token_ids=t.token_ids, scored=t.chosen) for t in trajectories]

@@ -1,0 +1,383 @@
+"""What the documentation shows works: recipes, commands, links, columns, messages, examples."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import courtside
+from courtside import errors
+from courtside.cli.app import app
+from courtside.config import Recipe
+from courtside.library import built_in_files, find_recipe
+from courtside.recipe_file import load_recipe, recipe_from
+from courtside.recipe_types import inside, kinds, options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = (
+    *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+)
+BASE: dict[str, Any] = {
+    "student": {"model": "smollm2-135m"},
+    "tasks": {"kind": "arithmetic"},
+    "teacher": {"kind": "model", "model": "models/teacher"},
+    "losses": [{"kind": "divergence"}],
+}
+"""The sections that `<!-- partial: student, tasks -->` above a block stands for."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    comment: str
+    """The HTML comment right above it."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+FENCE = re.compile(
+    r"(?:^<!-- (?P<comment>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@cache
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            block = Block(page, line, match["language"], match["comment"] or "", match["text"])
+            found.append(block)
+    return [block for block in found if block.language == language]
+
+
+@cache
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def code_spans(text: str) -> list[str]:
+    found = re.findall(r"``(.+?)``|`([^`\n]+)`", text)
+    return [(double or single).strip() for double, single in found]
+
+
+def section(page: str, heading: str) -> str:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    level = heading.split(" ")[0]
+    _, _, rest = text.partition(f"\n{heading}\n")
+    assert rest, f"{page} has no {heading!r}"
+    return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.M)[0]
+
+
+def first_column(text: str) -> Iterator[str]:
+    """The code spans in the first cell of each row of the tables in a text."""
+    for row in re.findall(r"^\| (.+?) \|", text, re.M):
+        yield from code_spans(row)
+
+
+# ── recipes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_recipes_in_the_docs_are_valid(block: Block) -> None:
+    tree = tomllib.loads(block.text)
+    if block.comment:
+        kind, _, names = block.comment.partition(": ")
+        assert kind == "partial"
+        taken = {name: BASE[name] for name in names.split(", ")}
+        assert not taken.keys() & tree.keys(), "a section that the block writes itself"
+        tree = taken | tree
+    recipe_from(tree, name=str(block))
+
+
+def test_every_recipe_in_the_tree_is_valid() -> None:
+    assert {"shared-rule"} <= built_in_files().keys()
+    for file in (REPOSITORY / "recipes").glob("*/*.toml"):
+        if file.name != "study.toml":
+            load_recipe(file)
+
+
+FIELD = re.compile(
+    r"(student|tasks|rollout|teacher|losses|train|evaluate|run)\.([a-z_.]+)(?: = .*)?"
+)
+
+
+def has_field(here: Any, keys: list[str]) -> bool:
+    if not keys:
+        return True
+    if keys[0].isdecimal():
+        return has_field(inside(here, 0), keys[1:])
+    sections = [*(kinds(here).values() or options(here) or (here,))]
+    after = [inside(one, keys[0]) for one in sections]
+    return any(one is not Any and has_field(one, keys[1:]) for one in after)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fields_named_in_the_text_exist(page: Path) -> None:
+    for span in code_spans(prose(page)):
+        if (match := FIELD.fullmatch(span)) and not span.endswith((".py", ".jsonl")):
+            assert has_field(Recipe, [match[1], *match[2].split(".")]), span
+
+
+def test_jsonl_in_the_docs_is_tasks(tmp_path: Path) -> None:
+    from courtside.tasks.jsonl import jsonl_tasks
+
+    assert blocks("jsonl")
+    for block in blocks("jsonl"):
+        file = tmp_path / "tasks.jsonl"
+        file.write_text(block.text)
+        assert len(jsonl_tasks(file)) == len(block.text.splitlines())
+
+
+# ── commands ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands(program: str) -> list[str]:
+    shown = [line for block in blocks("bash") for line in block.text.splitlines()]
+    named = [span for page in PAGES for span in code_spans(prose(page))]
+    return sorted({line for line in (*shown, *named) if line.startswith(f"{program} ")})
+
+
+def recipe_meant_by(target: str) -> Path | None:
+    """None: a name that stands for the reader's own recipe or run."""
+    return find_recipe(target) if target in built_in_files() or Path(target).is_file() else None
+
+
+@pytest.mark.parametrize("line", commands("courtside"))
+def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    verb, *arguments = shlex.split(line, comments=True)[1:]
+    group: Any = get_command(app)
+    if verb.startswith("--"):
+        assert verb in ("--help", *(flag for p in group.params for flag in p.opts))
+        return
+    if not arguments:
+        assert verb in group.commands  # A verb that is only talked about.
+        return
+    parsed = group.commands[verb].make_context(verb, arguments).params
+    if verb == "init" and not parsed["name"].isupper():
+        assert parsed["name"] in built_in_files()
+    if "overrides" not in parsed:
+        return
+    # The reader's own recipe is the quickstart's.
+    own = tmp_path / "mine.toml"
+    own.write_text(next(b.text for b in blocks("toml") if b.page.name == "quickstart.md"))
+    target = parsed.get("recipe") or parsed.get("target") or str(parsed["run"])
+    load_recipe(recipe_meant_by(target) or own, parsed["overrides"] or ())
+
+
+def test_make_targets_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for line in commands("make"):
+        assert re.search(rf"^{shlex.split(line)[1]}:", makefile, re.M), line
+
+
+# ── links and names ──────────────────────────────────────────────────────────────────────────────
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+PLACES = tuple(f"{name}/" for name in ("src", "recipes", "examples", "tests", "benchmarks", "docs"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_the_text_exist(page: Path) -> None:
+    for span in code_spans(prose(page)):
+        if span.startswith(PLACES) and not re.search(r"NAME|[ =*…]", span):
+            assert (REPOSITORY / span).exists(), span
+
+
+def test_the_file_map_is_whole() -> None:
+    named = set(first_column(section("README.md", "## File map")))
+    assert all((REPOSITORY / name).exists() for name in named)
+    packages = {path.parent for path in (REPOSITORY / "src" / "courtside").glob("*/__init__.py")}
+    assert {f"src/courtside/{path.name}/" for path in packages} <= named
+
+
+def test_functions_named_beside_their_file_exist() -> None:
+    text = (REPOSITORY / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)\.py: (\w+)`", text)
+    assert len(named) > 5
+    for module, function in named:
+        assert hasattr(importlib.import_module(f"courtside.losses.{module}"), function), function
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Every text of a program, with … for what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_are_those_of_the_code() -> None:
+    sources = sorted((REPOSITORY / "src" / "courtside").rglob("*.py"))
+    said = "\n".join(text for file in sources for text in texts(ast.parse(file.read_text("utf-8"))))
+    messages = list(first_column(section("docs/troubleshooting.md", "## Messages")))
+    assert len(messages) > 30
+    assert [message for message in messages if message not in said] == []
+
+
+def test_every_error_has_a_word_on_it() -> None:
+    spans = code_spans((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert {name for name in vars(errors) if isinstance(getattr(errors, name), type)} <= set(spans)
+
+
+# ── Python ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `runs/mine`, of a recipe whose losses log whatever there is to log."""
+    from small_runs import small_recipe, write_jsonl
+
+    folder = tmp_path_factory.mktemp("docs")
+    common = {
+        "privileged": {"rule": "Be brief."},
+        "grader": "regex",
+        "grader_args": {"pattern": "a"},
+    }
+    rows = [
+        {"prompt": f"Say {n}.", "completion": f"{n}", "split": split, **common}
+        for n, split in enumerate(["train", "train", "validation", "test"])
+    ]
+    recipe = small_recipe(
+        tiny_folder,
+        tasks={"kind": "jsonl", "path": str(write_jsonl(folder / "tasks.jsonl", rows))},
+        teacher={"kind": "self", "weights": "ema", "context": {"kind": "field", "field": "rule"}},
+        rollout={"samples": 2, "max_new_tokens": 4, "student_share": 0.5},
+        losses=[
+            {"kind": "divergence", "support": {"kind": "top_k", "k": 4}},
+            {"kind": "policy_gradient", "on": "student"},
+            {"kind": "cross_entropy", "on": "dataset"},
+        ],
+        train={"steps": 2, "prompts": 2},
+        evaluate={"tasks": 1, "forward_kl": True},
+    )
+    courtside.train(recipe, folder / "runs" / "mine")
+    return folder
+
+
+def test_the_readme_shows_the_example() -> None:
+    [shown] = [block for block in blocks("python") if block.page.name == "README.md"]
+    example = (REPOSITORY / "examples" / "ten_lines.py").read_text(encoding="utf-8")
+    assert shown.text.strip() == example.split('"""', 2)[2].strip()
+    assert len([line for line in shown.text.splitlines() if line.strip()]) == 10
+
+
+def test_python_in_the_docs_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    others = [block for block in blocks("python") if block.page.name != "README.md"]
+    assert others
+    for block in others:
+        exec(compile(block.text, str(block), "exec"), {})
+
+
+def test_every_file_and_column_of_a_run_is_described(runs: Path) -> None:
+    import pyarrow.parquet as pq
+
+    folder = runs / "runs" / "mine"
+    files = " ".join(first_column(section("docs/concepts.md", "## The run folder")))
+    for path in folder.iterdir():
+        assert path.name.startswith(".") or path.name in files, path.name
+    [row, *_] = courtside.RunFolder.read(folder).metrics()
+    described = set(first_column(section("docs/concepts.md", "### Columns of `metrics.jsonl`")))
+    patterns = [re.sub(r"NAME|PHASE", r"\\w+", one) for one in described]
+    for column in row:
+        assert any(re.fullmatch(pattern, column) for pattern in patterns), column
+    assert all(any(re.fullmatch(p, c) for c in row) for p in patterns if "accuracy" not in p)
+    # By file: a folder of such a name would be read as a data set with partitions.
+    with (folder / "trajectories" / "step-000000.parquet").open("rb") as file:
+        columns = set(pq.read_schema(file).names)
+    assert columns == set(
+        first_column(section("docs/concepts.md", "### Columns of a trajectories file"))
+    )
+    spoken = {key for one in courtside.RunFolder.read(folder).evaluations() for key in one.metrics}
+    assert {"kl_estimate", "forward_kl_estimate"} <= spoken
+
+
+def test_ten_lines(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = tmp_path / "recipes" / "shared-rule" / "recipe.toml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_bytes(find_recipe("shared-rule").read_bytes())
+    small = ("train.steps=1", "train.prompts=2", "rollout.max_new_tokens=4", "evaluate.tasks=2")
+    arguments = (f"student.model={tiny_folder}", *small)
+    run_example("ten_lines.py", *arguments, at=tmp_path, with_=monkeypatch)
+    said = capsys.readouterr().out
+    assert "student after 0 steps" in said and "teacher after 0 steps" in said
+    assert "student after 1 steps" in said and "The teacher disliked token" in said
+
+
+def test_own_tasks(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--model", str(tiny_folder), "--steps", "1")
+    run_example("own_tasks.py", *arguments, at=tmp_path, with_=monkeypatch)
+    said = capsys.readouterr().out
+    assert re.search(r"step 0: KL \d", said) and "student after 1 steps" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*without a tail")
+def test_losses_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example("losses_alone.py", at=tmp_path, with_=monkeypatch)
+    said = capsys.readouterr().out
+    assert "naive: the student ends with 0.368" in said
+    assert "tail: the student ends with 1.000" in said
+
+
+def run_example(name: str, *arguments: str, at: Path, with_: pytest.MonkeyPatch) -> None:
+    with_.chdir(at)
+    with_.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(REPOSITORY / "examples" / name), run_name="__main__")
+
+
+def test_every_example_is_run_here() -> None:
+    names = {path.stem for path in (REPOSITORY / "examples").glob("*.py")}
+    assert {f"test_{name}" for name in names} <= globals().keys()

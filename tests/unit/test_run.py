@@ -1,0 +1,282 @@
+"""A run in its folder: what it keeps, counts and says. Kills and resumes are in the invariants."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe, write_jsonl
+
+from courtside.assemble import assemble
+from courtside.errors import Interrupted, NotFiniteError, TaskError
+from courtside.loop import train_loop
+from courtside.report.folder import RunFolder
+from courtside.report.parquet import read_trajectories
+from courtside.report.screen import SilentScreen
+from courtside.run import Run, _file_name
+from courtside.student import checkpoints
+from courtside.verbs import train
+
+
+class Recorder(SilentScreen):
+    """A screen that remembers, and can act when a step is shown."""
+
+    def __init__(self, on_step: Any = None) -> None:
+        self.said: list[str] = []
+        self.steps = 0
+        self.finished = 0
+        self.on_step = on_step
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, row: Any) -> None:
+        self.steps += 1
+        if self.on_step:
+            self.on_step(row)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def go(recipe: Any, path: Path, screen: Recorder, spoil: Any = None) -> Run:
+    """`verbs.train`, with the parts in hand."""
+    with RunFolder.open(path, recipe) as folder:
+        parts = assemble(recipe)
+        run = Run(parts, folder, screen)
+        if spoil:
+            spoil(parts)
+        train_loop(parts, run)
+        return run
+
+
+def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_folder, tmp_path):
+    screen = Recorder()
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, evaluate={"tasks": 2, "every": 2})
+    folder = train(recipe, tmp_path / "run", screen=screen)
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
+    measured = [(e.step, e.who, e.split) for e in folder.evaluations()]
+    assert sorted(measured) == [
+        (0, "student", "test"), (0, "student", "validation"), (0, "teacher", "test"),
+        (2, "student", "validation"), (4, "student", "validation"), (5, "student", "test"),
+    ]  # fmt: skip
+    assert [p.name for p in sorted(folder.checkpoints.iterdir())] == ["step-000004", "step-000005"]
+    assert folder.trajectory_steps() == [0, 1, 2, 3, 4]
+    assert (folder.path / "report.html").stat().st_size > 1000
+    assert folder.recipe() == recipe
+    assert screen.steps == 5 and screen.finished == 1
+    assert not (folder.path / "failed").exists()
+
+
+def test_trajectories_are_kept_as_often_as_asked(tiny_folder, tiny_teacher_folder, tmp_path):
+    run = {"trajectories_every": 3, "checkpoint_every": 5}
+    folder = train(small_recipe(tiny_folder, tiny_teacher_folder, run=run), tmp_path / "run")
+    assert folder.trajectory_steps() == [0, 3, 4]  # and the last
+
+
+# ── not finite ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tmp_path):
+    """From step 3 on the teacher excludes every word but one."""
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    before: list[torch.Tensor] = []
+
+    def spoil(parts: Any) -> None:
+        def act(row: Any) -> None:
+            if row["step"] == 2:
+                head = parts.teacher.teacher.engine.head
+                module = torch.nn.Linear(32, head.num_words)
+                module.bias.data[:] = -math.inf
+                module.bias.data[0] = 0.0
+                head.module = module
+                trained = parts.student.weights.trained().values()
+                before.extend(p.detach().clone() for p in trained)
+                kept.append(parts)
+
+        screen.on_step = act
+
+    kept: list[Any] = []
+    screen = Recorder()
+    path = tmp_path / "run"
+    with pytest.raises(NotFiniteError) as caught:
+        go(recipe, path, screen, spoil)
+    file = path / "failed" / "step-000003.parquet"
+    message = str(caught.value)
+    assert "step 3: the loss 'divergence' is not finite; no weight was changed" in message
+    assert str(file) in message and "The last checkpoint is from step 2" in message
+    batch = read_trajectories(file, 3)
+    assert len(batch) == 4 and all(one.teacher_logp for one in batch)
+    assert any(math.isinf(logp) for one in batch for logp in one.teacher_logp)
+    after = [p.detach() for p in kept[0].student.weights.trained().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert len(RunFolder.read(path).metrics()) == 3
+    assert screen.finished == 1
+    # What was wrong is mended; the run goes on from its checkpoint.
+    assert len(train(recipe, path).metrics()) == 5
+
+
+def test_a_component_without_tokens_is_null_in_the_metrics(
+    tiny_folder, tiny_teacher_folder, tmp_path
+):
+    ramp = {"start": 0.0, "end": 1.0, "steps": 4}
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_teacher_folder,
+        tasks={"kind": "arithmetic"},
+        rollout={"samples": 2, "max_new_tokens": 4, "student_share": ramp},
+        losses=[
+            {"kind": "divergence", "on": "student"},
+            {"kind": "cross_entropy", "on": "dataset"},
+        ],
+    )
+    rows = train(recipe, tmp_path / "run").metrics()
+    assert rows[0]["loss/divergence"] is None and rows[0]["tokens/divergence"] == 0
+    assert rows[0]["loss"] == rows[0]["loss/cross_entropy"] > 0
+    assert "kl" not in rows[0]  # never measured is not 0
+    assert rows[4]["loss/cross_entropy"] is None and rows[4]["kl"] > 0
+
+
+# ── ways to stop ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interrupt_ends_the_run_at_the_next_whole_step(
+    tiny_folder, tiny_teacher_folder, tmp_path
+):
+    recipe = small_recipe(
+        tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100}, evaluate={"tasks": 1}
+    )
+    ours = signal.getsignal(signal.SIGINT)
+
+    def interrupt(row: Any) -> None:
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    screen = Recorder(interrupt)
+    with pytest.raises(Interrupted, match=r"stopped after 3 of 5 steps; everything is saved in"):
+        train(recipe, tmp_path / "run", screen=screen)
+    assert any("press Ctrl-C again" in text for text in screen.said)
+    assert signal.getsignal(signal.SIGINT) is ours
+    assert screen.finished == 1
+    assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step-000003"
+
+    def twice(row: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", screen=Recorder(twice))
+    assert signal.getsignal(signal.SIGINT) is ours
+    assert len(train(recipe, tmp_path / "run").metrics()) == 5
+
+
+def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_path):
+    """A task without a completion turns up in the third step."""
+    rows = [{"prompt": f"say {n}", "completion": "yes", "split": "train"} for n in range(6)]
+    file = write_jsonl(tmp_path / "tasks.jsonl", rows)
+    recipe = small_recipe(
+        tiny_folder,
+        tasks={"kind": "jsonl", "path": str(file)},
+        rollout={"student_share": 0.0},
+        losses=[{"kind": "cross_entropy"}],
+        run={"checkpoint_every": 100},
+    )
+    third = assemble(recipe).tasks.batch(2, 2)[0].messages[0].content
+    for row in rows:
+        if row["prompt"] == third:
+            del row["completion"]
+    write_jsonl(file, rows)
+    screen = Recorder()
+    with pytest.raises(TaskError, match="`completion` on every task"):
+        train(recipe, tmp_path / "run", screen=screen)
+    assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step-000002"
+    assert screen.finished == 1
+    write_jsonl(file, [row | {"completion": "yes"} for row in rows])
+    assert len(train(recipe, tmp_path / "run").metrics()) == 5
+
+
+def test_the_last_step_is_saved_before_it_is_measured(
+    tiny_folder, tiny_teacher_folder, tmp_path, monkeypatch
+):
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    saved = []
+    real = RunFolder.record_evaluation
+
+    def record(self: RunFolder, evaluation: Any) -> None:
+        latest = checkpoints.latest(self.checkpoints)
+        saved.append((evaluation.step, latest and latest.name))
+        real(self, evaluation)
+
+    monkeypatch.setattr(RunFolder, "record_evaluation", record)
+    train(recipe, tmp_path / "run")
+    assert saved == [(0, None), (0, None), (5, "step-000005")]
+
+
+def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts": 1})
+    train(recipe, tmp_path / "run")
+    screen = Recorder()
+    train(recipe, tmp_path / "run", screen=screen)
+    assert screen.said == [f"{tmp_path / 'run'}: all 1 steps are done; nothing to train"]
+    assert screen.steps == 0
+
+
+# ── costs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_costs_are_counted_with_the_size_of_who_did_the_work(
+    tiny_folder, tiny_teacher_folder, tmp_path
+):
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_teacher_folder,
+        losses=[{"kind": "divergence", "extrapolate": 1.2}],
+        train={"steps": 2, "prompts": 2},
+    )
+    folder = train(recipe, tmp_path / "run")
+    parts = assemble(recipe)
+    size = sum(p.numel() for p in parts.engine.model.parameters())
+    (teacher_size,) = parts.teacher_sizes.values()
+    assert teacher_size > size
+    stored = [s.trajectory for step in (0, 1) for s in folder.trajectories(step)]
+    length = sum(len(t.token_ids) for t in stored)
+    written = sum(t.num_chosen for t in stored)
+    costs = folder.read_costs()
+    assert costs["rollout"].tokens_out == written
+    assert costs["rollout"].tokens_in == length - written
+    assert costs["rollout"].flops == 2 * size * length
+    assert costs["teacher"].tokens_in == 2 * length  # the teacher and the reference
+    assert costs["teacher"].flops == 2 * (teacher_size + size) * length
+    assert costs["update"].flops == 6 * size * length
+    assert all(cost.seconds > 0 for cost in costs.values())
+    # The last evaluation is in them too.
+    asked = [e for e in folder.evaluations()]
+    answered = sum(round(e.metrics["length"] * len(e.scores)) for e in asked)
+    assert costs["evaluate"].tokens_out == answered and len(asked) == 3
+
+
+def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folder, tmp_path):
+    def stop(row: Any) -> None:
+        if row["step"] == 2:
+            raise RuntimeError("a power cut")
+
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    with pytest.raises(RuntimeError):
+        train(recipe, tmp_path / "run", screen=Recorder(stop))
+    paid = RunFolder.read(tmp_path / "run").read_costs()
+    folder = train(recipe, tmp_path / "run")
+    once = sum(t.trajectory.num_chosen for s in range(5) for t in folder.trajectories(s))
+    again = sum(t.trajectory.num_chosen for t in folder.trajectories(2))
+    assert folder.read_costs()["rollout"].tokens_out == once + again
+    assert folder.read_costs()["rollout"].seconds > paid["rollout"].seconds
+
+
+def test_names_of_averages_stay_apart():
+    names = ["a:self:ema", "a-self-ema", "a self:ema", "a/self:ema", "ä:self:ema"]
+    assert len({_file_name(name) for name in names}) == len(names)
+    assert not any("/" in _file_name(name) for name in names)
