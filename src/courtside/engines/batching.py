@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def pass_tokens(device: torch.device) -> int:
+    """Tokens of one forward pass that keep the device busy; on a CPU more would only pad more."""
+    return 16384 if device.type == "cuda" else 1024
+
+
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length, each of at most `max_tokens` with its padding.
 

@@ -140,16 +140,13 @@ class Decoders:
         self._kept: OrderedDict[Any, Decoder] = OrderedDict()
 
     def get(self, rooms: list[tuple[Tensor, Tensor]], sampling: Sampling) -> Decoder:
-        rows, heads, slots, size = rooms[0][0].shape
+        rows, _, slots, _ = rooms[0][0].shape
         rows, slots = _up(rows, ROW_STEP), _up(slots, SLOT_STEP)
         key = (rows, slots, sampling, self._weights())
         if key not in self._kept:
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            fixed = [
-                (k.new_zeros(rows, heads, slots, size), v.new_zeros(rows, heads, slots, size))
-                for k, v in rooms
-            ]
+            fixed = [(_room(k, rows, slots), _room(v, rows, slots)) for k, v in rooms]
             self._kept[key] = Decoder(self.model, self.head, fixed, sampling)
         self._kept.move_to_end(key)
         return self._kept[key]
@@ -159,6 +156,10 @@ class Decoders:
         places = tuple(p.data_ptr() for p in self.model.parameters())
         off = tuple(bool(getattr(m, "disable_adapters", False)) for m in self.model.modules())
         return hash((places, off))
+
+
+def _room(like: Tensor, rows: int, slots: int) -> Tensor:
+    return like.new_zeros(rows, like.shape[1], slots, like.shape[3])
 
 
 def _up(number: int, step: int) -> int:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from courtside.engines.base import Head, SampleRequest, Sampling, ScoreRequest, Scores
-from courtside.engines.batching import batches_by_length, pad_left, pad_right
+from courtside.engines.batching import batches_by_length, pad_left, pad_right, pass_tokens
 from courtside.engines.graphs import Decoders
 from courtside.engines.sampling import draw, uniforms
 from courtside.errors import ModelError
@@ -44,6 +44,7 @@ class TransformersEngine:
         self.autocast = autocast
         """Arithmetic of the forward pass where it is not that of the weights."""
         self.max_batch_tokens = max_batch_tokens
+        self.score_batch_tokens = min(max_batch_tokens, pass_tokens(self.device))
         settings: Any = model.config.get_text_config()
         self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
         self.eos_ids = eos_ids(model, tokenizer)
@@ -185,7 +186,7 @@ class TransformersEngine:
         results: dict[int, Scores] = {}
         lengths = [len(request.token_ids) for request in requests]
         with self.casting():
-            for batch in batches_by_length(lengths, self.max_batch_tokens):
+            for batch in batches_by_length(lengths, self.score_batch_tokens):
                 ids_BL = pad_right([requests[i].token_ids for i in batch], self.pad_id, self.device)
                 out = self.model.base_model(input_ids=ids_BL, use_cache=False)
                 for row, index in enumerate(batch):

@@ -225,6 +225,8 @@ def metrics_row(scored: Sequence[Scored], update: Update, seconds: Mapping[str, 
         row["length/mean"] = sum(lengths) / len(lengths)
         row["length/max"] = max(lengths)
         row["length/truncated"] = truncated / len(lengths)
+    if any(one.target is not None for one in scored):
+        row["without_teacher"] = sum(one.target is None for one in scored)
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())

@@ -26,8 +26,8 @@ from courtside.student.tally import Tally
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:
-    """Positions a chunk: 32 MiB of float32 logits on a CPU with its small caches, 512 on a GPU."""
-    elements = 2**27 if device.type == "cuda" else 2**23
+    """Positions a chunk: 16 MiB of float32 logits on a CPU with its small caches, 256 on a GPU."""
+    elements = 2**26 if device.type == "cuda" else 2**22
     return max(16, elements // num_words)
 
 
@@ -36,16 +36,25 @@ def backward_through_head(
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
     student's log-probs of the tokens."""
-    gradients: list[Tensor] = []
-    logps: list[Tensor] = []
+    # Reserved at once: what outlives a chunk must not lie between its temporaries, or the freed
+    # [chunk, V] blocks never join again and the heap grows chunk by chunk.
+    gradient_ND = torch.empty_like(rows.hidden_ND)
+    logp_N = rows.temperature_N.new_empty(len(rows), dtype=head_dtype(rows.hidden_ND))
+    start = 0
     for part in rows.split(chunk):
         leaf_ND = part.hidden_ND.detach().requires_grad_()
-        loss, logp_N = chunk_loss(replace(part, hidden_ND=leaf_ND), head, components, tally)
+        loss, chunk_logp_N = chunk_loss(replace(part, hidden_ND=leaf_ND), head, components, tally)
         loss.backward()
         assert leaf_ND.grad is not None
-        gradients.append(leaf_ND.grad)
-        logps.append(logp_N.detach())
-    return torch.cat(gradients), torch.cat(logps)
+        gradient_ND[start : start + len(part)] = leaf_ND.grad
+        logp_N[start : start + len(part)] = chunk_logp_N.detach()
+        start += len(part)
+    return gradient_ND, logp_N
+
+
+def head_dtype(hidden_ND: Tensor) -> torch.dtype:
+    """Of log-probs: float32, or better where the model is."""
+    return torch.promote_types(hidden_ND.dtype, torch.float32)
 
 
 def chunk_loss(
@@ -198,9 +207,17 @@ def _divergence(
 @torch.no_grad()
 def _watch_words(logp_NV: Tensor, teacher_NV: Tensor, tally: Tally) -> None:
     """Over the rows where a loss compares whole distributions, however they are chunked."""
-    tally.mean("kl", reverse_kl(logp_NV, teacher_NV))
-    tally.mean("entropy/student", entropy(logp_NV))
-    tally.mean("entropy/teacher", entropy(teacher_NV))
+    # Products summed on the way instead of [N, V] terms that are summed afterwards.
+    p_NV = logp_NV.exp()
+    entropy_N = -torch.linalg.vecdot(p_NV, logp_NV)
+    cross_N = -torch.linalg.vecdot(p_NV, teacher_NV)
+    teacher_N = -torch.linalg.vecdot(torch.exp(teacher_NV, out=p_NV), teacher_NV)
+    if bool((entropy_N + cross_N + teacher_N).isnan().any()):  # 0 · log 0, which means 0
+        entropy_N, teacher_N = entropy(logp_NV), entropy(teacher_NV)
+        cross_N = reverse_kl(logp_NV, teacher_NV) + entropy_N
+    tally.mean("kl", cross_N - entropy_N)
+    tally.mean("entropy/student", entropy_N)
+    tally.mean("entropy/teacher", teacher_N)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from courtside.config import Recipe
 from courtside.engines.base import Head
-from courtside.engines.batching import batches_by_length, pad_right
+from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
@@ -31,6 +31,7 @@ class Student:
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimiser = make_optimiser(weights.trained(), recipe)
+        self.micro_batch_tokens = recipe.train.micro_batch_tokens or pass_tokens(weights.device)
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
@@ -87,7 +88,7 @@ class Student:
         heads = list(dict.fromkeys(_head_id(s) for s in scored))
         return [
             sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_id(s)))
-            for batch in batches_by_length(lengths, self.recipe.train.micro_batch_tokens)
+            for batch in batches_by_length(lengths, self.micro_batch_tokens)
         ]
 
     def _micro_batch(

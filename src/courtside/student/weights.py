@@ -101,6 +101,13 @@ class MovingAverage:
 def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+    if lora.targets != "all-linear" and names & set(lora.targets):
+        raise ModelError(
+            f"student.lora.targets: {sorted(names)[0]!r} is the output head, which gets no adapter "
+            "here (its logits are made in chunks). Leave it out"
+        )
     targets: Any = lora.targets if lora.targets == "all-linear" else list(lora.targets)
     settings = LoraConfig(
         task_type="CAUSAL_LM",

@@ -163,6 +163,7 @@ def test_metrics_are_one_flat_row_a_step(folder, batch, update):
         "step": 0,
         "loss": 1.5,
         "loss/divergence": 1.0,
+        "without_teacher": 1,
         "loss/policy_gradient": 1.0,
         "tokens/divergence": 18,
         "tokens/policy_gradient": 24,
