@@ -172,8 +172,10 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
 
 def _forget_failed_start(path: Path, recipe: Recipe) -> None:
     """A start that trained nothing must not hold its folder against a corrected recipe."""
+    from courtside.report import toml
+    from courtside.report.disk import replace_file
     from courtside.report.folder import RunFolder
-    from courtside.report.opening import RECIPE, refuse_differences, take_lock
+    from courtside.report.opening import RECIPE, recipe_tree, refuse_differences, take_lock
     from courtside.student import checkpoints
 
     if not (path / RECIPE).is_file():
@@ -184,6 +186,7 @@ def _forget_failed_start(path: Path, recipe: Recipe) -> None:
         try:
             refuse_differences(path, folder.recipe(), recipe)
         except RecipeError:
-            folder.rewind(-1)  # measured before the first step, under the other recipe
-            for name in ("costs.json", RECIPE):
-                (path / name).unlink(missing_ok=True)
+            folder.rewind(-1)  # also what was measured before the first step
+            folder.write_costs({})
+            # Last, and never without one: a folder with other files and no recipe is a stranger's.
+            replace_file(path / RECIPE, toml.dumps(recipe_tree(recipe)).encode())

@@ -94,7 +94,11 @@ def broken(good, tmp_path, tiny_folder) -> Callable[[str], Tree]:
             "losses": [{"kind": "policy_gradient", "advantage": "reward"}],
             "teacher": None,
         },
-        "no completion": lambda: prompts("a", "b") | {
+        # Found in the first step, after test tasks were measured.
+        "no completion": lambda: jsonl([
+            json.dumps({"prompt": "a", "split": "train"}),
+            json.dumps({"prompt": "b", "split": "test", "answer": "c", "grader": "contains"}),
+        ]) | {
             "losses": [{"kind": "cross_entropy"}],
             "rollout": {"student_share": 0.0},
             "teacher": None,
@@ -145,9 +149,11 @@ def test_bad_input_is_explained_and_blocks_nothing(name, broken, good, tmp_path)
     done = RunFolder.read(folder)
     assert len(done.metrics()) == 1
     # What the failed start had measured is not taken for the new recipe's.
-    assert [(e.step, e.who) for e in done.evaluations()] == [
+    evaluations = done.evaluations()
+    assert [(e.step, e.who) for e in evaluations] == [
         (0, "student"), (0, "teacher"), (1, "student"),
     ]  # fmt: skip
+    assert evaluations[0].scores.keys() == evaluations[-1].scores.keys()
     assert done.recipe().teacher is not None
 
 

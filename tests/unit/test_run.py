@@ -79,6 +79,27 @@ def test_trajectories_are_kept_as_often_as_asked(tiny_folder, tiny_teacher_folde
     assert folder.trajectory_steps() == [0, 3, 4]  # and the last
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_moving_average_follows_every_step(lora, tiny_folder, tmp_path):
+    """Its checkpoints against θ̄ ← d·θ̄ + (1 − d)·θ over those of the weights."""
+    recipe = small_recipe(
+        tiny_folder,
+        student={"model": str(tiny_folder)} | ({"lora": lora} if lora else {}),
+        teacher={"kind": "self", "weights": "ema", "ema_decay": 0.6,
+                 "context": {"kind": "system", "text": "be brief"}},
+        train={"steps": 4, "prompts": 2, "learning_rate": 1e-2},
+        run={"checkpoint_every": 1, "keep_checkpoints": 9},
+    )  # fmt: skip
+    folder = train(recipe, tmp_path / "run")
+    average = {n: p.detach() for n, p in assemble(recipe).student.weights.trained().items()}
+    for step in (1, 2, 3, 4):
+        saved = checkpoints.load(checkpoints.at(folder.checkpoints, step)).tensors
+        for name, weight in saved["weights"].items():
+            average[name] = 0.6 * average[name] + 0.4 * weight
+        for name, tensor in saved["average-self%3Aema"].items():
+            torch.testing.assert_close(tensor, average[name])
+
+
 # ── not finite ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -119,6 +140,21 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
     assert screen.finished == 1
     # What was wrong is mended; the run goes on from its checkpoint.
     assert len(train(recipe, path).metrics()) == 5
+
+
+def test_a_first_step_that_is_not_finite_can_be_corrected(
+    tiny_folder, tiny_teacher_folder, tmp_path
+):
+    def spoil(parts: Any) -> None:
+        next(iter(parts.student.weights.trained().values())).data.fill_(math.nan)
+
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    with pytest.raises(NotFiniteError):
+        go(recipe, tmp_path / "run", Recorder(), spoil)
+    assert (tmp_path / "run" / "failed" / "step-000000.parquet").is_file()
+    changed = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts": 1})
+    folder = train(changed, tmp_path / "run")
+    assert len(folder.metrics()) == 2 and folder.recipe() == changed
 
 
 def test_a_component_without_tokens_is_null_in_the_metrics(

@@ -158,6 +158,19 @@ def test_a_finite_loss_with_an_infinite_gradient_is_caught(parts):
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
 
 
+def test_an_infinite_loss_is_caught_even_where_its_gradient_is_finite(parts, monkeypatch):
+    real = parts.student.accumulate
+
+    def accumulate(step, scored, chosen, tally):
+        logps = real(step, scored, chosen, tally)
+        tally.values["divergence"] = math.inf
+        return logps
+
+    monkeypatch.setattr(parts.student, "accumulate", accumulate)
+    with pytest.raises(NotFiniteError, match="the loss 'divergence' is not finite"):
+        parts.student.step(0, batch_of(parts))
+
+
 def test_dropout_follows_from_the_step_and_leaves_the_callers_numbers_alone(
     tiny_folder, tiny_teacher_folder
 ):
