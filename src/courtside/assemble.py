@@ -28,7 +28,7 @@ from courtside.teacher.context import task_context
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
-from courtside.types import Evaluation, Split
+from courtside.types import Evaluation, Split, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,10 @@ def assemble(recipe: Recipe) -> Parts:
     engine = engine_for(weights.model, name, weights.autocast)
     renderer = Renderer(tokenizer, name=name, eos_ids=engine.eos_ids)
     student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
+    new = recipe.rollout.max_new_tokens
     room = Room(
-        length=lambda task: len(renderer.prompt_ids(task.messages)),
-        max_tokens=engine.context_length - recipe.rollout.max_new_tokens,
+        length=lambda task: _length(task, renderer, new, data=recipe.trains_on_data),
+        max_tokens=engine.context_length - new,
     )
     tasks = task_source(recipe.tasks, recipe.seed, room)
 
@@ -207,6 +208,7 @@ def assemble(recipe: Recipe) -> Parts:
             grade=grade,
             teacher_writes=teacher.write if teacher else None,
             seed=recipe.seed,
+            pairs=any(loss.kind == "preference" for loss in recipe.losses),
         ),
         teacher=Scoring(teacher, reference),
         student=student,
@@ -216,6 +218,13 @@ def assemble(recipe: Recipe) -> Parts:
         teacher_sizes=teacher_sizes,
         notes=tuple(notes),
     )
+
+
+def _length(task: Task, renderer: Renderer, new: int, *, data: bool) -> int:
+    """Tokens of the prompt, and of what a given answer takes beyond `rollout.max_new_tokens`."""
+    texts = [text for text in (task.completion, task.rejected) if data and text is not None]
+    answers = [len(renderer.answer_ids(task.messages, text)) for text in texts]
+    return len(renderer.prompt_ids(task.messages)) + max(0, max(answers, default=0) - new)
 
 
 def _stay() -> None:

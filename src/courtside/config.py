@@ -478,6 +478,13 @@ class Recipe(Part):
             for loss in self.losses
         )
 
+    @property
+    def trains_on_data(self) -> bool:
+        """Whether some of the text is the tasks' own `completion`."""
+        share = self.rollout.student_share
+        least = min(share.start, share.end) if isinstance(share, Ramp) else share
+        return least < 1 and self.rollout.rest == "dataset"
+
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
 

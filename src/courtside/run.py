@@ -14,10 +14,11 @@ from types import FrameType
 from typing import Any
 from urllib.parse import quote
 
+import torch
 from torch.nn import Parameter
 
 from courtside.assemble import Parts
-from courtside.errors import Interrupted, NotFiniteError, UserError
+from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.intervals import paired_difference
 from courtside.report.costs import Meter, forward_flops, training_flops
 from courtside.report.folder import RunFolder
@@ -58,6 +59,13 @@ class Run:
         try:
             with self._catching_interrupts():
                 yield
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
+                f"last checkpoint is from step {self._last_saved()}. Lower "
+                "train.micro_batch_tokens or train.chunk_tokens (neither changes the update) or "
+                "rollout.max_batch_tokens, or set student.gradient_checkpointing = true"
+            ) from error
         except UserError:
             # Something the user must mend (a task without its field); the steps done are kept.
             if self.num_steps:

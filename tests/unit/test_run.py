@@ -13,7 +13,7 @@ import torch
 from small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
-from courtside.errors import Interrupted, NotFiniteError, TaskError
+from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
 from courtside.report.folder import RunFolder
 from courtside.report.parquet import read_trajectories
@@ -316,3 +316,21 @@ def test_names_of_averages_stay_apart():
     names = ["a:self:ema", "a-self-ema", "a self:ema", "a/self:ema", "ä:self:ema"]
     assert len({_file_name(name) for name in names}) == len(names)
     assert not any("/" in _file_name(name) for name in names)
+
+
+def test_out_of_memory_says_what_to_lower(tiny_folder, tiny_teacher_folder, tmp_path):
+    def spoil(parts: Any) -> None:
+        whole = parts.student.step
+
+        def step(number: int, scored: Any) -> Any:
+            if number == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+            return whole(number, scored)
+
+        parts.student.step = step
+
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    with pytest.raises(RunError, match="step 3.*from step 2.*micro_batch_tokens") as told:
+        go(recipe, tmp_path / "run", Recorder(), spoil)
+    assert "more" not in str(told.value)
+    assert train(recipe, tmp_path / "run").metrics()[-1]["step"] == 4  # and it goes on from there

@@ -27,6 +27,7 @@ class SingleTurnRollout:
         grade: Callable[[Task, str], Grade | None],
         teacher_writes: Writer | None,
         seed: int,
+        pairs: bool = True,
     ):
         self.engine = engine
         self.renderer = renderer
@@ -34,6 +35,8 @@ class SingleTurnRollout:
         self.grade = grade
         self.teacher_writes = teacher_writes
         self.seed = seed
+        self.pairs = pairs
+        """Whether a loss takes the `rejected` texts; nothing else may train on them."""
         self.sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -111,7 +114,7 @@ class SingleTurnRollout:
                 "`completion` on every task, and this one has none. Add it, or use rest = 'teacher'"
             )
         texts: list[tuple[str, Literal["better", "worse"] | None]] = [(task.completion, None)]
-        if task.rejected is not None:
+        if self.pairs and task.rejected is not None:
             texts = [(task.completion, "better"), (task.rejected, "worse")]
         return [
             answered(

@@ -63,7 +63,8 @@ def _finite(
 def _too_long(task: Task, room: Room, name: str) -> TaskError:
     start = task.messages[-1].content[:60]
     return TaskError(
-        f"{name}: the prompt {start!r}… (task {task.id}) has {room.length(task)} tokens; with "
-        f"rollout.max_new_tokens the model's context leaves {room.max_tokens}. Shorten it or "
-        "max_new_tokens, or set tasks.overlong = 'drop' to leave such prompts out and count them"
+        f"{name}: the prompt {start!r}… (task {task.id}) has {room.length(task)} tokens, with what "
+        "its completion has beyond rollout.max_new_tokens; with max_new_tokens the model's context "
+        f"leaves {room.max_tokens}. Shorten it or max_new_tokens, or set tasks.overlong = 'drop' "
+        "to leave such prompts out and count them"
     )

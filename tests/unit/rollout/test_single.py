@@ -239,3 +239,11 @@ def test_the_teacher_writes_the_rest() -> None:
         assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + written(seed).token_ids
         assert t.sampler_logp == written(seed).logp
         assert t.policy_version is None
+
+
+def test_rejected_texts_are_left_out_where_no_loss_takes_them() -> None:
+    pair = task(9, completion="yes", rejected="no")
+    made = rollout(student_share=0.0)
+    assert [t.preference for t in made([pair], 0)] == ["better", "worse"]
+    made.pairs = False
+    assert [(t.response, t.preference) for t in made([pair], 0)] == [("yes", None)]
