@@ -330,7 +330,7 @@ def test_out_of_memory_says_what_to_lower(tiny_folder, tiny_teacher_folder, tmp_
         parts.student.step = step
 
     recipe = small_recipe(tiny_folder, tiny_teacher_folder)
-    with pytest.raises(RunError, match="step 3.*from step 2.*micro_batch_tokens") as told:
+    with pytest.raises(RunError, match=r"step 3.*from step 2.*micro_batch_tokens") as told:
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(told.value)
     assert train(recipe, tmp_path / "run").metrics()[-1]["step"] == 4  # and it goes on from there
