@@ -245,7 +245,8 @@ class Run:
 
         def ask(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
-            signal.signal(signal.SIGINT, before)
+            # Not `before`: a job started in the background came with its interrupts ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             self.screen.say("stopping after this step; press Ctrl-C again to stop at once")
 
         signal.signal(signal.SIGINT, ask)
