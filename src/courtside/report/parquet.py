@@ -53,9 +53,11 @@ def read_trajectories(path: Path, step: int) -> list[StoredTrajectory]:
     import pyarrow.parquet as pq
 
     try:
-        # Not by path: pyarrow would read `key=value` folder names on the way as more columns.
-        with path.open("rb") as file:
-            table = pq.read_table(file)
+        # Not `read_table(path)`: it takes `key=value` folder names on the way for columns. Nor a
+        # Python file, nor threads: one that lets go of a Python object while the process ends
+        # aborts it.
+        with pa.OSFile(str(path)) as file:
+            table = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error})") from None
     version = (table.schema.metadata or {}).get(VERSION_KEY, b"")
