@@ -334,3 +334,16 @@ def test_out_of_memory_says_what_to_lower(tiny_folder, tiny_teacher_folder, tmp_
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(told.value)
     assert train(recipe, tmp_path / "run").metrics()[-1]["step"] == 4  # and it goes on from there
+
+
+def test_a_completion_too_long_for_the_context_is_told_at_the_start(tiny_folder, tmp_path):
+    rows = [{"prompt": f"p{n}", "completion": "yes", "split": "train"} for n in range(4)]
+    path = write_jsonl(
+        tmp_path / "tasks.jsonl", [*rows, rows[0] | {"prompt": "long", "completion": "y" * 600}]
+    )
+    tasks = {"kind": "jsonl", "path": str(path)}
+    imitate = {"rollout": {"student_share": 0.0}, "losses": [{"kind": "cross_entropy"}]}
+    with pytest.raises(TaskError, match=r"'long'.*its completion"):
+        assemble(small_recipe(tiny_folder, tasks=tasks, **imitate))
+    kept = assemble(small_recipe(tiny_folder, tasks=tasks | {"overlong": "drop"}, **imitate))
+    assert kept.tasks.num_dropped == 1
