@@ -3,9 +3,10 @@
     python recipes/study.py recipes/distil-back [--jobs 4] [--out runs]
 
 A study is a folder with a `study.toml`: its arms (recipes that differ in one thing), the learning
-rates to try, the seeds, and optionally a recipe that makes the teacher. Each arm's learning rate is
-chosen on validation tasks with the first seed; the test tasks are looked at once per final run.
-Writes `results.json` into the study's folder. Runs that are there already are not run again.
+rates to try, the seeds, and optionally recipes that make the models the arms start from. Each arm's
+learning rate is chosen on validation tasks with the first seed; the test tasks are looked at once
+per final run. Writes `results.json` into the study's folder. Runs that are there already are not
+run again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,18 @@ def over_seeds(values: list[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": len(values)}
 
 
+def difference(one: list[float], other: list[float]) -> dict[str, float]:
+    """Mean of `one` minus mean of `other`, by Welch; the degrees of freedom are rounded down."""
+    mean = statistics.fmean(one) - statistics.fmean(other)
+    parts = [statistics.variance(values) / len(values) for values in (one, other)]
+    if sum(parts) == 0:
+        return {"mean": mean, "low": mean, "high": mean}
+    weights = zip(parts, (one, other), strict=True)
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in weights)
+    half = T95[min(int(freedom), max(T95))] * math.sqrt(sum(parts))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
 def at_tokens(run: dict[str, Any], budget: float) -> float:
     """Validation rate at a number of trained tokens, between the evaluations around it."""
     curve = run["validation"]
@@ -98,6 +111,11 @@ def at_tokens(run: dict[str, Any], budget: float) -> float:
         if t0 <= budget <= t1:
             return float(r0 + (r1 - r0) * (budget - t0) / max(t1 - t0, 1))
     return float(curve[-1][2])
+
+
+def tokens_until(run: dict[str, Any], rate: float) -> int | None:
+    """Trained tokens at the first validation that reaches `rate`; None: none did."""
+    return next((tokens for _, tokens, r, _ in run["validation"] if r >= rate), None)
 
 
 def main() -> None:
@@ -111,24 +129,23 @@ def main() -> None:
     options.extra += plan.get("with", [])
     runs = options.out / options.study.name
     began = time.time()
-    if "prepare" in plan:
-        made = train(options.study / plan["prepare"]["recipe"], runs / "prepare", *options.extra)
-        to = runs / plan["prepare"]["export"]
-        if not to.exists():
-            command = [sys.executable, "-m", "courtside", "export", str(made), str(to)]
+    for name, recipe in plan.get("prepare", {}).items():
+        made = train(options.study / recipe, runs / f"prepare-{name}", *options.extra)
+        if not (runs / name).exists():
+            command = [sys.executable, "-m", "courtside", "export", str(made), str(runs / name)]
             subprocess.run(command, check=True)
+    arms = {name: {**plan, **arm} for name, arm in plan["arms"].items()}
 
     def run(arm: str, rate: float, seed: int) -> tuple[str, float, int, dict[str, Any]]:
         name = f"{arm}-lr{rate:g}-seed{seed}"
-        chosen = [f"train.learning_rate={rate}", f"seed={seed}", *options.extra]
-        folder = train(options.study / plan["arms"][arm], runs / name, *chosen)
+        settings = [*options.extra, *plan["arms"][arm].get("with", [])]
+        chosen = [f"train.learning_rate={rate}", f"seed={seed}", *settings]
+        folder = train(options.study / arms[arm]["recipe"], runs / name, *chosen)
         return arm, rate, seed, outcome(folder)
 
-    arms, rates, seeds = list(plan["arms"]), plan["learning_rates"], plan["seeds"]
     with ThreadPoolExecutor(options.jobs) as pool:
-        sweep = list(
-            pool.map(lambda job: run(*job), [(a, r, seeds[0]) for r in rates for a in arms])
-        )
+        first = [(a, r, arm["seeds"][0]) for a, arm in arms.items() for r in arm["learning_rates"]]
+        sweep = list(pool.map(lambda job: run(*job), first))
         score = plan.get("choose_by", "rate")
         best: dict[str, float] = {}
         for arm in arms:
@@ -136,14 +153,14 @@ def main() -> None:
             # The held-out KL where that is what the study is about, the pass rate elsewhere.
             merit = {rate: -v[3] if score == "kl" else v[2] for rate, v in tried.items()}
             best[arm] = max(merit, key=lambda rate: merit[rate])
-        final = list(
-            pool.map(lambda job: run(*job), [(a, best[a], s) for s in seeds for a in arms])
-        )
-    results = summary(plan, arms, best, sweep, final)
+        jobs = [(a, best[a], seed) for a, arm in arms.items() for seed in arm["seeds"]]
+        final = list(pool.map(lambda job: run(*job), jobs))
+    results = summary(plan, list(arms), best, sweep, final)
     results["command"] = " ".join(["python", *sys.argv])
     results["minutes"] = round((time.time() - began) / 60, 1)
-    results["environment"] = json.loads((runs / f"{arms[0]}-lr{best[arms[0]]:g}-seed{seeds[0]}"
-                                         / "environment.json").read_text())  # fmt: skip
+    arm, rate, seed = jobs[0]
+    environment = runs / f"{arm}-lr{rate:g}-seed{seed}" / "environment.json"
+    results["environment"] = json.loads(environment.read_text())
     (options.study / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     for arm in arms:
         row = results["arms"][arm]
@@ -173,6 +190,9 @@ def summary(
             },
             "at_equal_tokens": over_seeds([at_tokens(o, budget) for o in own]),
             "trained_tokens": over_seeds([o["trained_tokens"] for o in own]),
+            "tokens_until": {
+                f"{goal:g}": [tokens_until(o, goal) for o in own] for goal in plan.get("goals", [])
+            },
             "runs": own,
         }
     return {
@@ -180,11 +200,30 @@ def summary(
         "chosen_on": plan.get("choose_by", "rate"),
         "equal_tokens": budget,
         "arms": table,
+        "differences": differences(table),
         "sweep": [
             {"arm": a, "learning_rate": r, "validation": o["validation"][-1]}
             for a, r, _, o in sweep
         ],
     }
+
+
+def differences(table: dict[str, Any]) -> dict[str, Any]:
+    """Of every two arms, in each measure that both have."""
+    found: dict[str, Any] = {}
+    for a, b in combinations(table, 2):
+        two = [table[a]["runs"], table[b]["runs"]]
+        if min(map(len, two)) < 2:
+            continue
+        found[f"{a} minus {b}"] = {
+            "after": difference(*[[o["after"] for o in own] for own in two]),
+            **{
+                name: difference(*[[o["metrics_after"][name] for o in own] for own in two])
+                for name in ("kl_estimate", "forward_kl_estimate")
+                if all(name in o["metrics_after"] for own in two for o in own)
+            },
+        }
+    return found
 
 
 if __name__ == "__main__":

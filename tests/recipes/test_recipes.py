@@ -46,7 +46,9 @@ def test_study_chooses_on_validation_and_reports_the_test(
     (study / "recipe.toml").write_text((ROOT / "recipes/shared-rule/recipe.toml").read_text())
     (study / "study.toml").write_text(
         'learning_rates = [1e-4, 1e-2]\nseeds = [0, 1]\nwith = ["evaluate.every=2"]\n'
-        '[arms]\nonly = "recipe.toml"\n'
+        'goals = [0.0, 1.1]\n[arms.only]\nrecipe = "recipe.toml"\n'
+        '[arms.other]\nrecipe = "recipe.toml"\nlearning_rates = [1e-3]\n'
+        'with = ["train.warmup=1"]\n'
     )
     program = [sys.executable, str(ROOT / "recipes/study.py"), str(study), "--out", str(tmp_path)]
     done = subprocess.run(
@@ -64,4 +66,10 @@ def test_study_chooses_on_validation_and_reports_the_test(
     assert len(runs) == 2
     mean = sum(run["after"] for run in runs) / 2
     assert results["arms"]["only"]["after"]["mean"] == pytest.approx(mean)
-    assert results["equal_tokens"] == min(run["trained_tokens"] for run in runs)
+    assert results["arms"]["only"]["tokens_until"] == {"0": [0, 0], "1.1": [None, None]}
+    others = results["arms"]["other"]["runs"]
+    assert results["arms"]["other"]["learning_rate"] == 1e-3
+    assert results["equal_tokens"] == min(run["trained_tokens"] for run in [*runs, *others])
+    gap = results["differences"]["only minus other"]["after"]
+    assert gap["mean"] == pytest.approx(mean - sum(run["after"] for run in others) / 2)
+    assert gap["low"] <= gap["mean"] <= gap["high"]
