@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
-StopReason = Literal["eos", "stop_string", "length", "dataset"]
+StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,19 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that went wrong in one assistant turn, as its environment saw it.
+
+    >>> Event(kind="tool_not_found", details={"tool": "weather"}).kind
+    'tool_not_found'
+    """
+
+    kind: str
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Named facts for a reader's templates: the tool, its arguments, the message that came back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """A stretch of a trajectory with one author."""
 
@@ -95,9 +108,15 @@ class Turn:
     sampler_logp: tuple[float, ...] | None = None
     """Per token, under the distribution it was drawn from (temperature and truncation applied).
     None: not sampled by us. NaN where `chosen` is False."""
+    messages: tuple[Message, ...] = ()
+    """What an environment said in this turn; a prompt's are those of its task."""
+    num_opening: int = 0
+    """How many of the last ids are the template's opening of the assistant's next message."""
+    events: tuple[Event, ...] = ()
+    """What went wrong in an assistant's turn."""
 
     def __post_init__(self) -> None:
-        assert len(self.chosen) == len(self.token_ids)
+        assert len(self.chosen) == len(self.token_ids) >= self.num_opening
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
 
 
@@ -153,6 +172,52 @@ class Trajectory:
     def response(self) -> str:
         """Text of the last assistant turn, which graders read."""
         return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment answers to one assistant turn."""
+
+    messages: tuple[Message, ...]
+    """Put before the student next; at least one unless `done`."""
+    done: bool = False
+    events: tuple[Event, ...] = ()
+    """What was wrong with the turn that is answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """A few words that belong right above one turn of a trajectory. Only a teacher sees them."""
+
+    trajectory: str
+    """Its id."""
+    turn: int
+    """Index into its turns; an assistant's."""
+    text: str
+    source: str
+    """Which reader wrote it, e.g. "rules:tool_not_found", "model", "person"."""
+    reason: str = ""
+    """Why, for people."""
+    confidence: float | None = None
+    bad_span: str | None = None
+    """The words of the turn that the hint is against, where the reader can name them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One turn again, with a hint above it: what follows the trunk's first `splice` ids."""
+
+    trajectory: str
+    turn: int
+    splice: int
+    """How many ids of the trajectory (the trunk) the branch sees before its own."""
+    token_ids: tuple[int, ...]
+    """The hint, the opening of the assistant's message, the turn's ids: verbatim."""
+    scored: tuple[bool, ...]
+    """True on the ids of the turn that were chosen."""
+
+    def __post_init__(self) -> None:
+        assert len(self.scored) == len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

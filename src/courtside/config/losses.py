@@ -1,0 +1,163 @@
+"""[[losses]]: what is minimised, on which tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from courtside.config.base import Part, Refused, Share
+
+
+class FullSupport(Part):
+    kind: Literal["full"]
+
+
+class TopKSupport(Part):
+    kind: Literal["top_k"]
+    k: PositiveInt = 64
+    of: Literal["teacher", "student", "joint"] = "teacher"
+    """Whose k likeliest words. `student` is right only near the teacher; its overlap is logged."""
+    form: Literal["tail", "stop_gradient", "renormalised", "naive"] = "tail"
+    """tail: all other words of both as one class. naive has a wrong fixed point (mass · 1/e)."""
+
+
+class SampledSupport(Refused):
+    kind: Literal["sampled"]
+
+    @model_validator(mode="after")
+    def _refuse(self) -> SampledSupport:
+        raise ValueError(
+            "differentiating log π(y) − log q(y) at the sampled token directly gives a gradient "
+            "whose expectation is zero, whatever the teacher says. Use a loss of kind = "
+            "'policy_gradient' with advantage = 'teacher_gap' for sampled tokens, or "
+            "support = { kind = 'full' } or { kind = 'top_k' } here"
+        )
+
+
+class EntropyAware(Part):
+    threshold: NonNegativeFloat
+    """In nats: positions where the teacher's entropy is higher also get a forward KL."""
+    weight: PositiveFloat = 1.0
+
+
+class LossBase(Part):
+    weight: PositiveFloat = 1.0
+    on: Literal["student", "dataset", "teacher", "all"] = "all"
+    """Trajectories of which author this loss is taken on."""
+    name: str | None = None
+    """Under which it is logged. Unset: its kind."""
+
+
+class DivergenceLoss(LossBase):
+    kind: Literal["divergence"]
+    divergence: Literal["reverse_kl", "forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl"] = (
+        "reverse_kl"
+    )
+    beta: Share | None = None
+    """Of jsd: M = β·teacher + (1−β)·student. 0 and 1 are the forward and reverse KL."""
+    alpha: Share | None = None
+    """Of the skewed forms: forward KL(q ‖ α·q + (1−α)·π), reverse KL(π ‖ α·π + (1−α)·q)."""
+    support: Annotated[FullSupport | TopKSupport | SampledSupport, Field(discriminator="kind")] = (
+        FullSupport(kind="full")
+    )
+    clip: PositiveFloat | None = None
+    """Cap on the contribution of one word at one position, so that style words do not dominate."""
+    entropy_aware: EntropyAware | None = None
+    extrapolate: PositiveFloat = 1.0
+    """λ: the target is q^λ · ref^(1−λ), normalised; above 1 it goes beyond the teacher."""
+
+    @model_validator(mode="after")
+    def _parameters_belong(self) -> DivergenceLoss:
+        skewed = self.divergence.startswith("skew")
+        if (self.beta is not None) != (self.divergence == "jsd"):
+            raise ValueError(
+                "beta belongs to divergence = 'jsd' and to no other; set beta there (0.5 is the "
+                "symmetric one), or remove it"
+            )
+        if (self.alpha is not None) != skewed:
+            raise ValueError(
+                "alpha belongs to the skewed divergences and to no other; set alpha there (0.1 is "
+                "common), or remove it"
+            )
+        if self.support.kind == "top_k":
+            mixes = skewed or self.divergence == "jsd"
+            if mixes and self.support.form in ("stop_gradient", "naive"):
+                raise ValueError(
+                    f"support.form = {self.support.form!r} is defined for reverse_kl and "
+                    f"forward_kl; use form = 'tail' with {self.divergence}"
+                )
+            if self.entropy_aware or self.extrapolate != 1.0:
+                raise ValueError(
+                    "entropy_aware and extrapolate need the whole distribution; use "
+                    "support = { kind = 'full' }"
+                )
+        return self
+
+
+class PolicyGradientLoss(LossBase):
+    kind: Literal["policy_gradient"]
+    advantage: str = "teacher_gap"
+    """teacher_gap: log q − log μ of each token. reward: the grade against the group's mean."""
+    ratio: Literal["importance", "none"] = "importance"
+    """importance: π/μ, so that samples of a slightly other policy still give the right gradient."""
+    truncate: PositiveFloat | None = None
+    """Largest importance ratio. Unset: no limit."""
+    clip: tuple[PositiveFloat, PositiveFloat] | None = None
+    """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high."""
+    baseline: bool = False
+    """Subtract −KL(π‖q) at each position (detached): the same expected gradient, with smaller
+    advantages; less variance where the student is unsure."""
+    extrapolate: PositiveFloat = 1.0
+    """λ of log q^λ·ref^(1−λ) in place of log q."""
+    scale_by_std: bool = False
+    """Divide group-relative rewards by their standard deviation."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in ("teacher_gap", "reward"):
+            return value
+        if "top_k" in value or "divergence" in value or "kl" in value:
+            raise ValueError(
+                f"{value!r}: a divergence summed over words does not depend on which token was "
+                "sampled, so as an advantage its expected gradient is zero. Use a loss of kind = "
+                "'divergence' to push on whole distributions, or advantage = 'teacher_gap'"
+            )
+        raise ValueError(f"{value!r} is not known; use 'teacher_gap' or 'reward'")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> PolicyGradientLoss:
+        if self.advantage == "reward":
+            if self.baseline or self.extrapolate != 1.0:
+                raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
+        elif self.scale_by_std:
+            raise ValueError("scale_by_std belongs to advantage = 'reward'")
+        if self.ratio == "none" and (self.truncate is not None or self.clip is not None):
+            raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
+        if self.truncate is not None and self.clip is not None:
+            raise ValueError("truncate and clip exclude each other: choose one")
+        return self
+
+
+class CrossEntropyLoss(LossBase):
+    kind: Literal["cross_entropy"]
+
+
+class PreferenceLoss(LossBase):
+    kind: Literal["preference"]
+    beta: PositiveFloat = 0.1
+    """Strength of DPO's pull towards the reference."""
+
+
+Loss = Annotated[
+    DivergenceLoss | PolicyGradientLoss | CrossEntropyLoss | PreferenceLoss,
+    Field(discriminator="kind"),
+]

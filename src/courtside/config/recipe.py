@@ -1,0 +1,69 @@
+"""The whole tree."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from courtside.config.base import Part
+from courtside.config.losses import Loss
+from courtside.config.rollout import Ramp, Rollout
+from courtside.config.settings import Evaluate, Run, Train
+from courtside.config.student import Student
+from courtside.config.tasks import Tasks
+from courtside.config.teacher import ModelTeacher, RoutedTeacher, SelfTeacher, Teacher
+
+
+class Recipe(Part):
+    """Everything that decides a run."""
+
+    student: Student
+    tasks: Tasks
+    rollout: Rollout = Rollout()
+    teacher: Teacher | None = None
+    losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    run: Run = Run()
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Recipe:
+        from courtside.config.problems import problems_of
+
+        problems = list(problems_of(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        return self.train.learning_rate or (1e-4 if self.student.lora else 1e-5)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares with the student before training."""
+        return any(
+            loss.kind == "preference" or getattr(loss, "extrapolate", 1.0) != 1.0
+            for loss in self.losses
+        )
+
+    @property
+    def trains_on_data(self) -> bool:
+        """Whether some of the text is the tasks' own `completion`."""
+        share = self.rollout.student_share
+        least = min(share.start, share.end) if isinstance(share, Ramp) else share
+        return least < 1 and self.rollout.rest == "dataset"
+
+    def loss_names(self) -> tuple[str, ...]:
+        return tuple(loss.name or loss.kind for loss in self.losses)
+
+
+def teachers_of(recipe: Recipe) -> tuple[SelfTeacher | ModelTeacher, ...]:
+    """The single teachers of a recipe, routed or not."""
+    if recipe.teacher is None:
+        return ()
+    if isinstance(recipe.teacher, RoutedTeacher):
+        return tuple(recipe.teacher.routes.values())
+    return (recipe.teacher,)

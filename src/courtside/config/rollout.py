@@ -1,0 +1,43 @@
+"""[rollout]: who writes, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from courtside.config.base import Part, Share
+
+
+class Ramp(Part):
+    """A number that moves linearly from `start` to `end` over `steps` and then stays."""
+
+    start: Share
+    end: Share
+    steps: PositiveInt
+
+    def at(self, step: int) -> float:
+        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
+
+
+class Rollout(Part):
+    samples: PositiveInt = 4
+    """Per prompt."""
+    max_new_tokens: PositiveInt = 128
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer, beside the model's own end token."""
+    student_share: Share | Ramp = 1.0
+    """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
+    rest: Literal["dataset", "teacher"] = "dataset"
+    """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
+    max_batch_tokens: PositiveInt = 65536
+    """Memory budget: key/value positions held at once while sampling or scoring."""
+
+    def share(self, step: int) -> float:
+        share = self.student_share
+        return share.at(step) if isinstance(share, Ramp) else share

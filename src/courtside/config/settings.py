@@ -1,0 +1,55 @@
+"""[train], [evaluate], [run]: the optimiser, the measuring, the folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from courtside.config.base import Part, Share
+
+
+class Train(Part):
+    steps: PositiveInt = 50
+    prompts: PositiveInt = 16
+    """Per step."""
+    learning_rate: PositiveFloat | None = None
+    """Unset: 1e-4 with LoRA, 1e-5 without."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine go down to zero at the last step."""
+    warmup: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip_norm: PositiveFloat = 1.0
+    micro_batch_tokens: PositiveInt | None = None
+    """Padded tokens in one forward and backward pass; they do not change the update. Unset: 1024 on
+    a CPU, where small batches of equal lengths waste least, 16384 on a GPU."""
+    chunk_tokens: PositiveInt | None = None
+    """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
+
+
+class Evaluate(Part):
+    tasks: PositiveInt = 64
+    """Held-out prompts of each evaluation."""
+    every: NonNegativeInt = 0
+    """Steps between evaluations on validation tasks; 0: only before and after."""
+    samples: PositiveInt = 1
+    temperature: NonNegativeFloat = 1.0
+    """0: greedy."""
+    max_new_tokens: PositiveInt | None = None
+    """Unset: as in rollout."""
+    teacher: bool = True
+    """Before training, also measure the teacher with its context: the gate."""
+    forward_kl: bool = False
+    """Also let the teacher answer each time, and measure KL(teacher ‖ student) on its text."""
+
+
+class Run(Part):
+    checkpoint_every: PositiveInt = 10
+    keep_checkpoints: PositiveInt = 2
+    trajectories_every: PositiveInt = 1
+    """Steps between stored batches of trajectories."""
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "courtside"
+    """Name of the project in W&B and trackio."""

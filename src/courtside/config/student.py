@@ -1,0 +1,34 @@
+"""[student]: which model is trained, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from courtside.config.base import Part
+
+
+class Lora(Part):
+    rank: PositiveInt = 32
+    alpha: PositiveFloat | None = None
+    """Scale is alpha / rank. Unset: alpha = 2 · rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get an adapter; the output head never does."""
+
+
+class Student(Part):
+    model: str
+    """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
+    lora: Lora | None = None
+    """Unset: all weights are trained."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass. auto: bfloat16 on a GPU, float32 on a CPU. Trained weights and every
+    log-softmax are float32 either way."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    keep_layers: tuple[NonNegativeInt, ...] | None = None
+    """Prune: keep only these decoder layers of the model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False

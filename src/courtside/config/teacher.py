@@ -1,0 +1,93 @@
+"""[teacher]: who scores, with which weights and what it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from courtside.config.base import Part
+
+EMA_DECAY = 0.99
+
+
+class SystemContext(Part):
+    kind: Literal["system"]
+    text: str
+    """A system prompt that only the teacher sees."""
+
+
+class FieldContext(Part):
+    kind: Literal["field"]
+    field: str
+    """Name of the tasks' privileged field, e.g. `rule` or `solution`."""
+    place: Literal["system", "user"] = "system"
+    """Where it goes: the system prompt, or the end of the last user message."""
+    template: str = "{text}"
+
+    @field_validator("template")
+    @classmethod
+    def _has_slot(cls, value: str) -> str:
+        if "{text}" not in value:
+            raise ValueError("needs the slot {text}, where the privileged text goes")
+        return value
+
+
+class FeedbackContext(Part):
+    kind: Literal["feedback"]
+    place: Literal["system", "user"] = "user"
+    template: str = "A first attempt was checked. The checker said: {text}"
+    """Trajectories whose grader has nothing to say get no teacher, and are counted."""
+
+
+class SiblingContext(Part):
+    kind: Literal["sibling"]
+    place: Literal["system", "user"] = "user"
+    template: str = "A correct answer to this, for reference:\n{text}"
+    """A passing sample of the same prompt; groups without one get no teacher, and are counted."""
+
+
+Context = Annotated[
+    SystemContext | FieldContext | FeedbackContext | SiblingContext, Field(discriminator="kind")
+]
+
+
+class SelfTeacher(Part):
+    kind: Literal["self"]
+    weights: Literal["live", "frozen", "ema"] = "frozen"
+    """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] = EMA_DECAY
+    context: Context | None = None
+
+
+class ModelTeacher(Part):
+    kind: Literal["model"]
+    model: str
+    adapter: Path | None = None
+    """A LoRA adapter's folder, put on top of `model`."""
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """int8: weights of the linear layers in 8 bits with a scale per row."""
+    context: Context | None = None
+    trust_remote_code: bool = False
+
+
+class RoutedTeacher(Part):
+    kind: Literal["routes"]
+    routes: Annotated[
+        Mapping[str, Annotated[SelfTeacher | ModelTeacher, Field(discriminator="kind")]],
+        Field(min_length=1),
+    ]
+    """Tag of a task → its teacher. A task goes to the first of its tags that has a route."""
+    default: str | None = None
+    """Tag whose teacher takes the tasks that no route fits. Unset: such a task is an error."""
+
+    @model_validator(mode="after")
+    def _default_is_a_route(self) -> RoutedTeacher:
+        if self.default is not None and self.default not in self.routes:
+            raise ValueError(f"default = {self.default!r} is not one of routes {list(self.routes)}")
+        return self
+
+
+Teacher = Annotated[SelfTeacher | ModelTeacher | RoutedTeacher, Field(discriminator="kind")]
