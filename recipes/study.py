@@ -104,13 +104,17 @@ def difference(one: list[float], other: list[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def at_tokens(run: dict[str, Any], budget: float) -> float:
-    """Validation rate at a number of trained tokens, between the evaluations around it."""
-    curve = run["validation"]
-    for (_, t0, r0, _), (_, t1, r1, _) in pairwise(curve):
+RATE, KL = 2, 3
+"""Columns of a run's `validation`, behind step and trained tokens."""
+
+
+def at_tokens(run: dict[str, Any], budget: float, column: int = RATE) -> float:
+    """A validation number at a number of trained tokens, between the evaluations around it."""
+    curve = [(row[1], row[column]) for row in run["validation"]]
+    for (t0, r0), (t1, r1) in pairwise(curve):
         if t0 <= budget <= t1:
             return float(r0 + (r1 - r0) * (budget - t0) / max(t1 - t0, 1))
-    return float(curve[-1][2])
+    return float(curve[-1][1])
 
 
 def tokens_until(run: dict[str, Any], rate: float) -> int | None:
@@ -151,7 +155,7 @@ def main() -> None:
         for arm in arms:
             tried = {rate: o["validation"][-1] for a, rate, _, o in sweep if a == arm}
             # The held-out KL where that is what the study is about, the pass rate elsewhere.
-            merit = {rate: -v[3] if score == "kl" else v[2] for rate, v in tried.items()}
+            merit = {r: -v[KL] if score == "kl" else v[RATE] for r, v in tried.items()}
             best[arm] = max(merit, key=lambda rate: merit[rate])
         jobs = [(a, best[a], seed) for a, arm in arms.items() for seed in arm["seeds"]]
         final = list(pool.map(lambda job: run(*job), jobs))
@@ -189,6 +193,11 @@ def summary(
                 if all(name in o[f"metrics_{when}"] for o in own)
             },
             "at_equal_tokens": over_seeds([at_tokens(o, budget) for o in own]),
+            **(
+                {"kl_at_equal_tokens": over_seeds([at_tokens(o, budget, KL) for o in own])}
+                if all(row[KL] is not None for o in own for row in o["validation"])
+                else {}
+            ),
             "trained_tokens": over_seeds([o["trained_tokens"] for o in own]),
             "tokens_until": {
                 f"{goal:g}": [tokens_until(o, goal) for o in own] for goal in plan.get("goals", [])
