@@ -38,10 +38,11 @@ from workload import (
 )
 
 import courtside
-from courtside.assemble import Parts, assemble
+from courtside.assemble import assemble
 from courtside.chat.record import answered
 from courtside.config import Recipe
 from courtside.loop import train_loop
+from courtside.parts import Parts
 from courtside.recipe_file import recipe_from
 from courtside.report.folder import RunFolder
 from courtside.report.screen import SilentScreen

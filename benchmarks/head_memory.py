@@ -98,9 +98,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
         teacher_head=head(inputs.teacher_VD),
         reference_head=None,
     )
-    component = Component(
-        name="loss", loss=loss, on=frozenset({"all"}), denominator=num_tokens, advantage={}
-    )
+    component = Component(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
     tally = Tally()
     chunk = chunk_size(len(inputs.weight_VD), inputs.weight_VD.device)
     gradient_TD, _ = backward_through_head(

@@ -4,99 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from courtside.chat.recorded import recorded
 from courtside.chat.render import Renderer
-from courtside.config import ModelTeacher, Recipe, RoutedTeacher, SelfTeacher, teachers_of
-from courtside.engines.base import Sampling
+from courtside.chat.turns import Turns
+from courtside.config import (
+    ConversationTasks,
+    ModelTeacher,
+    Recipe,
+    RoutedTeacher,
+    SelfTeacher,
+    tasks_with,
+    teachers_of,
+)
 from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
-from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
+from courtside.evaluate.on_policy import surprise
+from courtside.parts import Parts
+from courtside.reader.base import Reader, Reading
+from courtside.reader.factory import reader_for
+from courtside.reader.own import own_ask
+from courtside.rollout.agent import AgentRollout
+from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.single import SingleTurnRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
+from courtside.tasks.environments.base import Environment
+from courtside.tasks.environments.calls import write_call
+from courtside.tasks.environments.load import environment_of
 from courtside.tasks.graders import grade
 from courtside.tasks.source import Room, task_source
 from courtside.teacher.context import task_context
+from courtside.teacher.hinted import HintScorer
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
-from courtside.types import Evaluation, Split, Task
+from courtside.types import Task, Trajectory
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    recipe: Recipe
-    tasks: TaskSource
-    rollout: SingleTurnRollout
-    teacher: Scoring
-    student: Student
-    engine: TransformersEngine
-    """The student's."""
-    renderer: Renderer
-    averages: dict[str, MovingAverage]
-    """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
-    teacher_sizes: dict[str, int]
-    """Parameters of each teacher, by its name."""
-    notes: tuple[str, ...]
-    """What a user should know before the run starts."""
-
-    def evaluate(
-        self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
-    ) -> Evaluation:
-        config = self.recipe.evaluate
-        teacher = self.teacher.teacher
-        suite = Suite(
-            tasks=self.tasks.held_out(split, num_tasks or config.tasks),
-            split=split,
-            sampling=Sampling(
-                max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
-                temperature=config.temperature,
-                stop=self.recipe.rollout.stop,
-            ),
-            samples=config.samples,
-            seed=self.recipe.seed,
-            renderer=self.renderer,
-            grade=grade,
-        )
-        if who == "teacher":
-            assert teacher is not None
-            answers = suite.ask(teacher.write, who=who, step=step)
-            return suite.evaluation(answers, who=who, step=step, metrics={})
-        answers = suite.ask(answer_with(self.engine, self.renderer), who=who, step=step)
-        metrics: dict[str, float] = {}
-        # Greedy answers are no sample of the student, so they estimate no KL.
-        if teacher is not None and config.temperature > 0:
-            metrics |= reverse_kl(answers, teacher.score(answers))
-            if config.forward_kl:
-                metrics |= forward_kl(
-                    suite.ask(teacher.write, who="teacher", step=step), self.engine
-                )
-        return suite.evaluation(answers, who=who, step=step, metrics=metrics)
-
-    def can_evaluate(self, split: Split) -> str | None:
-        """None if it can, else why not."""
-        try:
-            tasks = self.tasks.held_out(split, self.recipe.evaluate.tasks)
-        except TaskError as error:
-            return str(error)
-        if any(task.grader is None for task in tasks):
-            return f"some {split} tasks have no grader"
-        return None
-
-    def teacher_can_answer(self) -> bool:
-        """Feedback and siblings exist only once something was written: no gate to measure then."""
-        return all(
-            t.context is None or t.context.kind in ("system", "field")
-            for t in teachers_of(self.recipe)
-        )
+LOOKED_AT = 16
+"""Recorded conversations that are looked at before the first step."""
 
 
 def assemble(recipe: Recipe) -> Parts:
@@ -125,7 +78,9 @@ def assemble(recipe: Recipe) -> Parts:
         length=lambda task: _length(task, renderer, new, data=recipe.trains_on_data),
         max_tokens=engine.context_length - new,
     )
-    tasks = task_source(recipe.tasks, recipe.seed, room)
+    environment = environment_of(recipe.tasks)
+    tasks = task_source(recipe.tasks, recipe.seed, room, environment)
+    turns = Turns(renderer)
 
     averages: dict[str, MovingAverage] = {}
     sizes: dict[str, int] = {}
@@ -175,6 +130,9 @@ def assemble(recipe: Recipe) -> Parts:
             context_length=its.context_length,
             overlong=recipe.tasks.overlong,
             hidden=hidden,
+            hints=None
+            if recipe.reader is None
+            else HintScorer(its, turns, recipe.hints, context_length=its.context_length),
             weights=lent,
             follow=follow,
         )
@@ -198,10 +156,16 @@ def assemble(recipe: Recipe) -> Parts:
                 task_context(t.context, task)  # a field that the tasks lack is told now
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
-    return Parts(
-        recipe=recipe,
-        tasks=tasks,
-        rollout=SingleTurnRollout(
+    rollout: SingleTurnRollout | AgentRollout | RecordedRollout
+    if isinstance(recipe.tasks, ConversationTasks):
+        rollout = _recorded(recipe.tasks, recipe, engine, turns)
+        some = rollout(tasks.batch(0, min(recipe.train.prompts, LOOKED_AT)), 0)
+        notes.append(
+            f"the recorded conversations surprise the student by {surprise(some, engine):.2f} nats "
+            "a token more than its own words would (0: as if it had written them itself)"
+        )
+    elif environment is None:
+        rollout = SingleTurnRollout(
             engine=engine,
             renderer=renderer,
             config=recipe.rollout,
@@ -209,8 +173,21 @@ def assemble(recipe: Recipe) -> Parts:
             teacher_writes=teacher.write if teacher else None,
             seed=recipe.seed,
             pairs=any(loss.kind == "preference" for loss in recipe.losses),
-        ),
-        teacher=Scoring(teacher, reference),
+        )
+    else:
+        rollout = _agent(recipe, environment, engine, turns)
+        if turns.note is not None:
+            notes.append(turns.note)
+    if recipe.reader is not None and engine.branching_problem is not None:
+        notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
+    return Parts(
+        recipe=recipe,
+        tasks=tasks,
+        environment=environment,
+        suites=_suites(recipe, room),
+        rollout=rollout,
+        reader=_reader(recipe, engine, renderer),
+        teacher=Scoring(teacher, reference, hinted=recipe.reader is not None),
         student=student,
         engine=engine,
         renderer=renderer,
@@ -218,6 +195,67 @@ def assemble(recipe: Recipe) -> Parts:
         teacher_sizes=teacher_sizes,
         notes=tuple(notes),
     )
+
+
+def _agent(
+    recipe: Recipe, environment: Environment, engine: TransformersEngine, turns: Turns
+) -> AgentRollout:
+    expert: Any = getattr(environment, "demonstrate", None)
+    if expert is None and recipe.trains_on_data:
+        raise RecipeError(
+            "rollout.student_share < 1 with rest = 'dataset' needs demonstrations, and this "
+            "environment has no method demonstrate(task). Add one that returns the messages of a "
+            "whole episode, or set student_share = 1"
+        )
+
+    def demonstrate(task: Task, id: str) -> Trajectory:
+        spoken = [{"role": m.role, "content": m.content} for m in expert(task)]
+        return recorded(task, spoken, turns, id=id, temperature=recipe.rollout.temperature)
+
+    return AgentRollout(
+        engine=engine,
+        turns=turns,
+        config=recipe.rollout,
+        begin=environment.start,
+        demonstrate=None if expert is None else demonstrate,
+        context_length=engine.context_length,
+        seed=recipe.seed,
+    )
+
+
+def _recorded(
+    config: ConversationTasks, recipe: Recipe, engine: TransformersEngine, turns: Turns
+) -> RecordedRollout:
+    def write(name: str, arguments: Any) -> str:
+        if not isinstance(arguments, dict):
+            raise TaskError(
+                f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
+                "leave out the conversation"
+            )
+        return write_call(name, arguments, config.call_format)
+
+    return RecordedRollout(
+        turns=turns,
+        write_call=write,
+        temperature=recipe.rollout.temperature,
+        context_length=engine.context_length,
+    )
+
+
+def _reader(recipe: Recipe, engine: TransformersEngine, renderer: Renderer) -> Reader:
+    if recipe.reader is None:
+        return lambda trajectories: Reading(hints=(), counts={})
+    asking = own_ask(engine, renderer, context_length=engine.context_length, seed=recipe.seed)
+    return reader_for(recipe.reader, ask_self=asking, seed=recipe.seed)
+
+
+def _suites(recipe: Recipe, room: Room) -> dict[str, tuple[TaskSource, Environment | None]]:
+    found = {}
+    for name, different in recipe.evaluate.suites.items():
+        config = tasks_with(recipe.tasks, different)
+        world = environment_of(config)
+        found[name] = task_source(config, recipe.seed, room, world), world
+    return found
 
 
 def _length(task: Task, renderer: Renderer, new: int, *, data: bool) -> int:

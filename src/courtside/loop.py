@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from courtside.assemble import Parts
+from courtside.parts import Parts
 from courtside.run import Run
 
 
@@ -13,9 +13,11 @@ def train_loop(parts: Parts, run: Run) -> None:
             tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
             with run.phase("rollout"):
                 trajectories = parts.rollout(tasks, step)  # the student acts
+            with run.phase("reader"):
+                reading = parts.reader(trajectories)  # only a teacher sees these hints
             with run.phase("teacher"):
-                scored = parts.teacher(trajectories)  # same tokens, other context
+                scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
             with run.phase("update"), run.keeping(step, scored):
                 update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
                 parts.teacher.follow()  # a moving average moves
-            run.record(step, scored, update)
+            run.record(step, scored, update, reading.counts)

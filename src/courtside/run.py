@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,13 +18,14 @@ from urllib.parse import quote
 import torch
 from torch.nn import Parameter
 
-from courtside.assemble import Parts
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
+from courtside.evaluate.episodes import drift
 from courtside.evaluate.intervals import paired_difference
+from courtside.parts import Parts
 from courtside.report.costs import Meter, forward_flops, training_flops
 from courtside.report.folder import RunFolder
 from courtside.report.html import before_and_after, write_report
-from courtside.report.parquet import write_trajectories
+from courtside.report.parquet import read_trajectories, write_trajectories
 from courtside.report.screen import Screen
 from courtside.report.sinks import open_sinks
 from courtside.student import checkpoints
@@ -91,6 +93,8 @@ class Run:
             yield self.num_steps
 
     def phase(self, name: str) -> AbstractContextManager[None]:
+        if name == "reader" and self.recipe.reader is None:
+            return nullcontext()
         return self.meter.phase(name)
 
     @contextmanager
@@ -108,7 +112,9 @@ class Run:
                 "train.learning_rate or a `clip` on the loss often helps"
             ) from error
 
-    def record(self, step: int, scored: Sequence[Scored], update: Update) -> None:
+    def record(
+        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+    ) -> None:
         self.num_steps = step + 1
         self._count(scored)
         last = self.num_steps == self.recipe.train.steps
@@ -118,6 +124,7 @@ class Run:
             update,
             seconds=self.meter.lap(),
             store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
+            reader_counts=counts if self.recipe.reader is not None else None,
         )
         self.folder.write_costs(self.meter.totals())
         for sink in self.sinks:
@@ -182,7 +189,7 @@ class Run:
                     self.screen.say(f"not evaluated on {split} tasks: {reason}")
                 continue
             with self.meter.phase("evaluate"):
-                evaluation = self.parts.evaluate(split, step=self.num_steps, who=who)
+                evaluation = self._measure(who, split)
             self._count_evaluation(evaluation)
             self.folder.record_evaluation(evaluation)
             self.folder.write_costs(self.meter.totals())
@@ -194,11 +201,25 @@ class Run:
                 f"{evaluation.high:.1%})"
             )
 
+    def _measure(self, who: str, split: Split) -> Evaluation:
+        evaluation, played = self.parts.evaluate(split, step=self.num_steps, who=who)
+        if not self.recipe.tasks.is_environment or (who, split) != ("student", "test"):
+            return evaluation
+        before = self.folder.path / "before.parquet"
+        if self.num_steps == 0:
+            write_trajectories(before, [Scored(trajectory=t, target=None) for t in played], {})
+            return evaluation
+        then = [stored.trajectory for stored in read_trajectories(before, 0)]
+        moved = drift(then, self.parts.engine)
+        return replace(evaluation, metrics={**evaluation.metrics, **moved})
+
     def _due(self) -> Iterator[tuple[str, Split]]:
         """The test tasks before and after; the validation tasks on the way."""
         config = self.recipe.evaluate
         if self.num_steps in (0, self.recipe.train.steps):
             yield "student", "test"
+            for suite in config.suites:
+                yield f"student:{suite}", "test"
         gate = config.teacher and self.recipe.teacher is not None
         if self.num_steps == 0 and gate and self.parts.teacher_can_answer():
             yield "teacher", "test"

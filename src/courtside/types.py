@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the stored records; a reader refuses a newer one."""
 
 Split = Literal["train", "validation", "test"]
@@ -66,6 +66,8 @@ class Task:
     grader: str | None = None
     """Name of a grader in `courtside.tasks.graders`; None: the task cannot be graded."""
     grader_args: Mapping[str, Any] = field(default_factory=dict)
+    conversation: tuple[Mapping[str, Any], ...] = ()
+    """What was said after `messages` when this was recorded elsewhere, as chat APIs write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,11 @@ class Trajectory:
         return tuple(i for t in self.turns for i, c in zip(t.token_ids, t.chosen, strict=True) if c)
 
     @property
+    def turn_of(self) -> tuple[int, ...]:
+        """Of each of the T chosen tokens: the index of its turn."""
+        return tuple(i for i, turn in enumerate(self.turns) for c in turn.chosen if c)
+
+    @property
     def sampler_logp(self) -> tuple[float, ...] | None:
         """T log-probs of the chosen tokens; None unless every chosen token was sampled by us."""
         logps: list[float] = []
@@ -204,6 +211,19 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A hint and what it did to the turn it stands above."""
+
+    hint: Hint
+    shift: float | None
+    """How many nats the turn's tokens lost in sum under the hint; None: never measured."""
+    bad_span_shift: float | None = None
+    """The same of the tokens that `hint.bad_span` names; None: none named, or not found."""
+    dropped: str | None = None
+    """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """One turn again, with a hint above it: what follows the trunk's first `splice` ids."""
 
@@ -236,6 +256,9 @@ class Target:
     """The teacher's `engines.base.Head`, the same object for all targets of one teacher."""
     num_context_tokens: int = 0
     """How many tokens longer the teacher's sequence is than the student's."""
+    where: tuple[int, ...] | None = None
+    """Which of the T chosen tokens it speaks of, in order; None: all. The tensors have one row for
+    each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +270,8 @@ class Scored:
     """None: no teacher spoke on this one (an RL-only or SFT-only recipe, or a counted drop)."""
     reference: Target | None = None
     """The student before training, where a loss asks for it (extrapolation, preference)."""
+    hints: tuple[Judged, ...] = ()
+    """Hints for this trajectory, also those that were dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +286,7 @@ class Update:
     metrics: Mapping[str, float]
     """Diagnostics: KL, entropies, support masses, gradient norm, learning rate…"""
     num_tokens: Mapping[str, int]
-    """The denominator of each component: its trained tokens in this step."""
+    """Trained tokens of each component in this step."""
     student_logp: Mapping[str, tuple[float, ...]]
     """By trajectory id: log-probs of its chosen tokens under the student just before the step."""
 

@@ -12,7 +12,7 @@ from courtside.recipe_file import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
-    from courtside.assemble import Parts
+    from courtside.parts import Parts
     from courtside.report.folder import RunFolder
     from courtside.report.screen import Screen
 
@@ -58,7 +58,9 @@ def evaluate_student(
     for name in who if screen else []:
         assert screen is not None
         screen.say(f"answering as the {name}")
-    return [parts.evaluate(split, step=num_steps, who=w, num_tasks=num_tasks) for w in who]
+    return [
+        parts.evaluate(split, step=num_steps, who=w, num_tasks=num_tasks).evaluation for w in who
+    ]
 
 
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
@@ -116,7 +118,9 @@ def rescore(
     for step in steps or stored:
         if screen:
             screen.say(f"scoring step {step}")
-        scored: list[Scored] = parts.teacher([s.trajectory for s in folder.trajectories(step)])
+        trajectories = [stored.trajectory for stored in folder.trajectories(step)]
+        reading = parts.reader(trajectories)
+        scored: list[Scored] = parts.teacher(trajectories, reading.hints)
         tally = Tally()
         chosen = components(recipe.losses, recipe.loss_names(), scored)
         parts.student.accumulate(step, scored, chosen, tally)

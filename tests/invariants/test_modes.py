@@ -9,8 +9,9 @@ import pytest
 import torch
 from small_runs import small_recipe, write_jsonl
 
-from courtside.assemble import Parts, assemble
+from courtside.assemble import assemble
 from courtside.chat.splice import with_context
+from courtside.parts import Parts
 from courtside.types import Trajectory, Update
 
 CONTEXT = "ANSWER LOUDLY"

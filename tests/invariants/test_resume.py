@@ -173,7 +173,7 @@ def test_killed_anywhere(name, recipes, unbroken, server, tmp_path):
     else:
         code, log = server.run(recipes[name], tmp_path / "run")
         assert code == 0, log
-    assert kills >= 2
+    assert kills >= 1
     assert_same(tmp_path / "run", expected)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from courtside.assemble import Parts, assemble
+from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
+from courtside.parts import Parts
 from courtside.recipe_file import recipe_from
 from courtside.types import Trajectory
 

@@ -18,8 +18,9 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from courtside.assemble import Parts, assemble
-from courtside.student.components import components
+from courtside.assemble import assemble
+from courtside.parts import Parts
+from courtside.student.components import components, trained_tokens
 from courtside.student.tally import Tally
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
@@ -376,7 +377,9 @@ def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_fo
         first, second = sorted(heads.values(), key=id, reverse=swap)
         here = {id(heads["wide"]): first, id(heads["plain"]): second}
         moved = [replace(s, target=replace(s.target, head=here[id(s.target.head)])) for s in scored]
-        orders.append([[s.trajectory.id for s in m] for m in parts.student._micro_batches(moved)])
+        trained = trained_tokens(components(recipe.losses, recipe.loss_names(), moved))
+        micros = parts.student._micro_batches(moved, trained)
+        orders.append([[s.trajectory.id for s in micro] for micro in micros])
     assert orders[0] == orders[1]
 
 

@@ -231,7 +231,7 @@ def test_a_long_value_is_shortened() -> None:
         (
             loss("policy_gradient", scale_by_std=True),
             "losses[0]",
-            "scale_by_std belongs to",
+            "scale_by_std and turn_penalty belong to",
             "advantage = 'reward'",
         ),
         (

@@ -118,7 +118,7 @@ def test_every_recipe_in_the_tree_is_valid() -> None:
 
 
 FIELD = re.compile(
-    r"(student|tasks|rollout|teacher|losses|train|evaluate|run)\.([a-z_.]+)(?: = .*)?"
+    r"(student|tasks|rollout|reader|hints|teacher|losses|train|evaluate|run)\.([a-z_.]+)(?: = .*)?"
 )
 
 
@@ -292,6 +292,16 @@ def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluate={"tasks": 1, "forward_kl": True},
     )
     courtside.train(recipe, folder / "runs" / "mine")
+    hinted = small_recipe(
+        tiny_folder,
+        tasks={"kind": "toolbox", "turns": 2, "num_tools": 1, "call_format": "plain"},
+        rollout={"samples": 1, "max_new_tokens": 4},
+        reader={"kind": "rules"},
+        teacher={"kind": "self", "weights": "live"},
+        losses=[{"kind": "divergence", "on": "hinted_turns"}],
+        train={"steps": 1, "prompts": 8},
+    )
+    courtside.train(hinted, folder / "runs" / "hinted")
     return folder
 
 
@@ -315,11 +325,13 @@ def test_every_file_and_column_of_a_run_is_described(runs: Path) -> None:
 
     folder = runs / "runs" / "mine"
     files = " ".join(first_column(section("docs/concepts.md", "## The run folder")))
-    for path in folder.iterdir():
-        assert path.name.startswith(".") or path.name in files, path.name
-    [row, *_] = courtside.RunFolder.read(folder).metrics()
+    row: dict[str, Any] = {}
+    for one in (folder, runs / "runs" / "hinted"):
+        for path in one.iterdir():
+            assert path.name.startswith(".") or path.name in files, path.name
+        row |= courtside.RunFolder.read(one).metrics()[0]
     described = set(first_column(section("docs/concepts.md", "### Columns of `metrics.jsonl`")))
-    patterns = [re.sub(r"NAME|PHASE", r"\\w+", one) for one in described]
+    patterns = [re.sub(r"NAME|PHASE", r"[\\w/]+", one) for one in described]
     for column in row:
         assert any(re.fullmatch(pattern, column) for pattern in patterns), column
     assert all(any(re.fullmatch(p, c) for c in row) for p in patterns if "accuracy" not in p)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from courtside.types import Grade, Sample, Source, Task, Trajectory, Turn
+from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 
 def answered(
@@ -22,7 +23,7 @@ def answered(
     """A single-turn trajectory. A text from a data set has no log-probs of a sampler."""
     prompt = Turn(
         role="prompt",
-        text="\n\n".join(f"{m.role}: {m.content}" for m in task.messages),
+        text=shown(task.messages),
         token_ids=prompt_ids,
         chosen=(False,) * len(prompt_ids),
     )
@@ -44,3 +45,8 @@ def answered(
         grade=grade,
         preference=preference,
     )
+
+
+def shown(messages: Sequence[Message]) -> str:
+    """Messages as people read them."""
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)

@@ -9,16 +9,19 @@ renderer is made, not assumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
-from courtside.errors import ModelError
+from courtside.errors import ModelError, TaskError
 from courtside.types import Message
 
 CUTS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Noncharacters: Unicode keeps them out of texts, for uses like a mark where tokens must part."""
+
+Spoken = Message | Mapping[str, Any]
+"""A message, or one as chat APIs write it (with `tool_calls`, say)."""
 
 
 class Renderer:
@@ -41,15 +44,15 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Everything up to where the assistant begins to write."""
-        cut = _cut_for(messages)
-        return self._ids(self._render(messages, cut, add_generation_prompt=True), cut)
+        cut = free_marks(messages)[0]
+        return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
 
     def answer_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
         """Ids of an answer from outside, its end token included, to stand behind `prompt_ids`."""
         conversation = (*messages, Message(role="assistant", content=text))
-        cut = _cut_for(conversation)
-        before = self._render(messages, cut, add_generation_prompt=True)
-        rendered = self._render(conversation, cut, add_generation_prompt=False)
+        cut = free_marks(conversation)[0]
+        before = self.render(messages, cut, add_generation_prompt=True)
+        rendered = self.render(conversation, cut, add_generation_prompt=False)
         if not rendered.startswith(before):
             raise ModelError(
                 f"{self.name}: with an answer in place the template renders the prompt differently "
@@ -57,16 +60,25 @@ class Renderer:
                 "not where the student would write them. Use texts that the template accepts, or "
                 "let a model write them (rollout.rest = 'teacher')"
             )
-        prompt, whole = self._ids(before, cut), self._ids(rendered, cut)
+        prompt, whole = self.tokenize(before, cut), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
             # The tokenizer merged the prompt's last characters with the answer's first ("\n" with
             # "\n"). The student cannot: it writes behind the prompt's own tokens.
-            answer = self._ids(rendered[len(before) :], cut)
-        end = next((i for i, token in enumerate(answer) if token in self.eos_ids), None)
+            answer = self.tokenize(rendered[len(before) :], cut)
+        # What the template puts behind the end token nobody writes.
+        return answer[: self.past_end(answer)]
+
+    def past_end(self, ids: Sequence[int]) -> int:
+        """How many ids there are up to the first end token, with it."""
+        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
-            raise self._never_ends()
-        return answer[: end + 1]  # what the template puts behind the end token nobody writes
+            raise ModelError(
+                f"{self.name}: an answer rendered by its template holds no end token "
+                f"{sorted(self.eos_ids)}, so the student would never stop where the template does. "
+                "Set eos_token_id in generation_config.json to the token that ends an answer"
+            )
+        return end + 1
 
     def text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -75,13 +87,17 @@ class Renderer:
         """One text per token, for display."""
         return [str(self.tokenizer.decode([token])) for token in ids]
 
-    def _render(self, messages: Sequence[Message], cut: str, *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Spoken], cut: str, *, add_generation_prompt: bool) -> str:
         """The template's text, with `cut` inside the special words that the messages hold."""
 
-        def parted(text: str) -> str:
-            return self._first_of_special.sub(lambda first: first[0] + cut, text)
+        def parted(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._first_of_special.sub(lambda first: first[0] + cut, value)
+            if isinstance(value, Mapping):
+                return {parted(key): parted(inner) for key, inner in value.items()}
+            return [parted(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
-        plain = [{"role": m.role, "content": parted(m.content)} for m in messages]
+        plain = [parted(_tree(message)) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -89,12 +105,13 @@ class Renderer:
                 )
             )
         except TemplateError as error:
-            roles = [m.role for m in messages]
+            roles = [message["role"] for message in plain]
             raise ModelError(
                 f"{self.name}: its chat template refuses messages with roles {roles}: {error}"
             ) from None
 
-    def _ids(self, rendered: str, cut: str) -> tuple[int, ...]:
+    def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
+        """Ids of a text by `render`; no token reaches across a `cut`."""
         pieces = [
             self.tokenizer(piece, add_special_tokens=False)["input_ids"]
             for piece in rendered.split(cut)
@@ -104,15 +121,15 @@ class Renderer:
     def _check_boundary(self) -> None:
         ask = (Message(role="user", content="Is it?"),)
         say = (*ask, Message(role="assistant", content="It is."))
-        prompt = self._render(ask, CUTS[0], add_generation_prompt=True)
-        bare = self._render(ask, CUTS[0], add_generation_prompt=False)
+        prompt = self.render(ask, CUTS[0], add_generation_prompt=True)
+        bare = self.render(ask, CUTS[0], add_generation_prompt=False)
         if len(prompt) <= len(bare) or not prompt.startswith(bare):
             raise ModelError(
                 f"{self.name}: its chat template adds nothing where an answer begins "
                 "(add_generation_prompt has no effect), so the student would not know whose turn "
                 "it is. Use a template with a generation prompt"
             )
-        if self._render(say, CUTS[0], add_generation_prompt=False).startswith(prompt):
+        if self.render(say, CUTS[0], add_generation_prompt=False).startswith(prompt):
             self.answer_ids(ask, "It is.")
         ids, bos = self.prompt_ids(ask), self.tokenizer.bos_token_id
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
@@ -121,13 +138,31 @@ class Renderer:
                 "both add one. Remove it from one of them"
             )
 
-    def _never_ends(self) -> ModelError:
-        return ModelError(
-            f"{self.name}: an answer rendered by its template holds no end token "
-            f"{sorted(self.eos_ids)}, so the student would never stop where the template does. Set "
-            "eos_token_id in generation_config.json to the token that ends an answer"
+
+def free_marks(messages: Sequence[Spoken], num: int = 1) -> list[str]:
+    """Noncharacters that stand nowhere in `messages`."""
+    said = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
+    free = [mark for mark in CUTS if mark not in said]
+    if len(free) < num:
+        raise TaskError(
+            f"a message holds {len(CUTS) - len(free)} of Unicode's noncharacters U+FDD0 to U+FDEF, "
+            "which texts cannot and of which rendering needs a few. Remove them from it"
         )
+    return free[:num]
 
 
-def _cut_for(messages: Sequence[Message]) -> str:
-    return next(cut for cut in CUTS if not any(cut in message.content for message in messages))
+def _tree(message: Spoken) -> Mapping[str, Any]:
+    if isinstance(message, Message):
+        return {"role": message.role, "content": message.content}
+    return message
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*_texts(key), *_texts(inner))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)

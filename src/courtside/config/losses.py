@@ -50,8 +50,11 @@ class EntropyAware(Part):
 
 class LossBase(Part):
     weight: PositiveFloat = 1.0
-    on: Literal["student", "dataset", "teacher", "all"] = "all"
-    """Trajectories of which author this loss is taken on."""
+    on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "other_turns"] = "all"
+    """Trajectories of which author this loss is taken on; or only turns with a hint above them, or
+    only those without."""
+    normalise: Literal["token", "turn"] = "token"
+    """token: every trained token counts the same. turn: every turn does, however long it is."""
     name: str | None = None
     """Under which it is logged. Unset: its kind."""
 
@@ -68,6 +71,8 @@ class DivergenceLoss(LossBase):
     support: Annotated[FullSupport | TopKSupport | SampledSupport, Field(discriminator="kind")] = (
         FullSupport(kind="full")
     )
+    against: Literal["teacher", "reference"] = "teacher"
+    """reference: the student before training, to hold it where it was."""
     clip: PositiveFloat | None = None
     """Cap on the contribution of one word at one position, so that style words do not dominate."""
     entropy_aware: EntropyAware | None = None
@@ -76,6 +81,11 @@ class DivergenceLoss(LossBase):
 
     @model_validator(mode="after")
     def _parameters_belong(self) -> DivergenceLoss:
+        if self.against == "reference" and self.extrapolate != 1.0:
+            raise ValueError(
+                "extrapolate goes from the reference through the teacher; use against "
+                "= 'teacher' with it"
+            )
         skewed = self.divergence.startswith("skew")
         if (self.beta is not None) != (self.divergence == "jsd"):
             raise ValueError(
@@ -119,6 +129,9 @@ class PolicyGradientLoss(LossBase):
     """λ of log q^λ·ref^(1−λ) in place of log q."""
     scale_by_std: bool = False
     """Divide group-relative rewards by their standard deviation."""
+    turn_penalty: NonNegativeFloat = 0.0
+    """With advantage = 'reward', in an environment: what a turn with an error loses against the
+    mean of its group's turns, beside the episode's reward."""
 
     @field_validator("advantage")
     @classmethod
@@ -138,8 +151,8 @@ class PolicyGradientLoss(LossBase):
         if self.advantage == "reward":
             if self.baseline or self.extrapolate != 1.0:
                 raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
-        elif self.scale_by_std:
-            raise ValueError("scale_by_std belongs to advantage = 'reward'")
+        elif self.scale_by_std or self.turn_penalty:
+            raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
         if self.ratio == "none" and (self.truncate is not None or self.clip is not None):
             raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
         if self.truncate is not None and self.clip is not None:

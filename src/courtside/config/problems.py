@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import ValidationError
+
 from courtside.config.losses import Loss
+from courtside.config.reader import Hints, RulesReader
 from courtside.config.recipe import Recipe, teachers_of
-from courtside.config.rollout import Ramp
+from courtside.config.rollout import Limits, Ramp
+from courtside.config.tasks import tasks_with
 from courtside.config.teacher import EMA_DECAY, SelfTeacher
 
 
 def _asks_teacher(loss: Loss) -> bool:
-    return loss.kind == "divergence" or (
+    return (loss.kind == "divergence" and loss.against == "teacher") or (
         loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
     )
 
@@ -45,7 +49,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             if loss.on not in ("all", "dataset"):
                 yield f"{where}: on = {loss.on!r}, but preference pairs are written by the dataset"
             continue
-        if loss.on != "all" and not written_by[loss.on]:
+        if loss.on in written_by and not written_by[loss.on]:
             yield (
                 f"{where}: on = {loss.on!r}, but rollout.student_share and rollout.rest give no "
                 f"trajectories written by the {loss.on}"
@@ -53,7 +57,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
         if _asks_teacher(loss) and recipe.teacher is None:
             yield f"{where}: compares with a teacher; add a [teacher] section"
         if loss.kind == "policy_gradient":
-            if least < 1 and loss.on != "student":
+            if least < 1 and loss.on not in ("student", "hinted_turns"):
                 yield (
                     f"{where}: a policy gradient is defined on the student's own samples; "
                     "set on = 'student', or rollout.student_share = 1"
@@ -63,7 +67,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
                     f"{where}: advantage = 'reward' compares samples of one prompt; "
                     "set rollout.samples to 2 or more"
                 )
-        if loss.kind == "cross_entropy" and loss.on in ("student", "all") and most > 0:
+        if loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher") and most > 0:
             yield (
                 f"{where}: imitating the student's own samples degrades it. Use on = 'dataset' or "
                 "'teacher' (with rollout.student_share below 1)"
@@ -73,7 +77,8 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             continue
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
-        if teacher.weights == "live" and not teacher.context and not recipe.needs_reference:
+        extra = teacher.context or recipe.reader or recipe.needs_reference
+        if teacher.weights == "live" and not extra:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
@@ -81,5 +86,83 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
     asked = any(_asks_teacher(loss) for loss in recipe.losses) or recipe.rollout.rest == "teacher"
     if recipe.teacher is not None and not asked:
         yield "teacher: no loss asks it anything; remove the section, or add a divergence"
+    yield from _suite_problems(recipe)
+    yield from _environment_problems(recipe)
+    yield from _hint_problems(recipe)
     if recipe.train.warmup >= recipe.train.steps:
         yield "train.warmup must be smaller than train.steps"
+
+
+def _suite_problems(recipe: Recipe) -> Iterator[str]:
+    for name, different in recipe.evaluate.suites.items():
+        if not name.isidentifier():
+            yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
+        try:
+            tasks_with(recipe.tasks, different)
+        except ValidationError as error:
+            for one in error.errors():
+                field = ".".join(str(part) for part in one["loc"][1:])
+                yield f"evaluate.suites.{name}: {field}: {one['msg']}"
+
+
+def _environment_problems(recipe: Recipe) -> Iterator[str]:
+    shares = recipe.rollout.student_share
+    least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
+    if recipe.tasks.is_environment:
+        if least < 1 and recipe.rollout.rest == "teacher":
+            yield (
+                "rollout.rest = 'teacher': a teacher does not play episodes. Use rest = 'dataset' "
+                "for the environment's own demonstrations, or student_share = 1"
+            )
+        if recipe.evaluate.forward_kl:
+            yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
+        return
+    kind = f"tasks.kind = {recipe.tasks.kind!r}"
+    own = recipe.rollout.student_share != 0 or recipe.rollout.rest != "dataset"
+    if recipe.tasks.kind == "conversations" and own:
+        yield (
+            f"{kind}: these were written elsewhere, and nothing answers the student in them. "
+            "Set rollout.student_share = 0, with rest = 'dataset'"
+        )
+    if recipe.rollout.limits != Limits():
+        yield f"rollout.limits are those of episodes, and {kind} has none; remove them"
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "policy_gradient" and loss.turn_penalty:
+            yield (
+                f"losses[{index}]: turn_penalty needs an environment that reports errors; {kind} "
+                "reports none. Set it to 0"
+            )
+
+
+def _hint_problems(recipe: Recipe) -> Iterator[str]:
+    hinted = [loss for loss in recipe.losses if loss.on == "hinted_turns"]
+    if recipe.reader is None:
+        if recipe.hints != Hints():
+            yield "hints: nobody writes any; add a [reader], or remove the section"
+        for index, loss in enumerate(recipe.losses):
+            if loss.on in ("hinted_turns", "other_turns"):
+                yield f"losses[{index}]: on = {loss.on!r}, but nobody writes hints; add a [reader]"
+        return
+    if not hinted:
+        yield "reader: no loss is taken on = 'hinted_turns', so its hints would train nothing"
+    for teacher in teachers_of(recipe):
+        if teacher.context is not None:
+            yield (
+                "teacher.context: with a [reader] the hint is what the teacher sees beside the "
+                "student's own context; remove one of the two"
+            )
+    for index, loss in enumerate(recipe.losses):
+        if _asks_teacher(loss) and loss.on != "hinted_turns":
+            yield (
+                f"losses[{index}] ({loss.kind}): with a [reader] the teacher speaks on hinted "
+                "turns only; set on = 'hinted_turns', or against = 'reference' for the others"
+            )
+    reports = recipe.tasks.is_environment or recipe.tasks.kind == "conversations"
+    if isinstance(recipe.reader, RulesReader) and not reports:
+        blind = {"over_length", "pattern", "answer_without_lookup"}
+        if all(rule.detect not in blind for rule in recipe.reader.rules):
+            yield (
+                "reader.kind = 'rules' needs an environment that reports errors; tasks.kind = "
+                f"{recipe.tasks.kind!r} reports none. Use reader.kind = 'model', or a rule with "
+                "detect = 'pattern'"
+            )

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from courtside.config.base import Part
 from courtside.config.losses import Loss
+from courtside.config.reader import Hints, Reader
 from courtside.config.rollout import Ramp, Rollout
 from courtside.config.settings import Evaluate, Run, Train
 from courtside.config.student import Student
@@ -21,6 +22,8 @@ class Recipe(Part):
     student: Student
     tasks: Tasks
     rollout: Rollout = Rollout()
+    reader: Reader | None = None
+    hints: Hints = Hints()
     teacher: Teacher | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: Train = Train()
@@ -45,7 +48,9 @@ class Recipe(Part):
     def needs_reference(self) -> bool:
         """Whether a loss compares with the student before training."""
         return any(
-            loss.kind == "preference" or getattr(loss, "extrapolate", 1.0) != 1.0
+            loss.kind == "preference"
+            or getattr(loss, "extrapolate", 1.0) != 1.0
+            or getattr(loss, "against", "teacher") == "reference"
             for loss in self.losses
         )
 

@@ -20,6 +20,21 @@ class Ramp(Part):
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
 
 
+class Limits(Part):
+    """Of one episode in an environment."""
+
+    turns: PositiveInt | None = None
+    """Messages of the student. Unset: until the environment is done."""
+    tokens: PositiveInt | None = None
+    """Of the whole episode. Unset: the model's context."""
+    seconds: PositiveFloat | None = None
+    """Of the whole episode, by the clock. Unset: no limit."""
+    step_seconds: PositiveFloat = 60.0
+    """For the environment to answer one message. An episode that hangs is ended."""
+    observation_chars: PositiveInt = 8000
+    """Of one message of the environment; what is cut off is told."""
+
+
 class Rollout(Part):
     samples: PositiveInt = 4
     """Per prompt."""
@@ -37,6 +52,8 @@ class Rollout(Part):
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
     max_batch_tokens: PositiveInt = 65536
     """Memory budget: key/value positions held at once while sampling or scoring."""
+
+    limits: Limits = Limits()
 
     def share(self, step: int) -> float:
         share = self.student_share

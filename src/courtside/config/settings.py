@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from courtside.config.base import Part, Share
+from courtside.config.tasks import Setting
 
 
 class Train(Part):
@@ -41,6 +43,9 @@ class Evaluate(Part):
     """Unset: as in rollout."""
     teacher: bool = True
     """Before training, also measure the teacher with its context: the gate."""
+    suites: Mapping[str, Mapping[str, Setting]] = Field(default_factory=dict)
+    """Further test tasks, measured before and after: a name and what is different in [tasks], e.g.
+    `held_out = { names = "held_out" }`."""
     forward_kl: bool = False
     """Also let the teacher answer each time, and measure KL(teacher ‖ student) on its text."""
 

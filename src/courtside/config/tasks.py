@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
-from courtside.config.base import Part
+from courtside.config.base import Part, Share
 
 
 class TasksBase(Part):
@@ -18,6 +25,11 @@ class TasksBase(Part):
     """A system prompt that the student sees on every task."""
     overlong: Literal["error", "drop"] = "error"
     """A prompt that does not fit the context: stop, or leave it out and count it."""
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether a task is the beginning of an episode: the world answers, and grades the end."""
+        return False
 
 
 class ArithmeticTasks(TasksBase):
@@ -63,6 +75,146 @@ class DatasetTasks(TasksBase):
     grader: str | None = None
 
 
+class ConversationTasks(TasksBase):
+    """Conversations recorded elsewhere, to be read, hinted and trained on as they are."""
+
+    kind: Literal["conversations"]
+    path: Path
+    """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
+    privileged and tags."""
+    call_format: Literal["json", "plain"] = "json"
+    """How tool calls are written where the chat template does not write them itself."""
+
+
+# ── environments ─────────────────────────────────────────────────────────────────────────────────
+
+Setting = bool | int | float | str | tuple[bool | int | float | str, ...]
+
+
+class EnvironmentTasks(TasksBase):
+    """Episodes of a world of your own: docs/environments.md says what such a class has."""
+
+    kind: Literal["environment"]
+    path: str
+    """`module:Class`; the module is installed, or lies where the command runs."""
+    settings: Mapping[str, Setting] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+    @property
+    def is_environment(self) -> bool:
+        return True
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_class(cls, path: str) -> str:
+        module, colon, name = path.partition(":")
+        if module.endswith(".py") or "/" in module:
+            raise ValueError(
+                f"{path!r} names a file; write the module with dots and without .py, as in "
+                "'worlds.maze:Maze'"
+            )
+        if not (colon and name.isidentifier() and all(w.isidentifier() for w in module.split("."))):
+            raise ValueError(f"{path!r} must be 'module:Class', as in 'worlds.maze:Maze'")
+        return path
+
+
+CapabilityName = Literal[
+    "weather", "calculate", "convert", "days_between", "contact", "price", "write_note",
+    "read_note", "weekday", "add_days", "append_note", "list_notes", "delete_note", "count_words",
+    "reverse_text", "upper_case",
+]  # fmt: skip
+NumTurns = Annotated[int, Field(ge=1, le=200)]
+
+
+class ToolboxTasks(TasksBase):
+    """Episodes of requests that each need one call of a listed tool. What a tool is called differs
+    from episode to episode, so the list must be read."""
+
+    kind: Literal["toolbox"]
+    turns: NumTurns | tuple[NumTurns, NumTurns] = 4
+    """Requests in an episode: a number, or the least and the most."""
+    num_tools: PositiveInt = 4
+    """Listed in an episode."""
+    capabilities: Annotated[tuple[CapabilityName, ...], Field(min_length=1)] = (
+        "weather", "calculate", "convert", "days_between", "contact", "price", "write_note",
+        "read_note",
+    )  # fmt: skip
+    """What the tools of an episode are drawn from."""
+    names: Literal["seen", "held_out", "all"] = "seen"
+    """Which names a tool may be listed under. Train on `seen`; `held_out` names tell whether the
+    list is read, or names were learned by heart."""
+    common_share: Share | None = None
+    """How often a tool is listed under its common name (`get_weather`). Unset: as often as under
+    any other name."""
+    call_format: Literal["json", "plain"] = "json"
+    """json: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. plain: `name(argument="…")`."""
+    habit_share: Share = 0.0
+    """Of the calls in the environment's own demonstrations: made under the common name whatever the
+    list says. A habit to plant, for something to unlearn."""
+    retries: NonNegativeInt = 0
+    """How many more replies a request gets that was not solved. 0: the next request follows."""
+    reward: Literal["share", "all"] = "share"
+    """share: of the requests that were solved. all: 1 if every one was and nothing else was
+    changed, else 0."""
+    tool_role: bool = True
+    """False: for templates that know only user and assistant. The list of tools stands above the
+    first request, and results above the next one."""
+    max_output: Annotated[int, Field(ge=40)] = 400
+    """Characters of a tool's result that are shown; what is cut off is told."""
+
+    @property
+    def is_environment(self) -> bool:
+        return True
+
+    @property
+    def turn_range(self) -> tuple[int, int]:
+        return self.turns if isinstance(self.turns, tuple) else (self.turns, self.turns)
+
+    @model_validator(mode="after")
+    def _can_be_listed(self) -> ToolboxTasks:
+        least, most = self.turn_range
+        if least > most:
+            raise ValueError(f"turns = [{least}, {most}]: the least comes first")
+        count = len(set(self.capabilities))
+        if self.num_tools > count:
+            raise ValueError(
+                f"num_tools = {self.num_tools}, but capabilities names {count}; name more of them, "
+                f"or list at most {count} tools"
+            )
+        needs_write = "delete_note" in self.capabilities
+        if needs_write and ("write_note" not in self.capabilities or self.num_tools < 2):
+            raise ValueError(
+                "capabilities: 'delete_note' would run out of notes without 'write_note' beside "
+                "it; add that, with num_tools of at least 2"
+            )
+        if self.names == "held_out" and self.common_share:
+            raise ValueError(
+                f"common_share = {self.common_share}, but no common name is among names = "
+                "'held_out'; remove it, or use names = 'all'"
+            )
+        if self.system is not None and self.tool_role:
+            raise ValueError(
+                "system: the list of tools is the system prompt; remove it, or set tool_role = "
+                "false, which moves the list into the first request"
+            )
+        return self
+
+
 Tasks = Annotated[
-    ArithmeticTasks | InstructionTasks | JsonlTasks | DatasetTasks, Field(discriminator="kind")
+    ArithmeticTasks
+    | InstructionTasks
+    | JsonlTasks
+    | DatasetTasks
+    | ConversationTasks
+    | EnvironmentTasks
+    | ToolboxTasks,
+    Field(discriminator="kind"),
 ]
+
+
+def tasks_with(tasks: Tasks, different: Mapping[str, Any]) -> Tasks:
+    """The same section with some fields changed; a ValidationError where they do not fit."""
+    changed: Tasks = TypeAdapter(Tasks).validate_python(
+        {**tasks.model_dump(exclude_unset=True), **different}
+    )
+    return changed

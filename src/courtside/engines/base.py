@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from courtside.types import Sample
+from courtside.types import Branch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,56 @@ class Scores:
     top_logp_TK: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchRequest:
+    """A trajectory and the turns of it that are scored again, each with its own hint above it."""
+
+    token_ids: tuple[int, ...]
+    """The trunk: the trajectory as it was."""
+    branches: tuple[Branch, ...]
+    scored: tuple[bool, ...] | None = None
+    """What of the trunk itself is scored in the same pass; None: nothing."""
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.scored is None or len(self.scored) == len(self.token_ids)
+        assert self.token_ids and not (self.scored and self.scored[0]), "nothing predicts the first"
+        for branch in self.branches:
+            assert 0 <= branch.splice <= len(self.token_ids), "a branch leaves the trunk somewhere"
+            assert branch.token_ids, "a branch without a token"
+            assert branch.splice or not branch.scored[0], "nothing predicts the first token"
+
+    @property
+    def num_read(self) -> int:
+        """How much of the trunk any branch or scored token looks at."""
+        scored = [i for i, wanted in enumerate(self.scored or ()) if wanted]
+        return max([1, *scored[-1:], *(branch.splice for branch in self.branches)])
+
+    def trunk(self) -> ScoreRequest:
+        assert self.scored is not None
+        return ScoreRequest(
+            token_ids=self.token_ids, scored=self.scored, temperature=self.temperature
+        )
+
+    def sequence(self, branch: Branch, *, start: int = 0) -> ScoreRequest:
+        """The branch as a sequence of its own: the trunk from `start` to its splice, and it."""
+        return ScoreRequest(
+            token_ids=self.token_ids[start : branch.splice] + branch.token_ids,
+            scored=(False,) * (branch.splice - start) + branch.scored,
+            temperature=self.temperature,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchScores:
+    trunk: Scores | None
+    """None: not asked for."""
+    branches: tuple[Scores, ...]
+    """In the order of the request's."""
+    note: str | None = None
+    """Why the branches took a pass each; None: they shared one."""
+
+
 class Head:
     """Last hidden states to logits over the first `num_words` words, in float32 or better."""
 
@@ -75,6 +125,18 @@ class Head:
         return logits_NV
 
 
+class Session(Protocol):
+    """Conversations of one model that go on over several calls, one a row."""
+
+    def sample(
+        self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
+    ) -> list[Sample]:
+        """Each row reads `prompt_ids` behind what it has read and written, and writes on.
+
+        The last token that a row wrote nobody has read yet: its next prompt begins with that.
+        """
+
+
 class Engine(Protocol):
     """A model that can write and that can say how likely a text is."""
 
@@ -87,3 +149,9 @@ class Engine(Protocol):
     def score(
         self, requests: Sequence[ScoreRequest], *, hidden: bool = False, top_k: int = 0
     ) -> list[Scores]: ...
+
+    def score_branches(
+        self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
+    ) -> list[BranchScores]: ...
+
+    def session(self, num_rows: int) -> Session: ...

@@ -2,13 +2,15 @@
 
 Sampling: each distinct prompt is read once and its keys and values serve all its samples; finished
 rows leave the batch. Scoring: sequences are sorted by length and padded on the right, and logits
-exist for a chunk of scored positions at a time. Training happens elsewhere, on the same model.
+exist for a chunk of scored positions at a time; turns with hints are scored as branches of one
+trunk. Training happens elsewhere, on the same model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +18,24 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from courtside.engines.base import Head, SampleRequest, Sampling, ScoreRequest, Scores
+from courtside.engines.attention import windows_of
+from courtside.engines.base import (
+    BranchRequest,
+    BranchScores,
+    Head,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+)
 from courtside.engines.batching import batches_by_length, pad_left, pad_right, pass_tokens
+from courtside.engines.branches import branching_problem, read_branches, score_branches_separately
+from courtside.engines.drawn import Drawn
 from courtside.engines.graphs import Decoders
 from courtside.engines.sampling import draw, uniforms
+from courtside.engines.session import KeptSession, RereadingSession
 from courtside.errors import ModelError
-from courtside.types import Sample, StopReason
+from courtside.types import Sample
 
 
 class TransformersEngine:
@@ -115,7 +129,7 @@ class TransformersEngine:
             [uniforms(requests[r].seed, sampling.max_new_tokens) for r in rows]
         )
         uniform_BN = uniform_BN.to(self.device)
-        drawn = _Drawn(len(rows), self.eos_ids, sampling, self.tokenizer)
+        drawn = self._record(len(rows), sampling)
         if self.decoders is not None and all(type(x) is _RoomyLayer for x in cache.layers):
             self._replay(cache, hidden_BD, mask_BL, uniform_BN, sampling, drawn)
             return drawn.samples()
@@ -149,7 +163,7 @@ class TransformersEngine:
         mask_BL: Tensor,
         uniform_BN: Tensor,
         sampling: Sampling,
-        drawn: _Drawn,
+        drawn: Drawn,
     ) -> None:
         """The same loop as a CUDA graph."""
         assert self.decoders is not None
@@ -193,6 +207,47 @@ class TransformersEngine:
                     results[index] = self._scores(
                         out.last_hidden_state[row], requests[index], hidden=hidden, top_k=top_k
                     )
+        return [results[i] for i in range(len(requests))]
+
+    def session(self, num_rows: int) -> KeptSession | RereadingSession:
+        """Conversations that go on over several calls, one a row."""
+        windowed = any(window is not None for window in windows_of(self.model).values())
+        note = self.branching_problem or ("it looks through a window" if windowed else None)
+        if note is not None:
+            return RereadingSession(self.sample, num_rows=num_rows, note=note)
+        return KeptSession(
+            self.model, self.head, num_rows=num_rows, record=self._record, casting=self.casting
+        )
+
+    def _record(self, num_rows: int, sampling: Sampling) -> Drawn:
+        return Drawn(num_rows, self.eos_ids, sampling, self.tokenizer)
+
+    @cached_property
+    def branching_problem(self) -> str | None:
+        """Why branches take a pass each on this model; None: they share one."""
+        with self.casting():
+            return branching_problem(self.model)
+
+    @torch.no_grad()
+    def score_branches(
+        self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
+    ) -> list[BranchScores]:
+        """Turns again, with hints above them: each trajectory is read once for all of its own."""
+        if self.branching_problem is not None:
+            return score_branches_separately(
+                self, requests, hidden=hidden, top_k=top_k, note=self.branching_problem
+            )
+        for r in requests:
+            self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
+        results: dict[int, BranchScores] = {}
+        with self.casting():
+            for index, trunk, branches in read_branches(
+                self.model, requests, pad_id=self.pad_id, max_tokens=self.score_batch_tokens
+            ):
+                results[index] = BranchScores(
+                    trunk=self._scores(*trunk, hidden=hidden, top_k=top_k) if trunk else None,
+                    branches=tuple(self._scores(*b, hidden=hidden, top_k=top_k) for b in branches),
+                )
         return [results[i] for i in range(len(requests))]
 
     def _scores(
@@ -270,48 +325,6 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
             "would ever end. Set eos_token in tokenizer_config.json"
         )
     return frozenset(ids)
-
-
-class _Drawn:
-    """What each row of a batch has written so far."""
-
-    def __init__(self, size: int, eos: frozenset[int], sampling: Sampling, tokenizer: Any):
-        self.ids: list[list[int]] = [[] for _ in range(size)]
-        self.logp: list[list[float]] = [[] for _ in range(size)]
-        self.ended: list[StopReason] = ["length"] * size
-        self.eos, self.sampling, self.tokenizer = eos, sampling, tokenizer
-
-    def add(self, rows: list[int], ids: list[int], logps: list[float]) -> list[int]:
-        """Positions within `rows` that go on."""
-        going = []
-        for position, (row, token, logp) in enumerate(zip(rows, ids, logps, strict=True)):
-            self.ids[row].append(token)
-            self.logp[row].append(logp)
-            if token in self.eos:
-                self.ended[row] = "eos"
-            elif self.sampling.stop and any(s in self._text(row) for s in self.sampling.stop):
-                self.ended[row] = "stop_string"
-            else:
-                going.append(position)
-        return going
-
-    def _text(self, row: int) -> str:
-        return str(self.tokenizer.decode(self.ids[row], skip_special_tokens=True))
-
-    def samples(self) -> list[Sample]:
-        out = []
-        for row, ids in enumerate(self.ids):
-            text = self._text(row)
-            cut = [text.find(s) for s in self.sampling.stop if s in text]
-            out.append(
-                Sample(
-                    token_ids=tuple(ids),
-                    logp=tuple(self.logp[row]),
-                    stop=self.ended[row],
-                    text=text[: min(cut)] if cut else text,
-                )
-            )
-        return out
 
 
 class _RoomyLayer(DynamicLayer):  # type: ignore[misc]

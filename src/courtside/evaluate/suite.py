@@ -32,11 +32,20 @@ class Suite:
     renderer: Renderer
     grade: Callable[[Task, str], Grade | None]
 
+    def asked(self) -> list[tuple[Task, int, int]]:
+        """Task, number of the sample and its seed, which depends on these alone: before and after
+        draw the same random numbers."""
+        return [
+            (task, n, seed_for(self.seed, "evaluate", task.id, n))
+            for task in self.tasks
+            for n in range(self.samples)
+        ]
+
     def ask(self, answer: Answer, *, who: str, step: int) -> list[Trajectory]:
-        """Seeds depend on the task alone: before and after draw the same random numbers."""
-        asked = [(task, n) for task in self.tasks for n in range(self.samples)]
-        seeds = [seed_for(self.seed, "evaluate", task.id, n) for task, n in asked]
-        written = answer([task for task, _ in asked], self.sampling, seeds)
+        asked = self.asked()
+        written = answer(
+            [task for task, _, _ in asked], self.sampling, [seed for *_, seed in asked]
+        )
         return [
             answered(
                 task,
@@ -48,7 +57,7 @@ class Suite:
                 temperature=self.sampling.temperature,
                 grade=self.grade(task, sample.text),
             )
-            for (task, n), sample in zip(asked, written, strict=True)
+            for (task, n, _), sample in zip(asked, written, strict=True)
         ]
 
     def evaluation(

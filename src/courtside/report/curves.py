@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ PANELS = (
     Panel("KL to the teacher", "nats per token", re.compile(r"kl(/.*)?")),
     Panel("Loss", "value", re.compile(r"loss(/.*)?")),
     Panel("Reward in training", "share", re.compile(r"reward/(mean|passed)"), share=True),
+    Panel("Errors in training", "share of turns", re.compile(r"errors|events/.*"), share=True),
+    Panel("Hints", "per step", re.compile(r"hints/(kept|dropped/.*)")),
+    Panel("Shift of hints that train", "nats per turn", re.compile(r"hints/shift")),
+    Panel("Turns of an episode", "turns", re.compile(r"turns")),
     Panel("Entropy", "nats per token", re.compile(r"entropy.*")),
     Panel("Answer length", "tokens", re.compile(r"length/(mean|max)")),
     Panel("Answers cut off", "share", re.compile(r"length/truncated"), share=True),
@@ -33,6 +38,9 @@ PANELS = (
     Panel("Time", "seconds per step", re.compile(r"seconds/.*")),
 )
 """The curves worth their place on the page, in order. All other keys come after, folded away."""
+
+ZERO_BESIDE = {"events/": "errors", "hints/dropped/": "hints/kept", "reader/": "hints/kept"}
+"""Columns that name only what occurred, and the one that says that it was looked for."""
 
 MAX_LINES = 6
 """In one panel: more cannot be told apart by colour."""
@@ -67,40 +75,77 @@ def _figures(panel: Panel, keys: Sequence[str], rows: Rows) -> Iterable[str]:
 
 def _series(key: str, rows: Rows) -> Series:
     prefix, _, name = key.partition("/")
-    points: tuple[Point, ...] = tuple((row["step"], row.get(key)) for row in rows)
-    shown = name or {"loss": "total", "tokens_per_second": "all phases"}.get(prefix, prefix)
-    return Series(name=shown.replace("_", " "), points=_without_absences(points, key, rows))
+    alone = {"loss": "total", "tokens_per_second": "all phases", "errors": "any", "turns": "mean"}
+    shown = name or alone.get(prefix, prefix)
+    return Series(name=shown.replace("_", " ").replace("/", ": "), points=_points(key, rows))
 
 
-def _without_absences(points: tuple[Point, ...], key: str, rows: Rows) -> tuple[Point, ...]:
+def _points(key: str, rows: Rows) -> tuple[Point, ...]:
     """A step without the key (not measured then) is no gap; a null (not finite) is one."""
-    return tuple(point for point, row in zip(points, rows, strict=True) if key in row)
+    counted = next((beside for start, beside in ZERO_BESIDE.items() if key.startswith(start)), key)
+    return tuple((row["step"], row.get(key, 0.0)) for row in rows if key in row or counted in row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """One number of an evaluation, with the ends of its interval."""
+
+    of: Evaluation
+    value: float
+    low: float
+    high: float
 
 
 def evaluation_figure(evaluations: Sequence[Evaluation]) -> str | None:
     """Held-out scores over steps with 95% intervals; teachers are dashed lines."""
-    students = [one for one in evaluations if one.who == "student" and one.rate == one.rate]
-    if not students:
-        return None
-    splits = dict.fromkeys(one.split for one in students)
-    series = []
-    for split in splits:
-        mine = sorted((one for one in students if one.split == split), key=lambda one: one.step)
-        series.append(
-            Series(
-                name=f"student, {split}",
-                points=tuple((one.step, one.rate) for one in mine),
-                bars=tuple((one.low, one.high) for one in mine),
-            )
+    rates = [Rate(of=one, value=one.rate, low=one.low, high=one.high) for one in evaluations]
+    return _held_out(rates, title="Held-out score, 95% intervals", unit="mean score")
+
+
+def error_figure(evaluations: Sequence[Evaluation]) -> str | None:
+    """The same of the turns with an error, for environments."""
+    rates = [
+        Rate(
+            of=one,
+            value=one.metrics["errors"],
+            low=one.metrics.get("errors/low", math.nan),
+            high=one.metrics.get("errors/high", math.nan),
         )
-    for one in evaluations:
-        if one.who != "student" and one.rate == one.rate:
-            name = f"{one.who}, {one.split}"
-            series.append(Series(name=name, points=((one.step, one.rate),), flat=True))
-    return line_chart(
-        series,
-        title="Held-out score, 95% intervals",
-        x_label="optimiser step",
-        y_label="mean score",
-        share=True,
-    )
+        for one in evaluations
+        if "errors" in one.metrics
+    ]
+    return _held_out(rates, title="Held-out errors, 95% intervals", unit="share of turns")
+
+
+def _held_out(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
+    """None: the student has no rate."""
+    known = [rate for rate in rates if math.isfinite(rate.value)]
+    lines: dict[tuple[str, str], list[Rate]] = {}
+    for rate in sorted(known, key=lambda rate: rate.of.step):
+        if is_student(rate.of.who):
+            lines.setdefault((rate.of.who, rate.of.split), []).append(rate)
+    if not lines:
+        return None
+    series = [
+        Series(
+            name=f"{who}, {split}",
+            points=tuple((rate.of.step, rate.value) for rate in line),
+            bars=tuple((rate.low, rate.high) for rate in line),
+        )
+        for (who, split), line in lines.items()
+    ]
+    series += [
+        Series(
+            name=f"{rate.of.who}, {rate.of.split}",
+            points=((rate.of.step, rate.value),),
+            flat=True,
+        )
+        for rate in known
+        if not is_student(rate.of.who)
+    ]
+    return line_chart(series, title=title, x_label="optimiser step", y_label=unit, share=True)
+
+
+def is_student(who: str) -> bool:
+    """`student`, or `student:SUITE` for further tasks."""
+    return who.split(":")[0] == "student"

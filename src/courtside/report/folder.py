@@ -23,6 +23,7 @@ from courtside.report import toml
 from courtside.report.disk import replace_file, writing
 from courtside.report.environment import environment
 from courtside.report.jsonl import Row, append_line, encode, finite, keep_lines, read_lines
+from courtside.report.metrics import metrics_row
 from courtside.report.opening import (
     RECIPE,
     recipe_tree,
@@ -30,9 +31,14 @@ from courtside.report.opening import (
     refuse_strangers,
     take_lock,
 )
-from courtside.report.parquet import StoredTrajectory, read_trajectories, write_trajectories
+from courtside.report.parquet import (
+    StoredTrajectory,
+    read_hints,
+    read_trajectories,
+    write_trajectories,
+)
 from courtside.report.records import evaluation_from, evaluation_tree
-from courtside.types import Evaluation, PhaseCost, Scored, Update
+from courtside.types import Evaluation, Judged, PhaseCost, Scored, Update
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
@@ -128,6 +134,13 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def trajectories(self, step: int) -> list[StoredTrajectory]:
+        return read_trajectories(self._stored(step), step)
+
+    def hints(self, step: int) -> list[Judged]:
+        """Of that step's trajectories, kept and dropped; much cheaper than those."""
+        return read_hints(self._stored(step))
+
+    def _stored(self, step: int) -> Path:
         path = self._trajectory_file(step)
         if not path.exists():
             stored = self.trajectory_steps()
@@ -140,7 +153,7 @@ class RunFolder:
                 f"{path}: no trajectories of step {step}; {have}. run.trajectories_every decides "
                 "which steps are kept"
             )
-        return read_trajectories(path, step)
+        return path
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -152,11 +165,15 @@ class RunFolder:
         *,
         seconds: Mapping[str, float],
         store_trajectories: bool,
+        reader_counts: Mapping[str, int] | None = None,
     ) -> Row:
-        """Store one training step; gives back its row of metrics (None where not finite)."""
+        """Store one training step; gives back its row of metrics (None where not finite).
+
+        `reader_counts` is what a reader counted of this step's hints; None: there is no reader.
+        """
         assert step == update.step
         self._check_writable()
-        row: Row = finite(metrics_row(scored, update, seconds))
+        row: Row = finite(metrics_row(scored, update, seconds, reader_counts))
         if store_trajectories:
             write_trajectories(self._trajectory_file(step), scored, update.student_logp)
         append_line(self._file("metrics.jsonl"), row)
@@ -207,29 +224,3 @@ class RunFolder:
 
     def _check_writable(self) -> None:
         assert self._lock is not None, "this RunFolder was opened with `read`, or is closed"
-
-
-def metrics_row(scored: Sequence[Scored], update: Update, seconds: Mapping[str, float]) -> Row:
-    """One flat row: the update, the trajectories' lengths and grades, and the seconds of phases."""
-    trajectories = [one.trajectory for one in scored]
-    lengths = [trajectory.num_chosen for trajectory in trajectories]
-    grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
-    row: Row = {"step": update.step, "loss": update.loss}
-    row |= {f"loss/{name}": value for name, value in update.components.items()}
-    row |= {f"tokens/{name}": count for name, count in update.num_tokens.items()}
-    if grades:
-        row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
-        row["reward/passed"] = sum(grade.passed for grade in grades) / len(grades)
-    if lengths:
-        truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
-        row["length/mean"] = sum(lengths) / len(lengths)
-        row["length/max"] = max(lengths)
-        row["length/truncated"] = truncated / len(lengths)
-    if any(one.target is not None for one in scored):
-        row["without_teacher"] = sum(one.target is None for one in scored)
-    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
-    if sum(seconds.values()) > 0:
-        row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
-    clash = row.keys() & update.metrics.keys()
-    assert not clash, f"metrics with the names of other columns: {clash}"
-    return row | dict(update.metrics)

@@ -13,13 +13,21 @@ from typing import Any
 
 from courtside.config import Recipe
 from courtside.report import toml
-from courtside.report.curves import evaluation_figure, metric_figures
+from courtside.report.curves import error_figure, evaluation_figure, is_student, metric_figures
 from courtside.report.disk import replace_file
 from courtside.report.folder import RunFolder
+from courtside.report.gaps import Decode, legend
+from courtside.report.hints import hints_section
+from courtside.report.metrics import is_multi_turn
+from courtside.report.mistakes import Pair, error_rates
+from courtside.report.moved import moved_table, moved_tokens
 from courtside.report.opening import recipe_tree
-from courtside.report.samples import Decode, before_after, choose, coloured, legend
-from courtside.report.summary import compact, duration, summary
+from courtside.report.parquet import StoredTrajectory
+from courtside.report.samples import before_after, choose, coloured, telling
+from courtside.report.summary import compact, duration, percent, points, summary
 from courtside.report.svg import SMOOTH_FROM, Interval, interval_plot
+from courtside.report.tables import table
+from courtside.report.transcript import episode
 from courtside.types import Evaluation, PhaseCost
 
 NUM_SAMPLES = 4
@@ -40,15 +48,21 @@ def write_report(
     recipe, metrics = folder.recipe(), folder.metrics()
     evaluations = folder.evaluations()
     main, rest = metric_figures(metrics)
-    held_out = evaluation_figure(evaluations)
+    held_out = [error_figure(evaluations), evaluation_figure(evaluations)]
+    main = [figure for figure in held_out if figure is not None] + main
+    stored, suites = _ends(folder), _suites(evaluations)
     sections = [
         _alarms(folder.alarms()),
-        _headline(evaluations, comparison),
-        _section("Over the run", _grid(([held_out] if held_out else []) + main) + _note(metrics)),
+        _headline(evaluations, comparison, suites),
+        _section("Errors", error_rates(suites)),
+        _section("Over the run", _grid(main) + _note(metrics)),
         _folded("More curves", _grid(rest)) if rest else "",
+        _section("Hints", hints_section(folder, metrics, decode)),
+        _section("Tokens that moved", _moved(stored, decode)),
         _section("Costs", _costs(folder.read_costs())),
         _section("The same tasks before and after", _pairs(evaluations)),
-        _section("What the teacher made of the student's answers", _training(folder, decode)),
+        _section("Episodes", _episodes(stored, decode)),
+        _section("What the teacher made of the student's answers", _training(stored, decode)),
         _section("Environment", _table(folder.environment())),
         _folded("Recipe", _recipe(recipe)),
     ]
@@ -88,14 +102,14 @@ PAGE = """<!doctype html>
 
 
 def before_and_after(
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation], who: str = "student"
 ) -> tuple[Evaluation | None, Evaluation | None]:
     """The first and the last evaluation of the student on one split: the test one, if it has two.
 
     Validation scores choose between checkpoints, so they flatter; they speak only for want of test
     scores. After is None while there is only one.
     """
-    students = [one for one in evaluations if one.who == "student"]
+    students = [one for one in evaluations if one.who == who]
     for split in ("test", "validation", "train"):
         mine = sorted((one for one in students if one.split == split), key=lambda one: one.step)
         if mine and mine[-1].step > mine[0].step:
@@ -103,7 +117,16 @@ def before_and_after(
     return (students[0], None) if students else (None, None)
 
 
-def _headline(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
+def _suites(evaluations: Sequence[Evaluation]) -> dict[str, Pair]:
+    """The student's own tasks first, then whatever else was evaluated."""
+    names = ["student", *dict.fromkeys(one.who for one in evaluations if one.who != "student")]
+    pairs = {who: before_and_after(evaluations, who) for who in names}
+    return {who: (before, after) for who, (before, after) in pairs.items() if before is not None}
+
+
+def _headline(
+    evaluations: Sequence[Evaluation], comparison: Comparison | None, suites: Mapping[str, Pair]
+) -> str:
     before, after = before_and_after(evaluations)
     if before is None:
         return _section("Result", '<p class="empty">No evaluation has been recorded.</p>')
@@ -123,13 +146,32 @@ def _headline(evaluations: Sequence[Evaluation], comparison: Comparison | None) 
     )
     plot = interval_plot(intervals, title=caption) if intervals else ""
     body = f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-    return _section("Result", body)
+    return _section("Result", body + _scores(suites))
+
+
+def _scores(suites: Mapping[str, Pair]) -> str:
+    """Of further tasks beside the recipe's own, where there are any."""
+    mine = {who: pair for who, pair in suites.items() if is_student(who)}
+    rows = (
+        f"<tr><th>{escape(who)}</th><td>{len(before.scores)} {before.split}</td>"
+        f"<td>{_rate(before)}</td><td>{_rate(after)}</td></tr>"
+        for who, (before, after) in mine.items()
+    )
+    heads = ["evaluated", "tasks", "score before", "score after"]
+    return table(heads, rows) if len(mine) > 1 else ""
+
+
+def _rate(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "–"
+    ends = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
+    return f"<b>{percent(evaluation.rate)}</b> <small>{ends}</small>"
 
 
 def _number(name: str, evaluation: Evaluation) -> str:
-    ends = f"{_percent(evaluation.low)} to {_percent(evaluation.high)}"
+    ends = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
     return (
-        f'<div class="number"><span>{escape(name)}</span><b>{_percent(evaluation.rate)}</b>'
+        f'<div class="number"><span>{escape(name)}</span><b>{percent(evaluation.rate)}</b>'
         f"<small>{ends}</small></div>"
     )
 
@@ -139,17 +181,9 @@ def _difference(comparison: Comparison) -> str:
     chance = f"p = {p_value:.2g}" if p_value >= 0.001 else "p < 0.001"
     return (
         f'<div class="number difference"><span>paired difference, in points</span>'
-        f"<b>{_points(mean)}</b>"
-        f"<small>{_points(low)} to {_points(high)}, {escape(chance)}</small></div>"
+        f"<b>{points(mean)}</b>"
+        f"<small>{points(low)} to {points(high)}, {escape(chance)}</small></div>"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share == share else "–"
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:+.1f}".replace("-", "−")
 
 
 def _costs(costs: Mapping[str, PhaseCost]) -> str:
@@ -164,22 +198,15 @@ def _costs(costs: Mapping[str, PhaseCost]) -> str:
         flops=flops,
     )
     rows = [(name, cost, "") for name, cost in costs.items()] + [("total", total, ' class="total"')]
-    lines = "".join(
+    lines = (
         f"<tr{kind}><th>{escape(name)}</th><td>{duration(cost.seconds)}</td>"
         f"<td>{_share(cost.seconds, seconds)}</td><td>{cost.tokens_in:,}</td>"
         f"<td>{cost.tokens_out:,}</td><td>{compact(cost.flops)}</td>"
         f"<td>{_share(cost.flops, flops)}</td></tr>"
         for name, cost, kind in rows
     )
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("phase", "time", "of the time", "tokens read", "tokens written", "FLOPs",
-                     "of the FLOPs")
-    )  # fmt: skip
-    return (
-        f'<div class="wide"><table class="costs"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
+    heads = ["phase", "time", "of the time", "tokens read", "tokens written", "FLOPs"]
+    return table([*heads, "of the FLOPs"], lines)
 
 
 def _share(part: float, whole: float) -> str:
@@ -195,12 +222,52 @@ def _pairs(evaluations: Sequence[Evaluation]) -> str:
     )  # fmt: skip
 
 
-def _training(folder: RunFolder, decode: Decode | None) -> str:
+def _ends(folder: RunFolder) -> list[list[StoredTrajectory]]:
+    """Of the last and the first stored step, or of the only one."""
     steps = folder.trajectory_steps()
+    ends = dict.fromkeys((steps[-1], steps[0]) if steps else ())
+    return [folder.trajectories(step) for step in ends]
+
+
+def _moved(ends: Sequence[Sequence[StoredTrajectory]], decode: Decode | None) -> str:
+    if decode is None:
+        return ""
+    found = [(step[0].step, moved_tokens(step, decode)) for step in reversed(ends) if step]
+    tables = [f"<h3>Step {step}</h3>{moved_table(moved)}" for step, moved in found if moved]
+    caption = (
+        '<p class="caption">Of turns with a hint that trains: the tokens whose probability is most '
+        "different with the hint above them. Point at a line to read its hint.</p>"
+    )
+    return caption + "".join(tables) if tables else ""
+
+
+def _episodes(ends: Sequence[Sequence[StoredTrajectory]], decode: Decode | None) -> str:
+    cards = [
+        episode(stored, decode, unfolded=number == place == 0)
+        for place, step in enumerate(ends)
+        for number, stored in enumerate(
+            choose(telling([one for one in step if _is_episode(one)]), NUM_SAMPLES)
+        )
+    ]
+    if not cards:
+        return ""
+    caption = (
+        '<p class="caption">From the last and the first stored step, those with hints and errors '
+        "first.</p>"
+    )
+    return caption + (legend() if decode is not None else "") + "".join(cards)
+
+
+def _is_episode(stored: StoredTrajectory) -> bool:
+    """What is told turn by turn; single answers are not, unless there are hints."""
+    return is_multi_turn(stored.trajectory) or bool(stored.hints)
+
+
+def _training(ends: Sequence[Sequence[StoredTrajectory]], decode: Decode | None) -> str:
     cards = [
         coloured(stored, decode)
-        for step in dict.fromkeys((steps[-1], steps[0]) if steps else ())
-        for stored in choose(folder.trajectories(step), NUM_SAMPLES)
+        for step in ends
+        for stored in choose([one for one in step if not _is_episode(one)], NUM_SAMPLES)
     ]
     if not cards:
         return ""

@@ -13,8 +13,17 @@ from typing import Any
 
 from courtside.errors import UserError
 from courtside.report.disk import replace_file
-from courtside.report.records import check_schema, floats, task_tree, trajectory_from, turn_tree
-from courtside.types import SCHEMA_VERSION, Scored, Trajectory
+from courtside.report.records import (
+    Tree,
+    check_schema,
+    floats,
+    judged_from,
+    judged_tree,
+    task_tree,
+    trajectory_from,
+    turn_tree,
+)
+from courtside.types import SCHEMA_VERSION, Judged, Scored, Trajectory, Turn
 
 VERSION_KEY = b"courtside.schema_version"
 
@@ -31,8 +40,23 @@ class StoredTrajectory:
     teacher: str | None
     """None: no teacher spoke on this one."""
     teacher_logp: tuple[float, ...] | None
+    """Of the chosen tokens that `where` names."""
     context: str | None
     """What only the teacher saw."""
+    where: tuple[int, ...] | None = None
+    """Which of the T chosen tokens the teacher spoke of, in order; None: all."""
+    hints: tuple[Judged, ...] = ()
+    """Also those that were dropped."""
+
+    @property
+    def teacher_logp_by_token(self) -> tuple[float | None, ...]:
+        """T values in the order of the chosen tokens; None where the teacher said nothing."""
+        size = self.trajectory.num_chosen
+        if self.teacher_logp is None:
+            return (None,) * size
+        places = range(size) if self.where is None else self.where
+        said = dict(zip(places, self.teacher_logp, strict=True))
+        return tuple(said.get(place) for place in range(size))
 
 
 def write_trajectories(
@@ -49,6 +73,15 @@ def write_trajectories(
 
 
 def read_trajectories(path: Path, step: int) -> list[StoredTrajectory]:
+    return [_stored(row, step) for row in _read(path)]
+
+
+def read_hints(path: Path) -> list[Judged]:
+    """Of all trajectories of a step, without reading the trajectories."""
+    return [judged for row in _read(path, ["id", "hints"]) for judged in _hints(row)]
+
+
+def _read(path: Path, columns: list[str] | None = None) -> list[Tree]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -57,18 +90,22 @@ def read_trajectories(path: Path, step: int) -> list[StoredTrajectory]:
         # Python file, nor threads: one that lets go of a Python object while the process ends
         # aborts it.
         with pa.OSFile(str(path)) as file:
-            table = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
+            parquet = pq.ParquetFile(file, pre_buffer=False)
+            # Before the rows: those of a newer schema may be of types that cannot be read here.
+            version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
+            check_schema(int(version) if version.isdigit() else None, str(path))
+            rows: list[Tree] = parquet.read(columns=columns, use_threads=False).to_pylist()
+            return rows
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error})") from None
-    version = (table.schema.metadata or {}).get(VERSION_KEY, b"")
-    check_schema(int(version) if version.isdigit() else None, str(path))
-    return [_stored(row, step) for row in table.to_pylist()]
 
 
 def _schema() -> Any:
     import pyarrow as pa
 
     logps = pa.list_(pa.float32())
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    event = pa.struct([("kind", pa.string()), ("details", pa.string())])
     turn = pa.struct(
         [
             ("role", pa.string()),
@@ -76,6 +113,22 @@ def _schema() -> Any:
             ("token_ids", pa.list_(pa.int32())),
             ("chosen", pa.list_(pa.bool_())),
             ("sampler_logp", logps),
+            ("messages", pa.list_(message)),
+            ("num_opening", pa.int32()),
+            ("events", pa.list_(event)),
+        ]
+    )
+    hint = pa.struct(
+        [
+            ("turn", pa.int32()),
+            ("text", pa.string()),
+            ("source", pa.string()),
+            ("reason", pa.string()),
+            ("confidence", pa.float64()),
+            ("bad_span", pa.string()),
+            ("shift", pa.float64()),
+            ("bad_span_shift", pa.float64()),
+            ("dropped", pa.string()),
         ]
     )
     return pa.schema(
@@ -94,15 +147,18 @@ def _schema() -> Any:
             ("teacher", pa.string()),
             ("context", pa.string()),
             ("teacher_logp", logps),
+            ("where", pa.list_(pa.int32())),
             ("student_logp", logps),
+            ("hints", pa.list_(hint)),
         ],
         metadata={VERSION_KEY: str(SCHEMA_VERSION)},
     )
 
 
-def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> dict[str, Any]:
+def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
     trajectory, target = scored.trajectory, scored.target
     grade = trajectory.grade
+    assert all(judged.hint.trajectory == trajectory.id for judged in scored.hints)
     return {
         "id": trajectory.id,
         "task": json.dumps(task_tree(trajectory.task)),
@@ -114,20 +170,41 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> dict[str, An
         "grade_passed": grade and grade.passed,
         "grade_feedback": grade and grade.feedback,
         "preference": trajectory.preference,
-        "turns": [turn_tree(turn) for turn in trajectory.turns],
+        "turns": [_turn_row(turn) for turn in trajectory.turns],
         "teacher": target and target.teacher,
         "context": target and target.context,
         "teacher_logp": target and target.logp_T.tolist(),
+        "where": target and target.where,
         "student_logp": student_logp,
+        "hints": [judged_tree(judged) for judged in scored.hints],
     }
 
 
-def _stored(row: dict[str, Any], step: int) -> StoredTrajectory:
+def _turn_row(turn: Turn) -> Tree:
+    """Details as JSON, like the task: their names differ from kind to kind."""
+    tree = turn_tree(turn)
+    for event in tree["events"]:
+        event["details"] = json.dumps(event["details"])
+    return tree
+
+
+def _turn_tree(row: Tree) -> Tree:
+    for event in row.get("events", ()):
+        event["details"] = json.loads(event["details"])
+    return row
+
+
+def _hints(row: Tree) -> tuple[Judged, ...]:
+    """Schema version 1 knows none."""
+    return tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
+
+
+def _stored(row: Tree, step: int) -> StoredTrajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
     tree = {
         "id": row["id"],
         "task": json.loads(row["task"]),
-        "turns": row["turns"],
+        "turns": [_turn_tree(turn) for turn in row["turns"]],
         "source": row["source"],
         "policy_version": row["policy_version"],
         "temperature": row["temperature"],
@@ -144,4 +221,6 @@ def _stored(row: dict[str, Any], step: int) -> StoredTrajectory:
         teacher=row["teacher"],
         teacher_logp=floats(row["teacher_logp"]),
         context=row["context"],
+        where=None if row.get("where") is None else tuple(row["where"]),
+        hints=_hints(row),
     )

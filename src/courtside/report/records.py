@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from courtside.errors import UserError
-from courtside.types import SCHEMA_VERSION, Evaluation, Grade, Message, Task, Trajectory, Turn
+from courtside.types import (
+    SCHEMA_VERSION,
+    Evaluation,
+    Event,
+    Grade,
+    Hint,
+    Judged,
+    Message,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 Tree = dict[str, Any]
 
@@ -26,7 +37,7 @@ def task_tree(task: Task) -> Tree:
     return {
         "id": task.id,
         "split": task.split,
-        "messages": [{"role": m.role, "content": m.content} for m in task.messages],
+        "messages": messages_tree(task.messages),
         "answer": task.answer,
         "completion": task.completion,
         "rejected": task.rejected,
@@ -34,12 +45,29 @@ def task_tree(task: Task) -> Tree:
         "tags": list(task.tags),
         "grader": task.grader,
         "grader_args": dict(task.grader_args),
+        "conversation": [dict(message) for message in task.conversation],
     }
 
 
 def task_from(tree: Mapping[str, Any]) -> Task:
-    messages = tuple(Message(**message) for message in tree["messages"])
-    return Task(**{**tree, "messages": messages, "tags": tuple(tree["tags"])})
+    messages = messages_from(tree["messages"])
+    conversation = tuple(tree.get("conversation", ()))
+    return Task(
+        **{
+            **tree,
+            "messages": messages,
+            "tags": tuple(tree["tags"]),
+            "conversation": conversation,
+        }
+    )
+
+
+def messages_tree(messages: Sequence[Message]) -> list[Tree]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def messages_from(trees: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message(**tree) for tree in trees)
 
 
 def turn_tree(turn: Turn) -> Tree:
@@ -49,16 +77,23 @@ def turn_tree(turn: Turn) -> Tree:
         "token_ids": list(turn.token_ids),
         "chosen": list(turn.chosen),
         "sampler_logp": None if turn.sampler_logp is None else list(turn.sampler_logp),
+        "messages": messages_tree(turn.messages),
+        "num_opening": turn.num_opening,
+        "events": [{"kind": one.kind, "details": dict(one.details)} for one in turn.events],
     }
 
 
 def turn_from(tree: Mapping[str, Any]) -> Turn:
+    """Turns of schema version 1 have no messages, opening or events."""
     return Turn(
         role=tree["role"],
         text=tree["text"],
         token_ids=tuple(tree["token_ids"]),
         chosen=tuple(tree["chosen"]),
         sampler_logp=floats(tree["sampler_logp"]),
+        messages=messages_from(tree.get("messages", ())),
+        num_opening=tree.get("num_opening", 0),
+        events=tuple(Event(**event) for event in tree.get("events", ())),
     )
 
 
@@ -88,6 +123,28 @@ def trajectory_from(tree: Mapping[str, Any]) -> Trajectory:
             "grade": None if grade is None else Grade(**{**grade, "score": number(grade["score"])}),
         }
     )
+
+
+def judged_tree(judged: Judged) -> Tree:
+    """Without the trajectory's id: it is stored with its trajectory."""
+    hint = judged.hint
+    return {
+        "turn": hint.turn,
+        "text": hint.text,
+        "source": hint.source,
+        "reason": hint.reason,
+        "confidence": hint.confidence,
+        "bad_span": hint.bad_span,
+        "shift": judged.shift,
+        "bad_span_shift": judged.bad_span_shift,
+        "dropped": judged.dropped,
+    }
+
+
+def judged_from(tree: Mapping[str, Any], trajectory: str) -> Judged:
+    outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "dropped")}
+    words = {key: value for key, value in tree.items() if key not in outcome}
+    return Judged(hint=Hint(trajectory=trajectory, **words), **outcome)
 
 
 def evaluation_tree(evaluation: Evaluation) -> Tree:

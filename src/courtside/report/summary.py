@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from courtside.config import Loss, ModelTeacher, Recipe, SelfTeacher, teachers_of
+from courtside.config import Loss, ModelTeacher, Reader, Recipe, SelfTeacher, teachers_of
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -17,8 +17,16 @@ def summary(recipe: Recipe) -> str:
     parts = [student, recipe.tasks.kind]
     if recipe.teacher is not None:
         parts.append("teacher: " + " | ".join(_teacher(one) for one in teachers_of(recipe)))
+    if recipe.reader is not None:
+        parts.append(f"hints: {_reader(recipe.reader)}")
     parts.append(" + ".join(_loss(loss) for loss in recipe.losses))
     return " · ".join(parts)
+
+
+def _reader(reader: Reader) -> str:
+    kinds = [one.kind for one in reader.readers] if reader.kind == "several" else [reader.kind]
+    control = f", control {reader.control.replace('_', ' ')}" if reader.control != "none" else ""
+    return " + ".join(kinds) + control
 
 
 def _teacher(teacher: SelfTeacher | ModelTeacher) -> str:
@@ -68,3 +76,32 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def percent(share: float) -> str:
+    """`12.3%`; a dash for what was not measured."""
+    return f"{100 * share:.1f}%" if share == share else "–"
+
+
+def points(share: float) -> str:
+    """A difference of shares, in percentage points: `+1.2`."""
+    return _minus(f"{100 * share:+.1f}")
+
+
+def signed(value: float) -> str:
+    """`−0.50`."""
+    return _minus(f"{value:+.2f}")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def shortened(text: str, limit: int) -> str:
+    """On one line, at most so many characters.
+
+    >>> shortened("one\\n two three", 9)
+    'one two …'
+    """
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

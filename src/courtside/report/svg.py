@@ -225,11 +225,15 @@ class Interval:
     value: float
     low: float
     high: float
+    colour: int | None = None
+    """None: its place among the others."""
 
 
 def interval_plot(intervals: Sequence[Interval], *, title: str) -> str:
     """Shares with their intervals, one under the other, on an axis from 0 to 100%."""
-    row, left, right = 30, 128, 16
+    # A letter takes up to 11 units: on narrow screens, where letters are larger.
+    longest = max(len(one.name) for one in intervals)
+    row, left, right = 30, max(128, min(30 + 11 * longest, 480)), 16
     width, height = 960, 30 * len(intervals) + 26
     base = row * len(intervals)
 
@@ -245,8 +249,9 @@ def interval_plot(intervals: Sequence[Interval], *, title: str) -> str:
         )
     for index, one in enumerate(intervals):
         y = row * index + row / 2
+        colour = index if one.colour is None else one.colour
         parts.append(
-            f'<g class="c{index % NUM_COLOURS}">'
+            f'<g class="c{colour % NUM_COLOURS}">'
             f'<text class="name" x="{left - 14}" y="{y + 4:.1f}" text-anchor="end">'
             f"{escape(one.name)}</text>"
             f'<path class="span" d="M{place(one.low):.1f} {y}H{place(one.high):.1f}"/>'

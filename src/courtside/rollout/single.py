@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -11,6 +10,7 @@ from courtside.chat.render import Renderer
 from courtside.config import Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
+from courtside.rollout.share import own_tasks, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 
@@ -47,10 +47,7 @@ class SingleTurnRollout:
         )
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        num_own = round(self.config.share(step) * len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(seed_for(self.seed, "share", step)).shuffle(order)
-        own = set(order[:num_own])
+        own = own_tasks(self.config, tasks, seed=self.seed, step=step)
         slots = [
             (index, task, sample)
             for index, task in enumerate(tasks)
@@ -77,7 +74,7 @@ class SingleTurnRollout:
         written = self.engine.sample(requests, self.sampling) if requests else []
         return [
             self._trajectory(
-                task, drawn, source="student", version=step, id=f"{step:06d}-{index:03d}-{sample}"
+                task, drawn, source="student", version=step, id=trajectory_id(step, index, sample)
             )
             for (index, task, sample), drawn in zip(slots, written, strict=True)
         ]
@@ -88,7 +85,7 @@ class SingleTurnRollout:
         written = self.teacher_writes([task for _, task, _ in slots], self.sampling, seeds)
         return [
             self._trajectory(
-                task, drawn, source="teacher", version=None, id=f"{step:06d}-{index:03d}-{sample}"
+                task, drawn, source="teacher", version=None, id=trajectory_id(step, index, sample)
             )
             for (index, task, sample), drawn in zip(slots, written, strict=True)
         ]

@@ -6,15 +6,16 @@ denominators and group-relative advantages must not depend on the cut.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from courtside.config import Loss
+from courtside.config import Loss, PolicyGradientLoss
 from courtside.errors import TaskError
 from courtside.losses.policy_gradient import group_advantage
-from courtside.types import Scored
+from courtside.types import Scored, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,18 @@ class Component:
 
     name: str
     loss: Loss
-    on: frozenset[str]
-    """Ids of the trajectories it is taken on."""
+    weight: Mapping[str, tuple[float, ...]]
+    """By trajectory id: of each chosen token in this loss's mean, 0 where it is no part of it.
+    Trajectories without any are left out."""
     denominator: int
-    """Trained tokens over the whole step; for preferences, pairs."""
-    advantage: Mapping[str, float]
-    """By trajectory id: the advantage from rewards, or a preference's coefficient (see `step`)."""
+    """Trained tokens over the whole step, or turns; for preferences, pairs."""
+    advantage: Mapping[str, tuple[float, ...]]
+    """By trajectory id, per chosen token: the advantage from rewards, or a preference's coefficient
+    (see `step`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(w > 0 for weights in self.weight.values() for w in weights)
 
 
 def components(
@@ -36,32 +43,80 @@ def components(
 ) -> list[Component]:
     result = []
     for loss, name in zip(losses, names, strict=True):
-        on = [s for s in scored if applies(loss, s)]
-        tokens = sum(s.trajectory.num_chosen for s in on)
+        masks = {s.trajectory.id: mask for s in scored if any(mask := tokens_of(loss, s))}
+        on = [s for s in scored if s.trajectory.id in masks]
+        weight = {id: tuple(map(float, mask)) for id, mask in masks.items()}
+        denominator = sum(sum(mask) for mask in masks.values())
+        if loss.normalise == "turn":
+            weight, denominator = _by_turn(on, masks)
         result.append(
             Component(
                 name=name,
                 loss=loss,
-                on=frozenset(s.trajectory.id for s in on),
-                denominator=len(pairs(on)) if loss.kind == "preference" else tokens,
-                advantage=_rewards(loss, on),
+                weight=weight,
+                denominator=len(pairs(on)) if loss.kind == "preference" else denominator,
+                advantage=_advantages(loss, on),
             )
         )
     return result
 
 
-def applies(loss: Loss, scored: Scored) -> bool:
-    """Whether a trajectory has what the loss needs; where not, it is no part of its mean."""
-    trajectory = scored.trajectory
+def tokens_of(loss: Loss, scored: Scored) -> tuple[bool, ...]:
+    """Which chosen tokens of a trajectory have what the loss needs; others are no part of it."""
+    trajectory, target = scored.trajectory, scored.target
+    none, all_ = ((value,) * trajectory.num_chosen for value in (False, True))
     if loss.kind == "preference":
-        return trajectory.preference is not None
-    if loss.on not in ("all", trajectory.source):
-        return False
-    if loss.kind == "cross_entropy":
-        return trajectory.preference != "worse"
-    if loss.kind == "policy_gradient" and loss.advantage == "reward":
-        return True
-    return scored.target is not None
+        return all_ if trajectory.preference is not None else none
+    if loss.on in ("student", "teacher", "dataset") and loss.on != trajectory.source:
+        return none
+    if loss.kind == "cross_entropy" and trajectory.preference == "worse":
+        return none
+    where = all_
+    if loss.on in ("hinted_turns", "other_turns"):
+        hinted = {j.hint.turn for j in scored.hints if j.dropped is None}
+        where = tuple((t in hinted) == (loss.on == "hinted_turns") for t in trajectory.turn_of)
+    if loss.kind == "divergence" and loss.against == "reference":
+        return where if scored.reference is not None else none
+    if loss.kind == "divergence" or (
+        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
+    ):
+        if target is None:
+            return none
+        spoken = all_ if target.where is None else _marked(target.where, len(all_))
+        return tuple(a and b for a, b in zip(where, spoken, strict=True))
+    return where
+
+
+def _marked(places: Sequence[int], size: int) -> tuple[bool, ...]:
+    marked = set(places)
+    return tuple(i in marked for i in range(size))
+
+
+def _by_turn(
+    on: Sequence[Scored], masks: Mapping[str, tuple[bool, ...]]
+) -> tuple[dict[str, tuple[float, ...]], int]:
+    """Every turn counts 1, spread over its trained tokens."""
+    weight, num_turns = {}, 0
+    for s in on:
+        mask = masks[s.trajectory.id]
+        turns = s.trajectory.turn_of
+        sizes = Counter(turn for turn, trained in zip(turns, mask, strict=True) if trained)
+        weight[s.trajectory.id] = tuple(
+            1 / sizes[turn] if trained else 0.0 for turn, trained in zip(turns, mask, strict=True)
+        )
+        num_turns += len(sizes)
+    return weight, num_turns
+
+
+def trained_tokens(parts: Sequence[Component]) -> dict[str, tuple[bool, ...]]:
+    """By trajectory id: which chosen tokens any loss looks at. The others need not be computed."""
+    found: dict[str, tuple[bool, ...]] = {}
+    for part in parts:
+        for id, weights in part.weight.items():
+            own = tuple(weight > 0 for weight in weights)
+            before = found.get(id, (False,) * len(own))
+            found[id] = tuple(a or b for a, b in zip(before, own, strict=True))
+    return found
 
 
 def pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
@@ -74,9 +129,24 @@ def pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
     return [pair for two in sides.values() for pair in zip(*two, strict=True)]
 
 
-def _rewards(loss: Loss, on: Sequence[Scored]) -> Mapping[str, float]:
+# ── rewards ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _advantages(loss: Loss, on: Sequence[Scored]) -> Mapping[str, tuple[float, ...]]:
     if loss.kind != "policy_gradient" or loss.advantage != "reward" or not on:
         return {}
+    whole = _rewards(loss, on)
+    penalty = _penalties(loss, on)
+    return {
+        s.trajectory.id: tuple(
+            whole[s.trajectory.id] + penalty.get((s.trajectory.id, turn), 0.0)
+            for turn in s.trajectory.turn_of
+        )
+        for s in on
+    }
+
+
+def _rewards(loss: PolicyGradientLoss, on: Sequence[Scored]) -> Mapping[str, float]:
     rewards = []
     for s in on:
         if s.trajectory.grade is None:
@@ -93,3 +163,23 @@ def _rewards(loss: Loss, on: Sequence[Scored]) -> Mapping[str, float]:
         scale_by_std=loss.scale_by_std,
     )
     return dict(zip((s.trajectory.id for s in on), advantage.tolist(), strict=True))
+
+
+def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str, int], float]:
+    """−penalty · (error − mean error of the group's turns): a turn answers for its own error."""
+    if not loss.turn_penalty:
+        return {}
+    groups: dict[str, list[Trajectory]] = {}
+    for s in on:
+        groups.setdefault(s.trajectory.task.id, []).append(s.trajectory)
+    found: dict[tuple[str, int], float] = {}
+    for group in groups.values():
+        wrong = {
+            (t.id, i): float(bool(turn.events))
+            for t in group
+            for i, turn in enumerate(t.turns)
+            if any(turn.chosen)
+        }
+        mean = sum(wrong.values()) / len(wrong)
+        found |= {place: -loss.turn_penalty * (error - mean) for place, error in wrong.items()}
+    return found

@@ -62,13 +62,12 @@ def chunk_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of all components over these rows, each over its own denominator."""
     logits_NV = head(rows.hidden_ND) / rows.temperature_N[:, None]
-    words_N = torch.zeros_like(rows.by_student_N)
-    for component in components:
-        if _needs_words(component.loss):
-            words_N = words_N | (rows.weight_CN[component.name] > 0)
-    whole = bool(words_N.any())
-    teacher_NV = _teacher_words(rows, rows.teacher_hidden_ND, rows.teacher_head) if whole else None
-    if teacher_NV is not None:
+    spoken = {
+        against: words
+        for against in ("teacher", "reference")
+        if (words := _words(rows, components, against)) is not None
+    }
+    if spoken:
         logp_NV = logits_NV.log_softmax(-1)
         logp_N = logp_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
     else:
@@ -76,8 +75,9 @@ def chunk_loss(
         chosen_N = logits_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
         logp_N = chosen_N - logits_NV.logsumexp(-1)
     _watch(rows, logp_N, tally)
-    if logp_NV is not None and teacher_NV is not None:
-        _watch_words(_only(logp_NV.detach(), words_N), _only(teacher_NV, words_N), tally)
+    if logp_NV is not None and "teacher" in spoken:
+        words_N, words_MV = spoken["teacher"]
+        _watch_words(_only(logp_NV.detach(), words_N), words_MV, tally)
 
     total = rows.hidden_ND.sum() * 0.0
     for component in components:
@@ -87,14 +87,14 @@ def chunk_loss(
         # Its own rows only, picked before the loss: others may hold NaN (no teacher spoke there),
         # and a NaN that is masked out afterwards is still NaN in the gradient.
         own = rows if bool(on_N.all()) else rows.only(on_N)
-        loss_M = _component_loss(
-            component,
-            own,
-            _only(logp_N, on_N),
-            None if logp_NV is None else _only(logp_NV, on_N),
-            None if teacher_NV is None else _only(teacher_NV, on_N),
-            tally,
-        )
+        logp_MV: Tensor | None = None
+        teacher_MV: Tensor | None = None
+        against = _against(component.loss)
+        if against is not None:
+            assert logp_NV is not None
+            words_N, words_MV = spoken[against]
+            logp_MV, teacher_MV = _only(logp_NV, on_N), _only(words_MV, on_N[words_N])
+        loss_M = _component_loss(component, own, _only(logp_N, on_N), logp_MV, teacher_MV, tally)
         mean = reduce_sum_over(loss_M, own.weight_CN[component.name], component.denominator)
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
             tally.value(component.name, mean)
@@ -107,15 +107,32 @@ def _only(values_N: Tensor, on_N: Tensor) -> Tensor:
     return values_N if bool(on_N.all()) else values_N[on_N]
 
 
-def _needs_words(loss: Loss) -> bool:
-    """Whether a loss looks at more words than the sampled one."""
-    return loss.kind == "divergence" or (loss.kind == "policy_gradient" and loss.baseline)
+def _against(loss: Loss) -> str | None:
+    """Whose whole distributions a loss looks at; None: only the sampled tokens."""
+    if loss.kind == "divergence":
+        return loss.against
+    return "teacher" if loss.kind == "policy_gradient" and loss.baseline else None
+
+
+def _words(
+    rows: Rows, components: Sequence[Component], against: str
+) -> tuple[Tensor, Tensor] | None:
+    """The rows that some loss compares with this one, and its distributions there; None: none."""
+    on_N = torch.zeros_like(rows.by_student_N)
+    for component in components:
+        if _against(component.loss) == against:
+            on_N = on_N | (rows.weight_CN[component.name] > 0)
+    if not bool(on_N.any()):
+        return None
+    own = rows if bool(on_N.all()) else rows.only(on_N)
+    if against == "teacher":
+        return on_N, _distributions(own, own.teacher_hidden_ND, own.teacher_head)
+    return on_N, _distributions(own, own.reference_hidden_ND, own.reference_head)
 
 
 @torch.no_grad()
-def _teacher_words(rows: Rows, hidden_ND: Tensor | None, head: Head | None) -> Tensor | None:
-    if hidden_ND is None or head is None:
-        return None
+def _distributions(rows: Rows, hidden_ND: Tensor | None, head: Head | None) -> Tensor:
+    assert hidden_ND is not None and head is not None, "no loss asks where nobody spoke"
     return (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)
 
 
@@ -191,8 +208,7 @@ def _divergence(
             clip=loss.clip,
         )
     if loss.extrapolate != 1.0:
-        reference_NV = _teacher_words(rows, rows.reference_hidden_ND, rows.reference_head)
-        assert reference_NV is not None
+        reference_NV = _distributions(rows, rows.reference_hidden_ND, rows.reference_head)
         teacher_NV = extrapolated(teacher_NV, reference_NV, loss.extrapolate)
     loss_N = divergence(
         logp_NV, teacher_NV, name=loss.divergence, beta=loss.beta, alpha=loss.alpha, clip=loss.clip

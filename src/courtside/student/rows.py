@@ -30,7 +30,7 @@ class Rows:
     teacher_hidden_ND: Tensor | None
     reference_hidden_ND: Tensor | None
     weight_CN: Mapping[str, Tensor]
-    """By component: 1 where it trains, 0 elsewhere."""
+    """By component: how much the position counts in its mean; 0 where it does not train."""
     advantage_CN: Mapping[str, Tensor]
     """By component: the advantage from rewards, or a preference's coefficient."""
     teacher_head: Any
@@ -54,15 +54,21 @@ class Rows:
         parts: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not (field.name == "hidden_ND" and not len(value)):
                 parts[field.name] = value[which]
             elif isinstance(value, Mapping):
                 parts[field.name] = {key: v[which] for key, v in value.items()}
         return replace(self, **parts)
 
 
-def rows_of(group: Sequence[Scored], components: Sequence[Component], hidden_ND: Tensor) -> Rows:
-    """Rows of trajectories with one teacher, in order; `hidden_ND` is already in that order."""
+def rows_of(
+    group: Sequence[Scored],
+    components: Sequence[Component],
+    hidden_ND: Tensor,
+    trained: Mapping[str, tuple[bool, ...]],
+) -> Rows:
+    """Rows of the trained tokens of trajectories with one teacher, in order; `hidden_ND` is already
+    of those and in that order."""
     device = hidden_ND.device
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     counts = [s.trajectory.num_chosen for s in group]
@@ -74,47 +80,80 @@ def rows_of(group: Sequence[Scored], components: Sequence[Component], hidden_ND:
         """One value a trajectory to one a position."""
         return floats(values).repeat_interleave(torch.tensor(counts, device=device))
 
+    def stream(values: Mapping[str, tuple[float, ...]]) -> Tensor:
+        """Values by trajectory, one a position; 0 where there are none."""
+        nothing = ((0.0,) * count for count in counts)
+        return floats(
+            [
+                value
+                for s, zeros in zip(group, nothing, strict=True)
+                for value in values.get(s.trajectory.id, zeros)
+            ]
+        )
+
     sampler: list[float] = []
     for s, count in zip(group, counts, strict=True):
         sampler += s.trajectory.sampler_logp or [float("nan")] * count
     ids = [token for s in group for token in s.trajectory.chosen_ids]
     targets = [s.target for s in group]
     references = [s.reference for s in group]
-    return Rows(
-        hidden_ND=hidden_ND,
+    rows = Rows(
+        hidden_ND=hidden_ND[:0],  # put in when the others are picked
         ids_N=torch.tensor(ids, dtype=torch.long, device=device),
         temperature_N=spread([s.trajectory.temperature for s in group]),
         sampler_logp_N=floats(sampler),
         by_student_N=spread([float(s.trajectory.source == "student") for s in group]).bool(),
         teacher_logp_N=_logps(targets, counts, device).to(dtype),
         reference_logp_N=_logps(references, counts, device).to(dtype),
-        teacher_hidden_ND=_hiddens(targets, device),
-        reference_hidden_ND=_hiddens(references, device),
-        weight_CN={
-            c.name: spread([float(s.trajectory.id in c.on) for s in group]) for c in components
-        },
-        advantage_CN={
-            c.name: spread([c.advantage.get(s.trajectory.id, 0.0) for s in group])
-            for c in components
-            if c.advantage
-        },
+        teacher_hidden_ND=_hiddens(targets, counts, device),
+        reference_hidden_ND=_hiddens(references, counts, device),
+        weight_CN={c.name: stream(c.weight) for c in components},
+        advantage_CN={c.name: stream(c.advantage) for c in components if c.advantage},
         teacher_head=_head(targets),
         reference_head=_head(references),
     )
+    kept = [wanted for s in group for wanted in trained[s.trajectory.id]]
+    if not all(kept):
+        rows = rows.only(torch.tensor(kept, device=device))
+    return replace(rows, hidden_ND=hidden_ND)
 
 
 def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.cat(
+        [
+            torch.full((count,), float("nan"), device=device)
+            if target is None
+            else _spread(target.logp_T.to(device), target.where, count, float("nan"))
+            for target, count in zip(targets, counts, strict=True)
+        ]
+    )
+
+
+def _hiddens(
+    targets: Sequence[Target | None], counts: Sequence[int], device: torch.device
+) -> Tensor | None:
     parts = [
-        torch.full((count,), float("nan")) if target is None else target.logp_T
+        (target, count)
         for target, count in zip(targets, counts, strict=True)
+        if target is not None and target.hidden_TD is not None
     ]
-    return torch.cat([part.to(device) for part in parts])
-
-
-def _hiddens(targets: Sequence[Target | None], device: torch.device) -> Tensor | None:
-    parts = [t.hidden_TD for t in targets if t is not None and t.hidden_TD is not None]
     assert len(parts) in (0, len(targets)), "a group has one teacher"
-    return torch.cat([part.to(device) for part in parts]) if parts else None
+    if not parts:
+        return None
+    # Zeros where the teacher says nothing: finite, and no loss looks there.
+    return torch.cat(
+        [_spread(t.hidden_TD.to(device), t.where, n, 0.0) for t, n in parts]  # type: ignore[union-attr]
+    )
+
+
+def _spread(values: Tensor, where: tuple[int, ...] | None, count: int, fill: float) -> Tensor:
+    """Values of some of `count` positions, at their places among all of them."""
+    if where is None:
+        assert len(values) == count
+        return values
+    spread = values.new_full((count, *values.shape[1:]), fill)
+    spread[torch.tensor(where, dtype=torch.long, device=values.device)] = values
+    return spread
 
 
 def _head(targets: Sequence[Target | None]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
-from courtside.student.components import Component, components, pairs
+from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.head import backward_through_head, chunk_size
 from courtside.student.optimiser import learning_rate_at, make_optimiser
 from courtside.student.rows import rows_of
@@ -37,13 +37,15 @@ class Student:
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size."""
         parts = components(self.recipe.losses, self.recipe.loss_names(), scored)
+        rate = learning_rate_at(step, self.recipe)
         if not any(part.denominator for part in parts):
+            if self.recipe.reader is not None and not any(s.hints for s in scored):
+                return _nothing_to_correct(step, parts, rate)
             raise RunError(
                 f"step {step}: no trajectory has anything to train on (of {len(scored)}, "
                 f"{sum(s.target is None for s in scored)} have no teacher). An empty batch is "
                 "not a zero loss. Look at the tasks, the teacher's context and each loss's `on`"
             )
-        rate = learning_rate_at(step, self.recipe)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         tally = Tally()
@@ -58,31 +60,37 @@ class Student:
             loss=sum(weights[name] * value for name, value in values.items() if value == value),
             components=values,
             metrics={**tally.metrics(), "grad_norm": norm, "learning_rate": rate},
-            num_tokens={p.name: p.denominator for p in parts},
+            num_tokens={p.name: p.num_tokens for p in parts},
             student_logp=student_logp,
         )
 
     def accumulate(
         self, step: int, scored: Sequence[Scored], parts: Sequence[Component], tally: Tally
     ) -> dict[str, tuple[float, ...]]:
-        """Add this step's gradients to the weights; returns the student's log-probs by id."""
+        """Add this step's gradients to the weights; returns the student's log-probs by id.
+
+        Trajectories that no loss looks at are left out; so is what follows the last token that
+        one does. Log-probs of tokens in between that none looks at are NaN.
+        """
         student_logp: dict[str, tuple[float, ...]] = {}
         self.weights.model.train()
         try:
             with torch.random.fork_rng(devices=_devices(self.weights.device)):
                 # Dropout, the only random thing here, follows from the step as everything does.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
-                for micro in self._micro_batches(scored):
-                    student_logp.update(self._micro_batch(micro, parts, tally))
+                trained = trained_tokens(parts)
+                looked_at = [s for s in scored if s.trajectory.id in trained]
+                for micro in self._micro_batches(looked_at, trained):
+                    student_logp.update(self._micro_batch(micro, parts, trained, tally))
         finally:
             self.weights.model.eval()
         return student_logp
 
-    def _micro_batches(self, scored: Sequence[Scored]) -> list[list[Scored]]:
+    def _micro_batches(self, scored: Sequence[Scored], trained: Trained) -> list[list[Scored]]:
         """Of similar length; the two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
-        lengths = [len(unit) * max(len(s.trajectory.token_ids) for s in unit) for unit in units]
+        lengths = [len(unit) * max(len(_read(s, trained)) for s in unit) for unit in units]
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.
         heads = list(dict.fromkeys(_head_id(s) for s in scored))
@@ -92,18 +100,24 @@ class Student:
         ]
 
     def _micro_batch(
-        self, micro: Sequence[Scored], parts: Sequence[Component], tally: Tally
+        self,
+        micro: Sequence[Scored],
+        parts: Sequence[Component],
+        trained: Trained,
+        tally: Tally,
     ) -> dict[str, tuple[float, ...]]:
         autocast = self.weights.autocast
         with torch.autocast(
             self.weights.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
         ):
-            hidden_ND = self._hidden(micro)
-            parts = [self._with_coefficients(part, micro, hidden_ND, tally) for part in parts]
+            hidden_ND = self._hidden(micro, trained)
+            counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
+            hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
+            parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
             gradients, logps, start = [], [], 0
             for group in _by_head(micro):
-                end = start + sum(s.trajectory.num_chosen for s in group)
-                rows = rows_of(group, parts, hidden_ND[start:end])
+                end = start + sum(counts[s.trajectory.id] for s in group)
+                rows = rows_of(group, parts, hidden_ND[start:end], trained)
                 gradient_ND, logp_N = backward_through_head(
                     rows, self.head, parts, chunk=self.chunk, tally=tally
                 )
@@ -111,42 +125,42 @@ class Student:
                 logps.append(logp_N)
                 start = end
             hidden_ND.backward(torch.cat(gradients))
-        counts = [s.trajectory.num_chosen for s in micro]
-        by_trajectory = torch.cat(logps).float().cpu().split(counts)
+        by_trajectory = torch.cat(logps).float().cpu().split(list(counts.values()))
         return {
-            s.trajectory.id: tuple(part.tolist())
-            for s, part in zip(micro, by_trajectory, strict=True)
+            id: tuple(_in_place(part.tolist(), trained[id]))
+            for id, part in zip(counts, by_trajectory, strict=True)
         }
 
-    def _hidden(self, micro: Sequence[Scored]) -> Tensor:
-        """Hidden states that predict the chosen tokens, in order, with their graph."""
-        ids_BL = pad_right(
-            [s.trajectory.token_ids for s in micro], self.pad_id, self.weights.device
-        )
+    def _hidden(self, micro: Sequence[Scored], trained: Trained) -> Tensor:
+        """Hidden states that predict the trained tokens, in order, with their graph."""
+        ids_BL = pad_right([_read(s, trained) for s in micro], self.pad_id, self.weights.device)
         out = self.weights.model.base_model(input_ids=ids_BL, use_cache=False)
         rows, before = [], []
         for row, s in enumerate(micro):
-            for position, chosen in enumerate(s.trajectory.chosen):
-                if chosen:
-                    rows.append(row)
-                    before.append(position - 1)
+            for position in _places(s, trained):
+                rows.append(row)
+                before.append(position - 1)
         assert min(before, default=0) >= 0, "nothing predicts the first token"
         hidden: Tensor = out.last_hidden_state[rows, before]
         return hidden
 
     @torch.no_grad()
     def _with_coefficients(
-        self, part: Component, micro: Sequence[Scored], hidden_ND: Tensor, tally: Tally
+        self,
+        part: Component,
+        micro: Sequence[Scored],
+        hidden: Mapping[str, Tensor],
+        tally: Tally,
     ) -> Component:
         """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
         if part.loss.kind != "preference":
             return part
-        counts = [s.trajectory.num_chosen for s in micro]
         totals = {
-            s.trajectory.id: self._log_likelihood(s.trajectory, hidden_TD)
-            for s, hidden_TD in zip(micro, hidden_ND.split(counts), strict=True)
+            s.trajectory.id: self._log_likelihood(s.trajectory, hidden[s.trajectory.id])
+            for s in micro
+            if s.trajectory.preference is not None
         }
-        coefficient: dict[str, float] = {}
+        coefficient: dict[str, tuple[float, ...]] = {}
         for better, worse in pairs(micro):
             assert better.reference is not None and worse.reference is not None
             sums = [
@@ -157,8 +171,8 @@ class Student:
             ]
             weight = float(dpo_token_weights(*sums, beta=part.loss.beta))
             # The sign: better tokens rise, worse ones fall.
-            coefficient[better.trajectory.id] = -weight
-            coefficient[worse.trajectory.id] = weight
+            for one, signed in ((better, -weight), (worse, weight)):
+                coefficient[one.trajectory.id] = (signed,) * one.trajectory.num_chosen
             tally.value(part.name, dpo(*sums, beta=part.loss.beta) / part.denominator)
             won = sums[0] - sums[2] > sums[1] - sums[3]
             tally.mean(f"{part.name}/accuracy", won)
@@ -187,6 +201,39 @@ class Student:
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
         return norm
+
+
+Trained = Mapping[str, tuple[bool, ...]]
+"""By trajectory id: which of its chosen tokens a loss looks at."""
+
+
+def _places(s: Scored, trained: Trained) -> list[int]:
+    """Where in the trajectory its trained tokens stand."""
+    chosen = (i for i, chosen in enumerate(s.trajectory.chosen) if chosen)
+    return [i for i, wanted in zip(chosen, trained[s.trajectory.id], strict=True) if wanted]
+
+
+def _read(s: Scored, trained: Trained) -> tuple[int, ...]:
+    """The trajectory up to the last id that predicts a trained one."""
+    return s.trajectory.token_ids[: _places(s, trained)[-1]]
+
+
+def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
+    """`values` where the mask is True, NaN elsewhere."""
+    found = iter(values)
+    return (next(found) if wanted else math.nan for wanted in mask)
+
+
+def _nothing_to_correct(step: int, parts: Sequence[Component], rate: float) -> Update:
+    """The reader found no mistake in the whole batch: that is no error, and no step."""
+    return Update(
+        step=step,
+        loss=0.0,
+        components={part.name: float("nan") for part in parts},
+        metrics={"grad_norm": 0.0, "learning_rate": rate},
+        num_tokens={part.name: 0 for part in parts},
+        student_logp={},
+    )
 
 
 def _head_id(s: Scored) -> int:

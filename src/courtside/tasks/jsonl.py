@@ -12,6 +12,17 @@ from courtside.types import Task
 
 
 def jsonl_tasks(path: Path) -> tuple[Task, ...]:
+    tasks = tasks_from("jsonl", json_lines(path))
+    if not tasks:
+        raise TaskError(
+            f"{path}: the file is empty. Write one JSON object a line, such as "
+            '{"prompt": "What is 2 + 2?", "answer": "4"}'
+        )
+    return tasks
+
+
+def json_lines(path: Path) -> Iterator[Record]:
+    """The objects of a file, each with its place."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -21,16 +32,6 @@ def jsonl_tasks(path: Path) -> tuple[Task, ...]:
             f"tasks.path = {str(path)!r}: cannot be read ({error.strerror}); it must be a file of "
             "JSON lines"
         ) from None
-    tasks = tasks_from("jsonl", _records(path, data))
-    if not tasks:
-        raise TaskError(
-            f"{path}: the file is empty. Write one JSON object a line, such as "
-            '{"prompt": "What is 2 + 2?", "answer": "4"}'
-        )
-    return tasks
-
-
-def _records(path: Path, data: bytes) -> Iterator[Record]:
     # Only \n ends a line: other separators are legal inside JSON texts.
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
@@ -47,5 +48,5 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             raise TaskError(f"{where}: not valid JSON: {error}; correct the line") from None
         if not isinstance(value, dict):
-            raise TaskError(f"{where}: must be a JSON object, {{…}}, with a prompt")
+            raise TaskError(f"{where}: must be a JSON object, {{…}}")
         yield Record(where=where, fields=value)

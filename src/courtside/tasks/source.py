@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from courtside.config import ArithmeticTasks, DatasetTasks, InstructionTasks, JsonlTasks, Tasks
+from courtside.config import (
+    ArithmeticTasks,
+    ConversationTasks,
+    DatasetTasks,
+    EnvironmentTasks,
+    InstructionTasks,
+    JsonlTasks,
+    Tasks,
+    ToolboxTasks,
+)
 from courtside.errors import TaskError
 from courtside.tasks.arithmetic import arithmetic_space
 from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
+from courtside.tasks.conversations import conversation_tasks
+from courtside.tasks.environments.base import Environment, environment_space
+from courtside.tasks.environments.load import load_environment
+from courtside.tasks.environments.toolbox.plan import split_of_number
+from courtside.tasks.environments.toolbox.world import Toolbox
 from courtside.tasks.hub import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
@@ -23,9 +37,12 @@ class Room:
     max_tokens: int
 
 
-def task_source(config: Tasks, seed: int, room: Room | None = None) -> TaskSource:
+def task_source(
+    config: Tasks, seed: int, room: Room | None = None, environment: Environment | None = None
+) -> TaskSource:
     """The tasks of a recipe. With `room`, prompts that do not fit are refused or left out, as
-    `tasks.overlong` says, before anything runs."""
+    `tasks.overlong` says, before anything runs. `environment` is the recipe's world, where it is
+    made already (`environment_of`)."""
     match config:
         case ArithmeticTasks():
             return _generated(arithmetic_space(config), config, seed, room)
@@ -35,6 +52,16 @@ def task_source(config: Tasks, seed: int, room: Room | None = None) -> TaskSourc
             return _finite(jsonl_tasks(config.path), str(config.path), config, seed, room)
         case DatasetTasks():
             return _finite(dataset_tasks(config), config.path, config, seed, room)
+        case ConversationTasks():
+            return _finite(conversation_tasks(config.path), str(config.path), config, seed, room)
+        case EnvironmentTasks():
+            world = environment or load_environment(config.path, config.settings)
+            space = environment_space(world, f"tasks.path = {config.path!r}")
+            return _generated(space, config, seed, room)
+        case ToolboxTasks():
+            world = environment or Toolbox(config)
+            space = environment_space(world, "tasks.kind = 'toolbox'", split_of_number)
+            return _generated(space, config, seed, room)
 
 
 def _generated(space: Space, config: Tasks, seed: int, room: Room | None) -> TaskSource:

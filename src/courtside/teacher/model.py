@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
+import torch
+
 from courtside.chat.render import Renderer
 from courtside.config import Context
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.teacher.context import contexts, privileged_messages, task_context
-from courtside.types import Sample, Target, Task, Trajectory
+from courtside.teacher.hinted import HintedTurns, HintScorer
+from courtside.types import Hint, Judged, Sample, Target, Task, Trajectory
 
 
 class Teacher:
@@ -25,6 +28,7 @@ class Teacher:
         context_length: int,
         overlong: Literal["error", "drop"] = "error",
         hidden: bool,
+        hints: HintScorer | None = None,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         follow: Callable[[], None] = lambda: None,
     ):
@@ -36,6 +40,8 @@ class Teacher:
         self.overlong = overlong
         self.hidden = hidden
         """Whether a loss needs whole distributions, not only the sampled tokens' log-probs."""
+        self.hints = hints
+        """With a reader: it speaks on hinted turns only."""
         self.weights = weights
         """Puts this teacher's weights in place while it speaks (adapter off, moving average)."""
         self.follow = follow
@@ -66,6 +72,36 @@ class Teacher:
             )
             for id, score in zip(requests, scores, strict=True)
         }
+
+    def score_hints(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
+    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[Judged, ...]]]:
+        """By trajectory id: what it says of the turns whose hints train, and of every hint."""
+        assert self.hints is not None
+        with self.weights():
+            found = self.hints(trajectories, hints, hidden=self.hidden)
+        targets = {
+            t.id: self._hinted_target(t, found[t.id])
+            for t in trajectories
+            if t.id in found and found[t.id].spoken
+        }
+        return targets, {id: one.judged for id, one in found.items()}
+
+    def _hinted_target(self, trajectory: Trajectory, hinted: HintedTurns) -> Target:
+        turns = sorted(hinted.spoken)
+        parts = [hinted.spoken[turn].hinted for turn in turns]
+        texts = [j.hint.text for j in hinted.judged if j.dropped is None]
+        return Target(
+            teacher=self.name,
+            context="\n\n".join(texts),
+            where=tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in hinted.spoken),
+            logp_T=torch.cat([part.logp_T for part in parts]),
+            hidden_TD=torch.cat([part.hidden_TD for part in parts if part.hidden_TD is not None])
+            if self.hidden
+            else None,
+            head=self.engine.head if self.hidden else None,
+            num_context_tokens=sum(hinted.spoken[turn].num_tokens for turn in turns),
+        )
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]

@@ -8,7 +8,7 @@ from typing import TypeVar
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.teacher.model import Teacher
-from courtside.types import Sample, Target, Task, Trajectory
+from courtside.types import Hint, Judged, Sample, Target, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -24,6 +24,20 @@ class RoutedTeachers:
         for tag, group in self._by_route(trajectories, lambda t: t.task).items():
             targets.update(self.routes[tag].score([trajectory for _, trajectory in group]))
         return targets
+
+    def score_hints(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
+    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[Judged, ...]]]:
+        targets: dict[str, Target] = {}
+        judged: dict[str, tuple[Judged, ...]] = {}
+        for tag, group in self._by_route(trajectories, lambda t: t.task).items():
+            own = {trajectory.id for _, trajectory in group}
+            its_targets, its_judged = self.routes[tag].score_hints(
+                [trajectory for _, trajectory in group], [h for h in hints if h.trajectory in own]
+            )
+            targets.update(its_targets)
+            judged.update(its_judged)
+        return targets, judged
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
-from courtside.types import Scored, Trajectory
+from courtside.types import Hint, Judged, Scored, Target, Trajectory
 
 
 class Scoring:
-    def __init__(self, teacher: Teacher | RoutedTeachers | None, reference: Teacher | None):
+    def __init__(
+        self,
+        teacher: Teacher | RoutedTeachers | None,
+        reference: Teacher | None,
+        *,
+        hinted: bool = False,
+    ):
         self.teacher = teacher
+        self.hinted = hinted
+        """With a reader the teacher speaks on hinted turns only."""
         self.reference = reference
         """The student before training, where a loss compares with it."""
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Scored]:
-        targets = self.teacher.score(trajectories) if self.teacher else {}
+    def __call__(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
+    ) -> list[Scored]:
+        targets: Mapping[str, Target] = {}
+        judged: Mapping[str, tuple[Judged, ...]] = {}
+        if self.teacher and self.hinted:
+            targets, judged = self.teacher.score_hints(trajectories, hints)
+        elif self.teacher:
+            targets = self.teacher.score(trajectories)
         references = self.reference.score(trajectories) if self.reference else {}
         return [
-            Scored(trajectory=t, target=targets.get(t.id), reference=references.get(t.id))
+            Scored(
+                trajectory=t,
+                target=targets.get(t.id),
+                reference=references.get(t.id),
+                hints=judged.get(t.id, ()),
+            )
             for t in trajectories
         ]
 

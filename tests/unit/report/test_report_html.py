@@ -2,48 +2,17 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+from unit.report.pages import read
 
 from courtside.report.folder import RunFolder
+from courtside.report.gaps import shade
 from courtside.report.html import before_and_after, write_report
-from courtside.report.samples import shade
 from courtside.report.svg import Series, line_chart, moving_average, thin_out, ticks
 from courtside.types import PhaseCost
-
-VOID = {"meta", "br", "img", "link", "hr", "input"}
-
-
-class Page(HTMLParser):
-    """Fails on tags that do not match; keeps what the tests look at."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.words = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.words).split())
 
 
 def decode(token_ids):
@@ -73,13 +42,6 @@ def build(tmp_path, recipe, batch, update, evaluation):
         return folder
 
     return build
-
-
-def read(path):
-    text = path.read_text(encoding="utf-8")
-    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
-        ElementTree.fromstring(svg)
-    return text, Page(text)
 
 
 def test_a_whole_run(build):

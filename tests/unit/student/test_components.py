@@ -7,7 +7,18 @@ from courtside.config import CrossEntropyLoss, DivergenceLoss, PolicyGradientLos
 from courtside.errors import TaskError
 from courtside.student.components import components, pairs
 from courtside.student.tally import Tally
-from courtside.types import Grade, Message, Scored, Target, Task, Trajectory, Turn
+from courtside.types import (
+    Event,
+    Grade,
+    Hint,
+    Judged,
+    Message,
+    Scored,
+    Target,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 
 def scored(
@@ -61,7 +72,8 @@ BATCH = [
 )
 def test_each_loss_is_taken_on_what_it_can_use(loss, on, tokens):
     (part,) = components([loss], ["name"], BATCH)
-    assert part.on == frozenset(on)
+    assert part.weight.keys() == set(on)
+    assert {w for ws in part.weight.values() for w in ws} <= {1.0}
     assert part.denominator == tokens
 
 
@@ -73,7 +85,8 @@ def test_rewards_are_compared_within_their_prompt():
     ]  # fmt: skip
     loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
     (part,) = components([loss], ["rl"], batch)
-    assert part.advantage == {"a": 0.5, "b": -0.5, "c": 0.0, "d": 0.0, "e": 0.0}
+    expected = {"a": 0.5, "b": -0.5, "c": 0.0, "d": 0.0, "e": 0.0}
+    assert part.advantage == {id: (value,) * 3 for id, value in expected.items()}
     (other,) = components([loss], ["rl"], batch[::-1])
     assert other.advantage == part.advantage
 
@@ -87,7 +100,7 @@ def test_a_reward_needs_a_grader():
 def test_the_rejected_text_is_not_imitated():
     batch = [scored("a", preference="better"), scored("b", preference="worse")]
     (part,) = components([CrossEntropyLoss(kind="cross_entropy")], ["ce"], batch)
-    assert part.on == {"a"}
+    assert part.weight.keys() == {"a"}
 
 
 def test_a_task_that_comes_twice_has_two_pairs():
@@ -100,7 +113,7 @@ def test_a_task_that_comes_twice_has_two_pairs():
     found = [(b.trajectory.id, w.trajectory.id) for b, w in pairs(batch)]
     assert sorted(found) == [("a", "b"), ("c", "d"), ("e", "f")]
     (part,) = components([PreferenceLoss(kind="preference")], ["dpo"], batch)
-    assert part.denominator == 3 and "g" not in part.on
+    assert part.denominator == 3 and "g" not in part.weight
 
 
 def test_a_tally_is_a_mean_over_tokens_not_over_chunks():
@@ -115,3 +128,104 @@ def test_a_tally_is_a_mean_over_tokens_not_over_chunks():
     tally.value("loss", torch.tensor(0.5))
     assert tally.metrics() == {"kl": 2.0, "max": 4.0}
     assert tally.values == {"loss": 0.75}
+
+
+# ── turns ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def episode(
+    id: str,
+    *,
+    sizes: tuple[int, ...] = (2, 4, 3),
+    wrong: tuple[int, ...] = (),
+    hinted: tuple[int, ...] = (),
+    dropped: tuple[int, ...] = (),
+    reward: float = 0.0,
+    reference: bool = False,
+) -> Scored:
+    """Assistant turns at 1, 3, 5…; `wrong`, `hinted` and `dropped` are numbers of turns."""
+    turns = [Turn(role="prompt", text="", token_ids=(1,), chosen=(False,))]
+    for number, size in enumerate(sizes):
+        if number:
+            turns.append(Turn(role="environment", text="", token_ids=(9,), chosen=(False,)))
+        events = (Event(kind="bad"),) if len(turns) in wrong else ()
+        turns.append(
+            Turn(role="assistant", text="", token_ids=(2,) * size, chosen=(True,) * size,
+                 events=events)
+        )  # fmt: skip
+    trajectory = Trajectory(
+        id=id,
+        task=Task(id="t", split="train", messages=(Message(role="user", content="x"),)),
+        turns=tuple(turns),
+        source="student",
+        policy_version=0,
+        temperature=1.0,
+        stop="done",
+        grade=Grade(score=reward, passed=False, feedback=""),
+    )
+    where = tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in hinted)
+    target = Target(teacher="q", context=None, logp_T=torch.zeros(len(where)), where=where)
+    judged = [(turn, None) for turn in hinted] + [(turn, "shift") for turn in dropped]
+    return Scored(
+        trajectory=trajectory,
+        target=target if hinted else None,
+        reference=Target(teacher="r", context=None, logp_T=torch.zeros(sum(sizes)))
+        if reference
+        else None,
+        hints=tuple(
+            Judged(hint=Hint(trajectory=id, turn=turn, text="h", source="s"), shift=1.0,
+                   dropped=why)
+            for turn, why in judged
+        ),
+    )  # fmt: skip
+
+
+def test_a_loss_on_hinted_turns_trains_their_tokens_only():
+    batch = [episode("a", hinted=(3,), dropped=(5,)), episode("b"), episode("c", hinted=(1, 5))]
+    (part,) = components([DivergenceLoss(kind="divergence", on="hinted_turns")], ["d"], batch)
+    assert part.weight == {
+        "a": (0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0),
+        "c": (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0),
+    }
+    assert part.denominator == part.num_tokens == 9
+
+
+def test_an_anchor_trains_all_the_others():
+    anchor = DivergenceLoss(kind="divergence", on="other_turns", against="reference")
+    batch = [episode("a", hinted=(3,), dropped=(5,), reference=True), episode("b", reference=True)]
+    (part,) = components([anchor], ["d"], batch)
+    # A turn whose hint was dropped is one of the others.
+    assert part.weight["a"] == (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+    assert part.weight["b"] == (1.0,) * 9 and part.denominator == 14
+    (nobody,) = components([anchor], ["d"], [episode("c")])
+    assert not nobody.weight and nobody.denominator == 0
+
+
+def test_turns_can_count_the_same_however_long_they_are():
+    loss = DivergenceLoss(kind="divergence", on="hinted_turns", normalise="turn")
+    (part,) = components([loss], ["d"], [episode("a", hinted=(1, 3)), episode("b", hinted=(5,))])
+    assert part.weight["a"] == (0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.0, 0.0, 0.0)
+    assert part.weight["b"][-3:] == pytest.approx((1 / 3,) * 3)
+    assert (part.denominator, part.num_tokens) == (3, 9)
+
+
+def test_a_turn_answers_for_its_own_error():
+    loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward", turn_penalty=0.6)
+    batch = [episode("a", wrong=(3,), reward=1.0), episode("b", wrong=(1, 5), reward=0.0)]
+    (part,) = components([loss], ["rl"], batch)
+    right, wrong = 0.6 * 0.5, -0.6 * 0.5  # half of the group's six turns went wrong
+    assert part.advantage["a"] == pytest.approx(
+        (0.5 + right,) * 2 + (0.5 + wrong,) * 4 + (0.5 + right,) * 3
+    )
+    assert part.advantage["b"] == pytest.approx(
+        (-0.5 + wrong,) * 2 + (-0.5 + right,) * 4 + (-0.5 + wrong,) * 3
+    )
+
+
+def test_without_a_penalty_events_change_nothing():
+    loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
+    wrong, right = (
+        components([loss], ["rl"], [episode("a", wrong=w, reward=1.0), episode("b")])[0].advantage
+        for w in ((3,), ())
+    )
+    assert wrong == right and wrong["a"] == (0.5,) * 9

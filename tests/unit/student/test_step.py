@@ -10,8 +10,9 @@ import pytest
 import torch
 from small_runs import small_recipe
 
-from courtside.assemble import Parts, assemble
+from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
+from courtside.parts import Parts
 from courtside.types import Scored
 
 

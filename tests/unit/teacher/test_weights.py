@@ -12,8 +12,9 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from courtside.assemble import Parts, assemble
+from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
+from courtside.parts import Parts
 from courtside.recipe_file import recipe_from
 from courtside.teacher.model import Teacher
 from courtside.types import Target, Trajectory

@@ -1,0 +1,317 @@
+"""Scoring n hinted turns of one trajectory: one pass over its keys and values against n passes.
+
+The trunk is a trajectory of assistant turns and environment turns of one length each. A hint and
+its turn (a branch) leave it right above a turn; the places are spread evenly, in an order in which
+n hints are the first n of any larger number. Timed, on random weights of a given shape:
+
+    training   the student's forward and backward pass on the trunk, all weights or LoRA trained
+    trunk      one forward pass over the trunk that keeps its keys and values
+    branches   all n branches, with the log-probs of their turns, on keys and values that exist
+    separate   the same, each branch as a sequence of its own
+
+With a teacher that is the live student, `branches` is all that hints cost, because training leaves
+keys and values behind; with other weights it is `trunk` + `branches`. Both sides' log-probs are
+compared before anything is timed.
+
+    python benchmarks/hint_scoring.py                                     # on a CPU
+    python benchmarks/hint_scoring.py --device cuda --model qwen3-0.6b    # 16384 ids, bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from opd_step import GIB, HERE, commit, hardware
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from workload import SEED
+
+from courtside.engines.base import BranchRequest
+from courtside.engines.branches import (
+    branch_hidden,
+    score_branches_separately,
+    trunk_cache,
+    trunk_layers,
+)
+from courtside.engines.transformers import TransformersEngine
+from courtside.types import Branch
+
+CHUNK = 512
+"""Positions whose logits exist at once."""
+
+
+def shape(kind: str) -> Any:
+    """A model of a known shape; its weights do not matter to the clock."""
+    longest = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
+    if kind == "smollm2-135m":
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+            num_attention_heads=9, num_key_value_heads=3, **longest))  # fmt: skip
+    if kind == "llama-1b":
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+            num_attention_heads=32, num_key_value_heads=8, **longest))  # fmt: skip
+    assert kind == "qwen3-0.6b"
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, **longest))  # fmt: skip
+
+
+class Job:
+    """The model, the trunk and the branches, and the four things that are timed."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.device = torch.device(args.device)
+        torch.manual_seed(SEED)
+        model = shape(args.model).to(self.device)
+        if args.lora:
+            from peft import LoraConfig, get_peft_model
+
+            settings = LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
+            # As the student does: only weights that are stepped stay in float32.
+            model = model.to(torch.bfloat16) if self.device.type == "cuda" else model
+            get_peft_model(model, settings)
+        self.engine = TransformersEngine(
+            model.eval(),
+            SimpleNamespace(eos_token_id=0),
+            name=args.model,
+            autocast=torch.bfloat16 if self.device.type == "cuda" else None,
+        )
+        generator = torch.Generator().manual_seed(SEED)
+        num_words = model.config.vocab_size
+        ids = torch.randint(1, num_words, (args.tokens,), generator=generator).tolist()
+        turns = range(args.turn_tokens, args.tokens - args.turn_tokens + 1, 2 * args.turn_tokens)
+        if len(turns) < max(args.hints):
+            raise SystemExit(f"--tokens {args.tokens}: only {len(turns)} turns for the hints")
+        branches = []
+        for number in range(max(args.hints)):
+            splice = turns[int(_spread(number) * len(turns))]
+            hint = torch.randint(1, num_words, (args.hint_tokens,), generator=generator).tolist()
+            turn = ids[splice : splice + args.turn_tokens]
+            scored = (False,) * len(hint) + (True,) * len(turn)
+            branches.append(Branch(trajectory="t", turn=1, splice=splice,
+                                   token_ids=(*hint, *turn), scored=scored))  # fmt: skip
+        self.request = BranchRequest(token_ids=tuple(ids), branches=tuple(branches))
+        self.ids_1L = torch.tensor([ids], device=self.device)
+        chosen = [t + i for t in turns for i in range(args.turn_tokens)]
+        self.chosen_N = torch.tensor(chosen, device=self.device)
+
+    def first(self, num_hints: int) -> tuple[Branch, ...]:
+        return self.request.branches[:num_hints]
+
+    def training(self) -> None:
+        model, head = self.engine.model, self.engine.head
+        model.train()
+        with self.engine.casting():
+            out = model.base_model(input_ids=self.ids_1L, use_cache=False)
+            hidden_ND = out.last_hidden_state[0, self.chosen_N - 1]
+            ids_N = self.ids_1L[0, self.chosen_N]
+            gradients = []
+            for part_ND, part_N in zip(hidden_ND.split(CHUNK), ids_N.split(CHUNK), strict=True):
+                leaf_ND = part_ND.detach().requires_grad_()
+                F.cross_entropy(head(leaf_ND), part_N, reduction="sum").backward()
+                gradients.append(leaf_ND.grad)
+            hidden_ND.backward(torch.cat(gradients))
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+    @torch.no_grad()
+    def trunk(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        cache = trunk_cache()
+        with self.engine.casting():
+            self.engine.model.base_model(
+                input_ids=self.ids_1L, past_key_values=cache, use_cache=True
+            )
+        return trunk_layers(cache)
+
+    @torch.no_grad()
+    def branches(self, layers: Any, num_hints: int) -> list[Tensor]:
+        its = self.first(num_hints)
+        with self.engine.casting():
+            (found,) = branch_hidden(
+                self.engine.model, layers, [self.ids_1L.shape[1]], [its],
+                max_tokens=self.engine.score_batch_tokens,
+            )  # fmt: skip
+            scores = []
+            for branch, hidden_QD in zip(its, found, strict=True):
+                where = [i for i, scored in enumerate(branch.scored) if scored]
+                before = torch.tensor(where, device=self.device) - 1
+                ids_T = torch.tensor([branch.token_ids[i] for i in where], device=self.device)
+                logp_TV = self.engine.head(hidden_QD[before]).log_softmax(-1)
+                scores.append(logp_TV.gather(-1, ids_T[:, None]).squeeze(-1))
+            return scores
+
+    def separate(self, branch: Branch) -> Tensor:
+        request = BranchRequest(token_ids=self.request.token_ids, branches=(branch,))
+        (scores,) = score_branches_separately(self.engine, [request])
+        return scores.branches[0].logp_T
+
+    def check(self) -> float:
+        """The largest difference in a log-prob between the two ways, on three branches."""
+        ours = self.branches(self.trunk(), min(3, len(self.request.branches)))
+        theirs = [self.separate(branch) for branch in self.first(len(ours))]
+        worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        limit = 0.2 if self.device.type == "cuda" else 1e-3
+        if not worst < limit:
+            raise SystemExit(f"one pass and separate passes differ by {worst}: nothing to compare")
+        return worst
+
+
+def _spread(number: int) -> float:
+    """0, 1/2, 1/4, 3/4, 1/8, … mirrored: the first places lie late, as most mistakes do."""
+    value, scale = 0.0, 0.5
+    while number:
+        value, scale, number = value + scale * (number % 2), scale / 2, number // 2
+    return 1 - value - 1e-9
+
+
+def timed(device: torch.device, call: Callable[[], Any]) -> dict[str, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    start, start_cpu = time.perf_counter(), time.process_time()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    record = {"seconds": time.perf_counter() - start}
+    # Of all threads together; on a CPU less disturbed by other programs than the wall clock.
+    record["cpu_seconds"] = time.process_time() - start_cpu
+    if device.type == "cuda":
+        record["memory_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
+    return record
+
+
+def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    runs: dict[str, list[dict[str, float]]] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        runs.setdefault(name, []).append(timed(job.device, call))
+
+    for number in range(args.warmup + args.repeats):
+        if number == args.warmup:
+            runs.clear()
+        note("training", job.training)
+        note("trunk", job.trunk)
+        layers = job.trunk()
+        for n in args.hints:
+            note(f"branches-{n}", partial(job.branches, layers, n))
+        del layers
+    for _ in range(args.separate_repeats):
+        for number, branch in enumerate(job.request.branches):
+            note(f"separate-{number}", partial(job.separate, branch))
+    return runs
+
+
+def summary(args: argparse.Namespace, runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ratios of the fastest runs, which other programs and first uses disturbed least."""
+    seconds = {name: [run["seconds"] for run in its] for name, its in runs.items()}
+    training, trunk = min(seconds["training"]), min(seconds["trunk"])
+    rows = []
+    for n in args.hints:
+        one = min(seconds[f"branches-{n}"])
+        separate = sum(min(seconds[f"separate-{i}"]) for i in range(n))
+        rows.append({
+            "hints": n,
+            "branches_s": one,
+            "branches_max_s": max(seconds[f"branches-{n}"]),
+            "with_trunk_s": trunk + one,
+            "separate_s": separate,
+            "of_training": one / training,
+            "with_trunk_of_training": (trunk + one) / training,
+            "separate_over_branches": separate / one,
+            "separate_over_with_trunk": separate / (trunk + one),
+        })  # fmt: skip
+    return rows
+
+
+def table(runs: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for name in ("training", "trunk"):
+        its = [run["seconds"] for run in runs[name]]
+        lines.append(f"{name:>9}: {min(its):.3f} s (up to {max(its):.3f})")
+    lines.append(
+        "hints | branches s | of training | with trunk, of training | separate s | times less"
+        " | times less with trunk"
+    )
+    for row in rows:
+        lines.append(
+            f"{row['hints']:5d} | {row['branches_s']:10.3f} | {row['of_training']:10.1%}  | "
+            f"{row['with_trunk_of_training']:23.1%} | {row['separate_s']:10.3f} | "
+            f"{row['separate_over_branches']:10.1f} | {row['separate_over_with_trunk']:10.1f}"
+        )
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--model", choices=("smollm2-135m", "qwen3-0.6b", "llama-1b"), default="smollm2-135m"
+    )
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser.add_argument("--tokens", type=int, help="of the trunk; 16384 on a GPU, 2048 on a CPU")
+    parser.add_argument("--hints", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--hint-tokens", type=int, help="64 on a GPU, 32 on a CPU")
+    parser.add_argument("--turn-tokens", type=int, help="128 on a GPU, 32 on a CPU")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--separate-repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    large = args.device == "cuda"
+    args.tokens = args.tokens or (16384 if large else 2048)
+    args.hint_tokens = args.hint_tokens or (64 if large else 32)
+    args.turn_tokens = args.turn_tokens or (128 if large else 32)
+    args.out = args.out or HERE / "results" / f"hint_scoring_{args.device}.json"
+    return args
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    job = Job(args)
+    load = os.getloadavg()[0]
+    worst = job.check()
+    runs = measure(job, args)
+    rows = summary(args, runs)
+    print(table(runs, rows))
+    machine = hardware()
+    if args.device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    result = {
+        "benchmark": "hint_scoring",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": machine,
+        "load_before": load,
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+        "seed": SEED,
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
+        "largest_logp_difference": worst,
+        "rows": rows,
+        "runs": runs,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

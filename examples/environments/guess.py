@@ -1,0 +1,45 @@
+"""A world of one's own: guess a number, told only whether it is larger or smaller."""
+
+import re
+
+from courtside.tasks.base import split_of, task_id
+from courtside.types import Event, Grade, Message, Observation, Task
+
+
+class Guess:
+    def __init__(self, high: int = 100) -> None:
+        self.high = self.size = high
+
+    def task(self, index: int) -> Task:
+        content = f"{index + 1} of {self.high}"
+        rules = f"I am thinking of a number from 1 to {self.high}. Reply with a guess."
+        return Task(
+            id=task_id("guess", content),
+            split=split_of(content),
+            messages=(Message(role="user", content=rules),),
+            privileged={"secret": str(index + 1)},
+            grader_args={"secret": index + 1},
+        )
+
+    def start(self, task: Task) -> "Game":
+        return Game(task.grader_args["secret"])
+
+
+class Game:
+    def __init__(self, secret: int) -> None:
+        self.secret = secret
+        self.found = False
+
+    def step(self, reply: str) -> Observation:
+        number = re.search(r"[0-9]{1,9}", reply)
+        if number is None:
+            said, event = "That is no number.", Event(kind="no_number", details={"reply": reply})
+            return Observation(messages=(Message(role="user", content=said),), events=(event,))
+        self.found = int(number[0]) == self.secret
+        side = "larger" if int(number[0]) < self.secret else "smaller"
+        said = "Right!" if self.found else f"My number is {side}."
+        return Observation(messages=(Message(role="user", content=said),), done=self.found)
+
+    def grade(self) -> Grade:
+        feedback = "" if self.found else f"The number was {self.secret}."
+        return Grade(score=float(self.found), passed=self.found, feedback=feedback)

@@ -1,0 +1,50 @@
+"""What rows have written so far, and when each of them stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from courtside.engines.base import Sampling
+from courtside.types import Sample, StopReason
+
+
+class Drawn:
+    """What each row of a batch has written so far."""
+
+    def __init__(self, size: int, eos: frozenset[int], sampling: Sampling, tokenizer: Any):
+        self.ids: list[list[int]] = [[] for _ in range(size)]
+        self.logp: list[list[float]] = [[] for _ in range(size)]
+        self.ended: list[StopReason] = ["length"] * size
+        self.eos, self.sampling, self.tokenizer = eos, sampling, tokenizer
+
+    def add(self, rows: list[int], ids: list[int], logps: list[float]) -> list[int]:
+        """Positions within `rows` that go on."""
+        going = []
+        for position, (row, token, logp) in enumerate(zip(rows, ids, logps, strict=True)):
+            self.ids[row].append(token)
+            self.logp[row].append(logp)
+            if token in self.eos:
+                self.ended[row] = "eos"
+            elif self.sampling.stop and any(s in self._text(row) for s in self.sampling.stop):
+                self.ended[row] = "stop_string"
+            else:
+                going.append(position)
+        return going
+
+    def _text(self, row: int) -> str:
+        return str(self.tokenizer.decode(self.ids[row], skip_special_tokens=True))
+
+    def samples(self) -> list[Sample]:
+        out = []
+        for row, ids in enumerate(self.ids):
+            text = self._text(row)
+            cut = [text.find(s) for s in self.sampling.stop if s in text]
+            out.append(
+                Sample(
+                    token_ids=tuple(ids),
+                    logp=tuple(self.logp[row]),
+                    stop=self.ended[row],
+                    text=text[: min(cut)] if cut else text,
+                )
+            )
+        return out

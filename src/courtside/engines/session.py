@@ -1,0 +1,259 @@
+"""Conversations that go on: what a row has read and written stays in its keys and values.
+
+Every row has its own length. A row's next token is written behind its last one, and a token sees
+the places up to its own: padding is overwritten before anything can see it, so no mask is ever
+kept. Rows that are done for now are moved behind the others, so that passes run over a front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from courtside.engines.base import Head, SampleRequest, Sampling
+from courtside.engines.batching import pad_right
+from courtside.engines.branches import as_taken
+from courtside.engines.drawn import Drawn
+from courtside.engines.sampling import draw, uniforms
+from courtside.types import Sample
+
+PLACE_STEP = 256
+"""Room for keys and values grows by at least so many places: each growth copies what is there."""
+READ_TOKENS = 8192
+"""Tokens, with padding, that rows read in one pass before they write."""
+
+
+class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of all rows; new ones go to `session.position_BN`."""
+
+    def __init__(self, session: KeptSession):
+        super().__init__()
+        self.session = session
+        self.is_initialized = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        first, num_rows = self.session.first, key_states.shape[0]
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys = self._room(key_states, self.session.num_places)
+            self.values = self._room(value_states, self.session.num_places)
+            self.is_initialized = True
+        rows = slice(first, first + num_rows)
+        where = self.session.position_BN[:, None, :, None]
+        for room, new in ((self.keys, key_states), (self.values, value_states)):
+            room[rows].scatter_(2, where.expand(-1, new.shape[1], -1, new.shape[3]), new)
+        width = self.session.width
+        return self.keys[rows, :, :width], self.values[rows, :, :width]
+
+    def grow(self, num_places: int) -> None:
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                room = self._room(old, num_places)
+                room[:, :, : old.shape[2]] = old
+                setattr(self, name, room)
+
+    def swap(self, one: int, other: int) -> None:
+        if not self.is_initialized:
+            return
+        for room in (self.keys, self.values):
+            kept = room[one].clone()
+            room[one] = room[other]
+            room[other] = kept
+
+    def copy(self, source: int, to: int, num_places: int) -> None:
+        for room in (self.keys, self.values):
+            room[to, :, :num_places] = room[source, :, :num_places]
+
+    def _room(self, like: Tensor, num_places: int) -> Tensor:
+        # Zeros, not empty: a masked place is multiplied by 0, and 0 · NaN is NaN.
+        return like.new_zeros(self.session.num_rows, like.shape[1], num_places, like.shape[3])
+
+
+class KeptSession:
+    """Rows whose keys and values are kept: a turn costs its own tokens."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: Head,
+        *,
+        num_rows: int,
+        record: Callable[[int, Sampling], Drawn],
+        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self.model, self.head, self.record, self.casting = model, head, record, casting
+        self.num_rows = num_rows
+        self.num_places = 0
+        self.device = model.device
+        self.length = [0] * num_rows
+        """Ids in the keys and values, by row."""
+        self.order = list(range(num_rows))
+        """Which row lies at each place of the tensors."""
+        self.cache = Cache(
+            layers=[
+                _PlacedLayer(self) for _ in range(model.config.get_text_config().num_hidden_layers)
+            ]
+        )
+        self.first, self.width = 0, 0
+        self.position_BN = torch.zeros(0, 0, dtype=torch.long)
+
+    @torch.no_grad()
+    def sample(
+        self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
+    ) -> list[Sample]:
+        """Each row reads `prompt_ids` behind what it has, and writes.
+
+        What it wrote last counts as read except its last token, which nobody has read yet: the next
+        prompt must begin with that.
+        """
+        assert rows and len(set(rows)) == len(rows)
+        reads = {row: r.prompt_ids for row, r in zip(rows, requests, strict=True)}
+        assert all(reads.values()), "a row must read something before it writes"
+        longest = max(self.length[row] + len(ids) for row, ids in reads.items())
+        self._grow(longest + sampling.max_new_tokens)
+        with self.casting():
+            return self._write(rows, self._read(reads), requests, sampling)
+
+    def _write(
+        self,
+        rows: Sequence[int],
+        hidden: Mapping[int, Tensor],
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+    ) -> list[Sample]:
+        front = self._to_front(rows)
+        hidden_BD = torch.stack([hidden[row] for row in front])
+        number = {row: i for i, row in enumerate(rows)}
+        uniform_BN = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests]).to(
+            self.device
+        )
+        drawn = self.record(len(rows), sampling)
+        for n in range(sampling.max_new_tokens):
+            numbers = [number[row] for row in front]
+            ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[numbers, n], sampling)
+            going = drawn.add(numbers, ids_B.tolist(), logp_B.tolist())
+            if not going or n + 1 == sampling.max_new_tokens:
+                break
+            if len(going) < len(front):
+                next_id = {front[i]: token for i, token in enumerate(ids_B.tolist())}
+                front = self._to_front([front[i] for i in going])
+                ids_B = torch.tensor([next_id[row] for row in front], device=self.device)
+            hidden_BD = self._forward(ids_B[:, None], front)[:, -1]
+        return drawn.samples()
+
+    def _read(self, reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
+        """Hidden state behind each row's last id. Rows that begin alike share one reading."""
+        leader: dict[tuple[int, ...], int] = {}
+        for row, ids in reads.items():
+            if self.length[row] == 0:
+                leader.setdefault(ids, row)
+        follows = {
+            row: leader[ids]
+            for row, ids in reads.items()
+            if self.length[row] == 0 and leader[ids] != row
+        }
+        front = self._to_front([row for row in reads if row not in follows])
+        size = max(1, READ_TOKENS // max(len(ids) for ids in reads.values()))
+        hidden: dict[int, Tensor] = {}
+        for start in range(0, len(front), size):
+            rows = front[start : start + size]
+            lengths = [len(reads[row]) for row in rows]
+            ids_BN = pad_right([reads[row] for row in rows], 0, self.device)
+            hidden_BND = self._forward(ids_BN, rows, lengths, first=start)
+            for row, length, hidden_ND in zip(rows, lengths, hidden_BND, strict=True):
+                hidden[row] = hidden_ND[length - 1]
+        place = {row: place for place, row in enumerate(self.order)}
+        for row, leading in follows.items():
+            for layer in self.cache.layers:
+                layer.copy(place[leading], place[row], len(reads[row]))
+            self.length[row], hidden[row] = len(reads[row]), hidden[leading]
+        return hidden
+
+    def _forward(
+        self,
+        ids_BN: Tensor,
+        rows: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        *,
+        first: int = 0,
+    ) -> Tensor:
+        """Hidden states of ids behind what `rows` have, which lie one after another from `first`.
+
+        `lengths`: how many of each row's ids are real; all, if not said.
+        """
+        num_new = ids_BN.shape[1]
+        has_B = torch.tensor([self.length[row] for row in rows], device=self.device)
+        self.first = first
+        self.position_BN = has_B[:, None] + torch.arange(num_new, device=self.device)
+        # Padding may reach beyond the room; nobody looks at it, so all of it shares the last place.
+        self.position_BN = self.position_BN.clamp(max=self.num_places - 1)
+        self.width = min(self.num_places, max(self.length[row] for row in rows) + num_new)
+        place_W = torch.arange(self.width, device=self.device)
+        out = self.model.base_model(
+            input_ids=ids_BN,
+            attention_mask=as_taken(self.model, (place_W <= self.position_BN[:, :, None])[:, None]),
+            position_ids=self.position_BN,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        for row, num in zip(rows, lengths or [num_new] * len(rows), strict=True):
+            self.length[row] += num
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _grow(self, num_places: int) -> None:
+        if num_places > self.num_places:
+            # By at least half: many small growths would copy everything again and again.
+            self.num_places = max(num_places, self.num_places * 3 // 2, PLACE_STEP)
+            for layer in self.cache.layers:
+                layer.grow(self.num_places)
+
+    def _to_front(self, rows: Sequence[int]) -> list[int]:
+        """Move `rows` to the first places; returns them in the order in which they lie."""
+        wanted = set(rows)
+        front = [row for row in self.order[: len(rows)] if row in wanted]
+        late = [place for place in range(len(rows), self.num_rows) if self.order[place] in wanted]
+        free = [place for place in range(len(rows)) if self.order[place] not in wanted]
+        for place, other in zip(free, late, strict=True):
+            for layer in self.cache.layers:
+                layer.swap(place, other)
+            self.order[place], self.order[other] = self.order[other], self.order[place]
+        assert len(front) + len(free) == len(rows)
+        return self.order[: len(rows)]
+
+
+class RereadingSession:
+    """The same for models whose keys and values cannot be continued like that: every turn reads
+    its conversation again. Slower, and exact."""
+
+    def __init__(
+        self,
+        sample: Callable[[Sequence[SampleRequest], Sampling], list[Sample]],
+        *,
+        num_rows: int,
+        note: str,
+    ):
+        self._sample = sample
+        self.note = note
+        """Why."""
+        self.read: list[tuple[int, ...]] = [()] * num_rows
+
+    def sample(
+        self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
+    ) -> list[Sample]:
+        whole = [
+            SampleRequest(prompt_ids=self.read[row] + request.prompt_ids, seed=request.seed)
+            for row, request in zip(rows, requests, strict=True)
+        ]
+        written = self._sample(whole, sampling)
+        for row, request, sample in zip(rows, whole, written, strict=True):
+            self.read[row] = request.prompt_ids + sample.token_ids[:-1]
+        return written

@@ -1,0 +1,124 @@
+"""The parts of a run, and how held-out tasks are answered with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from courtside.chat.render import Renderer
+from courtside.config import (
+    Recipe,
+    teachers_of,
+)
+from courtside.engines.base import Sampling
+from courtside.engines.transformers import TransformersEngine
+from courtside.errors import TaskError
+from courtside.evaluate.episodes import episode_metrics
+from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
+from courtside.reader.base import Reader
+from courtside.rollout.agent import AgentRollout, Start
+from courtside.rollout.recorded import RecordedRollout
+from courtside.rollout.single import SingleTurnRollout
+from courtside.student.step import Student
+from courtside.student.weights import MovingAverage
+from courtside.tasks.base import TaskSource
+from courtside.tasks.environments.base import Environment
+from courtside.tasks.graders import grade
+from courtside.teacher.scoring import Scoring
+from courtside.types import Evaluation, Split, Trajectory
+
+
+class Measured(NamedTuple):
+    evaluation: Evaluation
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    recipe: Recipe
+    tasks: TaskSource
+    environment: Environment | None
+    suites: Mapping[str, tuple[TaskSource, Environment | None]]
+    """Further held-out tasks and their world, by the name the recipe gives them."""
+    rollout: SingleTurnRollout | AgentRollout | RecordedRollout
+    reader: Reader
+    teacher: Scoring
+    student: Student
+    engine: TransformersEngine
+    """The student's."""
+    renderer: Renderer
+    averages: dict[str, MovingAverage]
+    """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
+    teacher_sizes: dict[str, int]
+    """Parameters of each teacher, by its name."""
+    notes: tuple[str, ...]
+    """What a user should know before the run starts."""
+
+    def evaluate(
+        self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
+    ) -> Measured:
+        """`who`: student, teacher, or `student:NAME` on the tasks of the recipe's suite NAME."""
+        config = self.recipe.evaluate
+        teacher = self.teacher.teacher
+        name = who.partition(":")[2]
+        source, world = self.suites[name] if name else (self.tasks, self.environment)
+        suite = Suite(
+            tasks=source.held_out(split, num_tasks or config.tasks),
+            split=split,
+            sampling=Sampling(
+                max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
+                temperature=config.temperature,
+                stop=self.recipe.rollout.stop,
+            ),
+            samples=config.samples,
+            seed=self.recipe.seed,
+            renderer=self.renderer,
+            grade=grade,
+        )
+        if who == "teacher":
+            assert teacher is not None
+            answers = suite.ask(teacher.write, who=who, step=step)
+            return Measured(suite.evaluation(answers, who=who, step=step, metrics={}), answers)
+        metrics: dict[str, float] = {}
+        if isinstance(self.rollout, AgentRollout):
+            assert world is not None
+            starts = [
+                Start(id=f"{who}-{task.id}-{n}", task=task, seed=seed, begin=world.start)
+                for task, n, seed in suite.asked()
+            ]
+            answers = self.rollout.play(starts, suite.sampling, version=step)
+            metrics |= episode_metrics(answers)
+        else:
+            answers = suite.ask(answer_with(self.engine, self.renderer), who=who, step=step)
+        # Greedy answers are no sample of the student, so they estimate no KL; and a teacher that
+        # speaks through hints has nothing to say of whole answers.
+        if teacher is not None and config.temperature > 0 and self.recipe.reader is None:
+            metrics |= reverse_kl(answers, teacher.score(answers))
+            if config.forward_kl:
+                metrics |= forward_kl(
+                    suite.ask(teacher.write, who="teacher", step=step), self.engine
+                )
+        return Measured(suite.evaluation(answers, who=who, step=step, metrics=metrics), answers)
+
+    def can_evaluate(self, split: Split) -> str | None:
+        """None if it can, else why not."""
+        try:
+            tasks = self.tasks.held_out(split, self.recipe.evaluate.tasks)
+        except TaskError as error:
+            return str(error)
+        if self.recipe.tasks.kind == "conversations":
+            return "nothing answers the student in recorded conversations"
+        if self.recipe.tasks.is_environment:
+            return None  # an episode grades itself
+        if any(task.grader is None for task in tasks):
+            return f"some {split} tasks have no grader"
+        return None
+
+    def teacher_can_answer(self) -> bool:
+        """Feedback and siblings exist only once something was written, and so do hints: no gate to
+        measure then. Nor does a teacher play episodes."""
+        return not self.recipe.tasks.is_environment and all(
+            t.context is None or t.context.kind in ("system", "field")
+            for t in teachers_of(self.recipe)
+        )

@@ -1,0 +1,1 @@
+"""Readers: trajectories in, hints out."""

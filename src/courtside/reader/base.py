@@ -1,0 +1,55 @@
+"""What a reader takes and gives. It knows trajectories, never models that train or losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from courtside.types import Hint, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one reader makes of a batch.
+
+    Every hint that was proposed is counted once under its reader (`rules/tool_not_found`,
+    `model/proposed`, `person/proposed`), and then is either in `hints` or counted under `dropped/`
+    with the reason.
+    """
+
+    hints: tuple[Hint, ...]
+    """In order of importance: a budget keeps the first ones of a trajectory."""
+    counts: Mapping[str, int]
+
+
+Reader = Callable[[Sequence[Trajectory]], Reading]
+
+
+def targets(trajectory: Trajectory) -> tuple[int, ...]:
+    """The turns that a hint can be for: an assistant's, with something in them that it chose."""
+    return tuple(
+        i for i, t in enumerate(trajectory.turns) if t.role == "assistant" and any(t.chosen)
+    )
+
+
+def problem_of(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
+    """Why no reader may give this hint; None if it may."""
+    if hint.trajectory not in trajectories:
+        return "no_such_trajectory"
+    turns = trajectories[hint.trajectory].turns
+    if not 0 <= hint.turn < len(turns):
+        return "no_such_turn"
+    if turns[hint.turn].role != "assistant":
+        return "not_assistant"
+    if not any(turns[hint.turn].chosen):
+        return "nothing_chosen"
+    return None if hint.text.strip() else "empty_hint"
+
+
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name, in the order of the names; names that counted nothing are left out."""
+    sums: dict[str, int] = {}
+    for one in counts:
+        for name, number in one.items():
+            sums[name] = sums.get(name, 0) + number
+    return {name: sums[name] for name in sorted(sums) if sums[name]}

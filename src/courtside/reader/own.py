@@ -1,0 +1,68 @@
+"""The student itself as the model that reads, in process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from courtside.chat.render import Renderer
+from courtside.config.reader import ModelReader
+from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.reader.asking import Ask, Reply
+from courtside.seeds import seed_for
+from courtside.types import Message
+
+
+class OwnAsk:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        *,
+        sampling: Sampling,
+        context_length: int,
+        seed: int,
+    ):
+        self.engine = engine
+        self.renderer = renderer
+        self.sampling = sampling
+        self.room = context_length - sampling.max_new_tokens
+        self.seed = seed
+
+    def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
+        if not prompts:
+            return []
+        requests = []
+        for prompt in prompts:
+            ids = self.renderer.prompt_ids(prompt)
+            # From the words alone, so that the reply does not depend on what else is in the batch.
+            seed = seed_for(self.seed, "reader", *(message.content for message in prompt))
+            requests.append(SampleRequest(prompt_ids=ids, seed=seed))
+        samples = self.engine.sample(requests, self.sampling)
+        return [
+            Reply(
+                text=sample.text,
+                tokens_in=len(request.prompt_ids),
+                tokens_out=len(sample.token_ids),
+            )
+            for request, sample in zip(requests, samples, strict=True)
+        ]
+
+    def fits(self, prompt: Sequence[Message]) -> bool:
+        return len(self.renderer.prompt_ids(prompt)) <= self.room
+
+
+def own_ask(
+    engine: Engine, renderer: Renderer, *, context_length: int, seed: int
+) -> Callable[[ModelReader], Ask]:
+    """What `reader_for` takes as `ask_self`."""
+
+    def ask(config: ModelReader) -> Ask:
+        return OwnAsk(
+            engine,
+            renderer,
+            sampling=Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
+            context_length=context_length,
+            seed=seed,
+        )
+
+    return ask

@@ -1,0 +1,113 @@
+"""Declared rules read the trajectory: a detector and the words that go above what it finds."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from courtside.config.reader import ERROR_PATTERN, RulesReader, slots_of
+from courtside.reader.base import Reading, targets, total
+from courtside.reader.detectors import found
+from courtside.reader.episode import Episode
+from courtside.reader.wording import FACT_CHARS, one_line, printable, shortened
+from courtside.seeds import seed_for
+from courtside.types import Hint, Trajectory
+
+WRITTEN = frozenset({"message", "arguments", "match"})
+
+
+class ByRules:
+    def __init__(self, config: RulesReader, *, seed: int):
+        self.config = config
+        self.seed = seed
+        self.error = re.compile(config.error_pattern or ERROR_PATTERN)
+        self.clean_rules = tuple(rule for rule in config.rules if not rule.needs_finding)
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
+        hints: list[Hint] = []
+        counts: Counter[str] = Counter()
+        for trajectory in trajectories:
+            episode = Episode(trajectory, self.error)
+            for turn in targets(trajectory):
+                hints += self._of_turn(episode, turn, counts)
+        return Reading(hints=tuple(hints), counts=total([counts]))
+
+    def _of_turn(self, episode: Episode, turn: int, counts: Counter[str]) -> list[Hint]:
+        hints: list[Hint] = []
+        clean = True
+        for rule in self.config.rules:
+            finding = found(rule, episode, turn)
+            if finding is None:
+                continue
+            clean = False
+            counts[f"rules/{rule.detect}"] += 1
+            facts = {"turn": str(turn), **finding.facts}
+            text = self._filled(rule.template, facts, episode.trajectory, counts)
+            if text is not None:
+                hints.append(
+                    Hint(
+                        trajectory=episode.trajectory.id,
+                        turn=turn,
+                        text=text,
+                        source=f"rules:{rule.detect}",
+                        reason=shortened(one_line(finding.reason), FACT_CHARS),
+                        bad_span=finding.bad_span,
+                    )
+                )
+        if clean and self.config.false_positives:
+            hints += self._false_positive(episode.trajectory, turn, counts)
+        return hints
+
+    def _false_positive(
+        self, trajectory: Trajectory, turn: int, counts: Counter[str]
+    ) -> list[Hint]:
+        draw = random.Random(seed_for(self.seed, "false_positive", trajectory.id, turn))
+        if draw.random() >= self.config.false_positives:
+            return []
+        rule = draw.choice(self.clean_rules)
+        counts["rules/false_positive"] += 1
+        text = self._filled(rule.template, {"turn": str(turn)}, trajectory, counts)
+        if text is None:
+            return []
+        reason = f"noise: {rule.detect} found nothing here"
+        return [
+            Hint(
+                trajectory=trajectory.id,
+                turn=turn,
+                text=text,
+                source="rules:false_positive",
+                reason=reason,
+            )
+        ]
+
+    def _filled(
+        self,
+        template: str,
+        facts: Mapping[str, str],
+        trajectory: Trajectory,
+        counts: Counter[str],
+    ) -> str | None:
+        """The template's words; None, and counted, where they cannot be used."""
+        known = {
+            **trajectory.task.privileged,
+            **{name: _fact(name, text) for name, text in facts.items()},
+        }
+        if any(not known.get(slot, "").strip() for slot in slots_of(template)):
+            counts["dropped/missing_slot"] += 1
+            return None
+        text = printable(template.format_map(known)).strip()
+        if not text:
+            counts["dropped/empty_hint"] += 1
+            return None
+        if len(text) > self.config.max_chars:
+            counts["dropped/long_hint"] += 1
+            return None
+        return text
+
+
+def _fact(name: str, text: str) -> str:
+    """As it goes into a hint. What the assistant or a tool wrote can be long; a name is not cut."""
+    line = one_line(text)
+    return shortened(line, FACT_CHARS) if name in WRITTEN else line

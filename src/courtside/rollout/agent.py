@@ -1,0 +1,255 @@
+"""Episodes of many turns, a batch of them at a time.
+
+The student writes, the environment answers, and what was read and written stays in the engine's
+session, so a turn costs its own tokens. An environment that raises, hangs or says too much ends
+its own turn or episode with an error that the student sees, never the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Protocol
+
+from courtside.chat.turns import Turns
+from courtside.config import Limits, Rollout
+from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.rollout.bounded import Outcome, call_all
+from courtside.rollout.share import own_tasks, trajectory_id
+from courtside.seeds import seed_for
+from courtside.types import (
+    Event,
+    Grade,
+    Message,
+    Observation,
+    Role,
+    Sample,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+EXPECTED_OBSERVATION = 96
+"""Tokens that an environment says in a turn, for planning memory; more only costs a larger room."""
+EXPECTED_TURNS = 16
+
+
+class Episode(Protocol):
+    """See `tasks.environments.base`, where the whole contract is."""
+
+    def step(self, reply: str) -> Observation: ...
+
+    def grade(self) -> Grade: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """An episode that is to be played."""
+
+    id: str
+    task: Task
+    seed: int
+    begin: Callable[[Task], Episode]
+    """A fresh episode of a task."""
+
+
+@dataclass(slots=True)
+class _Playing:
+    start: Start
+    episode: Episode
+    turns: list[Turn]
+    unread: tuple[int, ...]
+    """What the student reads before it writes next."""
+    num_tokens: int = 0
+    stop: StopReason | None = None
+    began: float = field(default_factory=monotonic)
+    hung: bool = False
+
+    @property
+    def num_written(self) -> int:
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+
+class AgentRollout:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        turns: Turns,
+        config: Rollout,
+        begin: Callable[[Task], Episode],
+        demonstrate: Callable[[Task, str], Trajectory] | None,
+        context_length: int,
+        seed: int,
+    ):
+        self.engine = engine
+        self.turns = turns
+        self.config = config
+        self.limits: Limits = config.limits
+        self.begin = begin
+        self.demonstrate = demonstrate
+        """The environment's own demonstration under an id, where off-policy text is asked for."""
+        self.max_tokens = min(self.limits.tokens or context_length, context_length)
+        self.seed = seed
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+
+    def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        own = own_tasks(self.config, tasks, seed=self.seed, step=step)
+        starts = [
+            Start(
+                id=trajectory_id(step, index, sample),
+                task=tasks[index],
+                seed=seed_for(self.seed, "student", step, index, sample),
+                begin=self.begin,
+            )
+            for index in sorted(own)
+            for sample in range(self.config.samples)
+        ]
+        trajectories = self.play(starts, self.sampling, version=step)
+        for index, task in enumerate(tasks):
+            if index not in own:
+                assert self.demonstrate is not None, "looked at when the parts were put together"
+                trajectories.append(self.demonstrate(task, trajectory_id(step, index, 0)))
+        return sorted(trajectories, key=lambda trajectory: trajectory.id)
+
+    def play(
+        self, starts: Sequence[Start], sampling: Sampling, *, version: int
+    ) -> list[Trajectory]:
+        """Episodes from their beginning to their end, in order."""
+        size = self._num_rows(starts, sampling)
+        played: list[Trajectory] = []
+        for first in range(0, len(starts), size):
+            played += self._play_some(starts[first : first + size], sampling, version)
+        return played
+
+    def _num_rows(self, starts: Sequence[Start], sampling: Sampling) -> int:
+        """Episodes whose keys and values are held at once."""
+        prompts = [len(self.turns.prompt(start.task.messages).token_ids) for start in starts]
+        turns = self.limits.turns or EXPECTED_TURNS
+        expected = max(prompts, default=0) + turns * (
+            sampling.max_new_tokens + EXPECTED_OBSERVATION
+        )
+        return max(1, self.config.max_batch_tokens // min(expected, self.max_tokens))
+
+    def _play_some(
+        self, starts: Sequence[Start], sampling: Sampling, version: int
+    ) -> list[Trajectory]:
+        session = self.engine.session(len(starts))
+        playing = [self._begun(start) for start in starts]
+        while going := [row for row, one in enumerate(playing) if self._may_write(one, sampling)]:
+            requests = [
+                SampleRequest(
+                    prompt_ids=playing[row].unread,
+                    seed=seed_for(playing[row].start.seed, "turn", playing[row].num_written),
+                )
+                for row in going
+            ]
+            written = session.sample(going, requests, sampling)
+            answers = call_all(
+                [_step(playing[row].episode, s) for row, s in zip(going, written, strict=True)],
+                seconds=self.limits.step_seconds,
+            )
+            for row, sample, answer in zip(going, written, answers, strict=True):
+                self._continue(playing[row], sample, answer)
+        return [self._ended(one, sampling, version) for one in playing]
+
+    def _begun(self, start: Start) -> _Playing:
+        prompt = self.turns.prompt_turn(start.task)
+        return _Playing(
+            start=start,
+            episode=start.begin(start.task),
+            turns=[prompt],
+            unread=prompt.token_ids,
+            num_tokens=len(prompt.token_ids),
+        )
+
+    def _may_write(self, one: _Playing, sampling: Sampling) -> bool:
+        """Notes why not, the first time it may not."""
+        if one.stop is None:
+            limits = self.limits
+            if limits.turns is not None and one.num_written >= limits.turns:
+                one.stop = "turns"
+            elif one.num_tokens + sampling.max_new_tokens > self.max_tokens:
+                one.stop = "length"
+            elif limits.seconds is not None and monotonic() - one.began > limits.seconds:
+                one.stop = "time"
+        return one.stop is None
+
+    def _continue(self, one: _Playing, sample: Sample, answer: Outcome[Observation]) -> None:
+        observation = self._observed(one, answer)
+        turn = self.turns.assistant_turn(sample, observation.events)
+        one.turns.append(turn)
+        one.num_tokens += len(turn.token_ids)
+        if observation.done:
+            one.stop = "time" if answer.hung else "done"
+            return
+        environment = self.turns.environment_turn(
+            observation.messages, closing=not self.turns.ends(sample.token_ids)
+        )
+        one.turns.append(environment)
+        one.num_tokens += len(environment.token_ids)
+        one.unread = sample.token_ids[-1:] + environment.token_ids
+
+    def _observed(self, one: _Playing, answer: Outcome[Observation]) -> Observation:
+        if answer.hung:
+            one.hung = True
+            said = f"Error: no answer within {self.limits.step_seconds:g} seconds"
+            return Observation(messages=(), done=True, events=(_failure("hung", said),))
+        if answer.error is not None or answer.value is None:
+            return self._error(one, f"Error: {type(answer.error).__name__}: {answer.error}")
+        if not answer.value.messages and not answer.value.done:
+            return self._error(one, "Error: the environment said nothing")
+        messages = tuple(
+            replace(message, content=self._cut(message.content))
+            for message in answer.value.messages
+        )
+        return replace(answer.value, messages=messages)
+
+    def _error(self, one: _Playing, said: str) -> Observation:
+        return Observation(
+            messages=(Message(role=self._role(one), content=self._cut(said)),),
+            events=(_failure("environment_error", self._cut(said)),),
+        )
+
+    def _role(self, one: _Playing) -> Role:
+        """As the environment speaks itself, which the template is known to take."""
+        said = [m.role for turn in one.turns if turn.role == "environment" for m in turn.messages]
+        return "tool" if "tool" in said else "user"
+
+    def _cut(self, text: str) -> str:
+        most = self.limits.observation_chars
+        if len(text) <= most:
+            return text
+        return f"{text[:most]}\n[cut: {len(text) - most} more characters]"
+
+    def _ended(self, one: _Playing, sampling: Sampling, version: int) -> Trajectory:
+        assert one.stop is not None
+        # A thread may still be at work in an episode that hung: nobody asks it anything any more.
+        failed = Grade(score=0.0, passed=False, feedback="The environment did not answer.")
+        return Trajectory(
+            id=one.start.id,
+            task=one.start.task,
+            turns=tuple(one.turns),
+            source="student",
+            policy_version=version,
+            temperature=sampling.temperature,
+            stop=one.stop,
+            grade=failed if one.hung else one.episode.grade(),
+        )
+
+
+def _step(episode: Episode, sample: Sample) -> Callable[[], Observation]:
+    return lambda: episode.step(sample.text)
+
+
+def _failure(kind: str, message: str) -> Event:
+    return Event(kind=kind, details={"message": message})

@@ -1,0 +1,22 @@
+"""Which tasks of a batch the student plays itself, and which somebody else has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from courtside.config import Rollout
+from courtside.seeds import seed_for
+from courtside.types import Task
+
+
+def own_tasks(config: Rollout, tasks: Sequence[Task], *, seed: int, step: int) -> set[int]:
+    """Indices of the student's share, drawn anew for each step."""
+    order = list(range(len(tasks)))
+    random.Random(seed_for(seed, "share", step)).shuffle(order)
+    return set(order[: round(config.share(step) * len(tasks))])
+
+
+def trajectory_id(step: int, index: int, sample: int) -> str:
+    """Sorts as the batch does."""
+    return f"{step:06d}-{index:03d}-{sample}"

@@ -1,0 +1,77 @@
+"""Conversations recorded elsewhere, one JSON object a line, as chat APIs write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from courtside.errors import TaskError
+from courtside.tasks.base import split_of, task_id
+from courtside.tasks.jsonl import json_lines
+from courtside.types import Message, Role, Task
+
+KEYS = ("messages", "privileged", "tags")
+
+
+def conversation_tasks(path: Path) -> tuple[Task, ...]:
+    """A task each: what stands before the first answer, and the conversation behind it.
+
+    The split follows from what stands before the first answer, so that two recordings of the same
+    request are never on two sides.
+    """
+    tasks: dict[str, Task] = {}
+    for record in json_lines(path):
+        if unknown := sorted(record.fields.keys() - set(KEYS)):
+            raise TaskError(
+                f"{record.where}: unknown key {unknown[0]!r}; a conversation has {', '.join(KEYS)}"
+            )
+        task = _task(record.fields, record.where)
+        tasks.setdefault(task.id, task)
+    if not tasks:
+        raise TaskError(
+            f"{path}: the file is empty. Write one conversation a line, such as "
+            '{"messages": [{"role": "user", "content": "Hi"}, '
+            '{"role": "assistant", "content": "Hello."}]}'
+        )
+    return tuple(tasks.values())
+
+
+def _task(fields: Mapping[str, Any], where: str) -> Task:
+    spoken = fields.get("messages")
+    if not isinstance(spoken, list) or not all(isinstance(m, dict) for m in spoken):
+        raise TaskError(f"{where}: `messages` must be a list of objects with role and content")
+    first = next((i for i, m in enumerate(spoken) if m.get("role") == "assistant"), None)
+    if not first:
+        raise TaskError(
+            f"{where}: the conversation needs a message to answer and an assistant's answer "
+            "behind it; there is nothing to learn from here. Leave it out"
+        )
+    privileged, tags = fields.get("privileged") or {}, fields.get("tags") or []
+    if not isinstance(privileged, dict) or not _texts(privileged.values()):
+        raise TaskError(f"{where}: `privileged` must be an object of texts")
+    if not isinstance(tags, list) or not _texts(tags):
+        raise TaskError(f"{where}: `tags` must be a list of texts")
+    messages = tuple(_prompt(m, f"{where}, message {i}") for i, m in enumerate(spoken[:first]))
+    start = json.dumps([[m.role, m.content] for m in messages])
+    return Task(
+        id=task_id("conversation", json.dumps([spoken, privileged, tags], sort_keys=True)),
+        split=split_of(start),
+        messages=messages,
+        conversation=tuple(spoken[first:]),
+        privileged=dict(privileged),
+        tags=tuple(tags),
+    )
+
+
+def _prompt(message: Mapping[str, Any], where: str) -> Message:
+    role: Any = message.get("role")
+    content = message.get("content")
+    if role not in get_args(Role) or not isinstance(content, str):
+        raise TaskError(f"{where}: needs a role of {list(get_args(Role))} and a text as content")
+    return Message(role=role, content=content)
+
+
+def _texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)

@@ -1,0 +1,120 @@
+"""Calendar: days between two dates, day of the week, a date some days later."""
+
+from __future__ import annotations
+
+import re
+from datetime import date, timedelta
+
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox.tool import (
+    Arguments,
+    Drawn,
+    Parameter,
+    Tool,
+    ToolFailure,
+    World,
+    number_of,
+)
+
+# Not strftime's: that speaks the language of the machine.
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MAX_DAYS = 1_000_000
+
+DIFFERENCES = (
+    "How many days are there between {start} and {end}?",
+    "How long is it from {start} to {end}, in days?",
+    "Count the days from {start} to {end}.",
+    "What is the number of days between {start} and {end}?",
+    "I leave on {start} and come back on {end}. How many days is that?",
+    "Please tell me how many days lie between {start} and {end}.",
+)
+WEEKDAY_QUESTIONS = (
+    "What day of the week is {date}?",
+    "Which weekday was {date}?",
+    "On what day of the week does {date} fall?",
+    "Tell me the weekday of {date}.",
+    "Is {date} a Monday or something else?",
+    "I was born on {date}. What weekday was that?",
+)
+SHIFTS = (
+    "What date is {days} days after {date}?",
+    "Add {days} days to {date}.",
+    "Which date comes {days} days after {date}?",
+    "It is {date}. What will the date be in {days} days?",
+    "Please move {date} forward by {days} days.",
+    "My parcel left on {date} and takes {days} days. When is it here?",
+)
+
+
+def _date(text: str) -> date:
+    found = re.fullmatch(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})", text.strip())
+    if found is None:
+        raise ToolFailure(f"'{text}' is not a date, use YYYY-MM-DD")
+    try:
+        return date(*map(int, found.groups()))
+    except ValueError:
+        raise ToolFailure(f"'{text}' is not a date in the calendar") from None
+
+
+def _days_between(world: World, arguments: Arguments) -> str:
+    return f"{abs((_date(arguments['end']) - _date(arguments['start'])).days)} days"
+
+
+def _weekday(world: World, arguments: Arguments) -> str:
+    return WEEKDAYS[_date(arguments["date"]).weekday()]
+
+
+def _add_days(world: World, arguments: Arguments) -> str:
+    days = int(number_of(arguments, "days"))
+    if abs(days) > MAX_DAYS:
+        raise ToolFailure(f"days must be within {MAX_DAYS}")
+    try:
+        return (_date(arguments["date"]) + timedelta(days=days)).isoformat()
+    except OverflowError:
+        raise ToolFailure("the date is outside of the calendar") from None
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _day(dice: Dice) -> date:
+    return date(1990, 1, 1) + timedelta(days=dice.below(365 * 45))
+
+
+def _draw_difference(dice: Dice, world: World) -> Drawn:
+    start = _day(dice)
+    end = start + timedelta(days=dice.between(2, 400))
+    arguments = {"start": start.isoformat(), "end": end.isoformat()}
+    return Drawn(DIFFERENCES, arguments, f"{start} {end}")
+
+
+def _draw_weekday(dice: Dice, world: World) -> Drawn:
+    day = _day(dice).isoformat()
+    return Drawn(WEEKDAY_QUESTIONS, {"date": day}, day)
+
+
+def _draw_shift(dice: Dice, world: World) -> Drawn:
+    day, days = _day(dice).isoformat(), dice.between(2, 120)
+    return Drawn(SHIFTS, {"date": day, "days": days}, f"{day} {days}")
+
+
+TOOLS = {
+    "days_between": Tool(
+        about="days between two dates",
+        parameters=(Parameter("start"), Parameter("end")),
+        run=_days_between,
+        draw=_draw_difference,
+    ),
+    "weekday": Tool(
+        about="day of the week of a date",
+        parameters=(Parameter("date"),),
+        run=_weekday,
+        draw=_draw_weekday,
+    ),
+    "add_days": Tool(
+        about="date some days later",
+        parameters=(Parameter("date"), Parameter("days", "integer")),
+        run=_add_days,
+        draw=_draw_shift,
+    ),
+}

@@ -1,0 +1,41 @@
+"""What an expert does, for a warm start; and with a habit, for something to unlearn.
+
+The habit is to call a tool by its common name whatever the list says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from courtside.tasks.environments.toolbox.world import Toolbox
+from courtside.types import Message
+
+
+def demonstrations(
+    toolbox: Toolbox, indices: Iterable[int], habit_share: float = 0.0
+) -> Iterator[list[Message]]:
+    """Whole conversations, each up to the last call. `habit_share` of the calls are made by habit:
+    the tool is not found unless its common name is the listed one."""
+    for index in indices:
+        yield toolbox.demonstrate(toolbox.task(index), habit_share)
+
+
+def demonstration_rows(
+    toolbox: Toolbox, indices: Iterable[int], habit_share: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """The same as lines for `tasks.kind = "jsonl"`: one for each call, the call its completion."""
+    for index in indices:
+        task = toolbox.task(index)
+        conversation = toolbox.demonstrate(task, habit_share)
+        for place, message in enumerate(conversation):
+            if message.role == "assistant":
+                yield {
+                    "messages": [
+                        {"role": one.role, "content": one.content} for one in conversation[:place]
+                    ],
+                    "completion": message.content,
+                    "privileged": dict(task.privileged),
+                    "tags": list(task.tags),
+                    "split": task.split,
+                }

@@ -1,0 +1,197 @@
+"""One episode: requests, calls, and what became of them.
+
+A request is solved when the needed tool gave the result, and left the note, that it should have at
+this point of a faultless episode. Nothing that the student says counts, only what its calls did.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from courtside.config import ToolboxTasks
+from courtside.tasks.environments.calls import CallError, ToolCall, parse_call, write_call
+from courtside.tasks.environments.toolbox.names import NAMES
+from courtside.tasks.environments.toolbox.plan import TOOLS, Plan
+from courtside.tasks.environments.toolbox.prompt import answer_messages
+from courtside.tasks.environments.toolbox.tool import (
+    Arguments,
+    Request,
+    ToolFailure,
+    World,
+    invalid_arguments,
+)
+from courtside.types import Event, Grade, Observation
+
+VISIBLE = frozenset(
+    {"no_call", "unparsable_call", "tool_not_found", "invalid_arguments", "tool_error"}
+)
+"""Mistakes that the answer itself tells; of the others the user says that something is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one reply."""
+
+    result: str
+    """What comes back."""
+    wrong: str | None
+    """Kind of the event; None: the request is solved."""
+    call: ToolCall | None = None
+
+
+class ToolboxEpisode:
+    def __init__(self, plan: Plan, config: ToolboxTasks) -> None:
+        self._plan = plan
+        self._config = config
+        self._capability_of = {name: capability for capability, name in plan.tools.items()}
+        self._world = World(notes=dict(plan.notes))
+        self._faultless = World(notes=dict(plan.notes))
+        """As it would be if all requests so far had been solved."""
+        self._solved: list[bool] = []
+        self._num_tries = 0
+        self._last_call: tuple[str, str] | None = None
+
+    # ── what the student can do ──────────────────────────────────────────────────────────────────
+
+    def step(self, reply: str) -> Observation:
+        if self.done:
+            return Observation(messages=(), done=True)
+        request = self.request
+        outcome = self._outcome(reply, request)
+        events = tuple(self._events(outcome, request))
+        self._num_tries += 1
+        told: str | None = None
+        if outcome.wrong is None or self._num_tries > self._config.retries:
+            self._close(request, solved=outcome.wrong is None)
+            told = None if self.done else self.request.text
+        elif outcome.wrong not in VISIBLE:
+            told = f"That is not what I asked for. {request.text}"
+        shown = self._cut(outcome.result)
+        if outcome.call is not None and outcome.call.num_ignored:
+            shown += f"\n(Only the first of {outcome.call.num_ignored + 1} calls was run.)"
+        messages = answer_messages(shown, told, tool_role=self._config.tool_role)
+        return Observation(messages=messages, done=self.done, events=events)
+
+    def grade(self) -> Grade:
+        num_requests, num_solved = len(self._plan.requests), sum(self._solved)
+        all_solved = num_solved == num_requests
+        untouched = self._world.notes == self._faultless.notes
+        passed = all_solved and untouched
+        words = [f"{num_solved} of {num_requests} requests were solved."]
+        if wrong := [str(i) for i, solved in enumerate(self._solved, start=1) if not solved]:
+            words.append(f"Not solved: request {', '.join(wrong)}.")
+        if len(self._solved) < num_requests:
+            words.append(f"Not reached: {num_requests - len(self._solved)}.")
+        if all_solved and not untouched:
+            words.append("The notes are not as they should be.")
+        share = num_solved / num_requests
+        return Grade(
+            score=share if self._config.reward == "share" else float(passed),
+            passed=passed,
+            feedback="" if passed else " ".join(words),
+        )
+
+    # ── what is known about it ───────────────────────────────────────────────────────────────────
+
+    @property
+    def done(self) -> bool:
+        return len(self._solved) == len(self._plan.requests)
+
+    @property
+    def request(self) -> Request:
+        """The one that waits for a call; only before the end."""
+        return self._plan.requests[len(self._solved)]
+
+    def expert(self) -> str:
+        """The right call for the request that waits."""
+        return self._call_under(self._plan.tools[self.request.capability])
+
+    def habitual(self) -> str:
+        """The same call under the tool's common name, whatever the list says."""
+        return self._call_under(NAMES[self.request.capability].common)
+
+    def _call_under(self, name: str) -> str:
+        return write_call(name, self.request.arguments, self._config.call_format)
+
+    # ── how a reply is judged ────────────────────────────────────────────────────────────────────
+
+    def _outcome(self, reply: str, request: Request) -> Outcome:
+        call = parse_call(reply, self._config.call_format)
+        if isinstance(call, CallError):
+            return Outcome(result=call.message, wrong=call.kind)
+        capability = self._capability_of.get(call.name)
+        if capability is None:
+            result = f"Tool not found: {call.name}"
+            return Outcome(result=result, wrong="tool_not_found", call=call)
+        if problem := invalid_arguments(TOOLS[capability], call.arguments):
+            result = f"Invalid arguments for {call.name}: {problem}"
+            return Outcome(result=result, wrong="invalid_arguments", call=call)
+        return self._run(call, capability, request)
+
+    def _run(self, call: ToolCall, capability: str, request: Request) -> Outcome:
+        as_due, faultless = self._world.copy(), self._faultless.copy()
+        due = _used(as_due, request.capability, request.arguments)
+        wanted = _used(faultless, request.capability, request.arguments)
+        result, failed = came = _used(self._world, capability, call.arguments)
+        title = request.arguments.get("title", "")
+        is_needed = capability == request.capability
+        same_note = self._world.notes.get(title) == faultless.notes.get(title)
+        wrong: str | None
+        if is_needed and came == wanted and same_note:
+            wrong = None
+        elif is_needed and came == due and self._world.notes == as_due.notes:
+            wrong = "earlier_failure"  # The right call, in a world that an earlier one spoiled.
+        elif failed:
+            wrong = "tool_error"
+        else:
+            wrong = "wrong_result" if is_needed else "wrong_tool"
+        if failed:
+            result = f"Error: {result}"
+        return Outcome(result=result, wrong=wrong, call=call)
+
+    def _close(self, request: Request, *, solved: bool) -> None:
+        _used(self._faultless, request.capability, request.arguments)
+        self._solved.append(solved)
+        self._num_tries = 0
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    def _events(self, outcome: Outcome, request: Request) -> Iterator[Event]:
+        call = outcome.call
+        this_call = None if call is None else (call.name, _written(call.arguments))
+        details = {
+            "message": self._cut(outcome.result),
+            "request": request.text,
+            "capability": request.capability,
+            "listed": self._plan.tools[request.capability],
+            "common": NAMES[request.capability].common,
+            "tools": ", ".join(self._plan.tools.values()),
+            "correct": self.expert(),
+        }
+        if this_call is not None:
+            details |= {"tool": self._cut(this_call[0]), "arguments": self._cut(this_call[1])}
+        if outcome.wrong is not None:
+            yield Event(kind=outcome.wrong, details=details)
+        if outcome.wrong is not None and this_call is not None and this_call == self._last_call:
+            yield Event(kind="repeated_call", details=details)
+        if call is not None and call.num_ignored:
+            yield Event(kind="extra_calls", details=details)
+        self._last_call = this_call
+
+    def _cut(self, text: str) -> str:
+        limit = self._config.max_output
+        return text if len(text) <= limit else f"{text[:limit]}… [{len(text)} characters in all]"
+
+
+def _used(world: World, capability: str, arguments: Arguments) -> tuple[str, bool]:
+    """What a tool says, and whether it failed."""
+    try:
+        return TOOLS[capability].run(world, arguments), False
+    except ToolFailure as failure:
+        return str(failure), True
+
+
+def _written(arguments: Arguments) -> str:
+    return json.dumps(dict(arguments), ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,111 @@
+"""Calculator and unit conversion."""
+
+from __future__ import annotations
+
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox.expression import evaluate, written
+from courtside.tasks.environments.toolbox.tool import (
+    Arguments,
+    Drawn,
+    Parameter,
+    Tool,
+    ToolFailure,
+    World,
+    number_of,
+    shown,
+)
+
+CALCULATIONS = (
+    "What is {expression}?",
+    "How much is {expression}?",
+    "Please work out {expression}.",
+    "Compute {expression} for me.",
+    "I need the result of {expression}.",
+    "Can you calculate {expression}?",
+)
+
+
+def _calculate(world: World, arguments: Arguments) -> str:
+    return written(evaluate(arguments["expression"]))
+
+
+def _draw_calculation(dice: Dice, world: World) -> Drawn:
+    a, b, c = dice.between(2, 999), dice.between(2, 99), dice.between(2, 19)
+    shapes = (f"{a} + {b}", f"{a} - {b}", f"{a} * {c}", f"{a} / {c}", f"({a} + {b}) * {c}")
+    expression = dice.one_of(shapes)
+    return Drawn(CALCULATIONS, {"expression": expression}, expression)
+
+
+# A measure's units by the factor to its first one; temperatures are computed.
+MEASURES = (
+    {"km": 1.0, "m": 0.001, "miles": 1.609344, "feet": 0.0003048},
+    {"kg": 1.0, "g": 0.001, "pounds": 0.45359237, "ounces": 0.028349523125},
+    {"liters": 1.0, "gallons": 3.785411784, "cups": 0.2365882365},
+    {"hours": 1.0, "minutes": 1 / 60, "days": 24.0, "weeks": 168.0},
+    {"celsius": 1.0, "fahrenheit": 1.0},
+)
+ALIASES = {
+    "kilometers": "km", "kilometer": "km", "meters": "m", "meter": "m", "mile": "miles",
+    "mi": "miles", "foot": "feet", "ft": "feet", "kilograms": "kg", "kilogram": "kg", "grams": "g",
+    "gram": "g", "pound": "pounds", "lb": "pounds", "lbs": "pounds", "ounce": "ounces",
+    "oz": "ounces", "liter": "liters", "litres": "liters", "l": "liters", "gallon": "gallons",
+    "cup": "cups", "hour": "hours", "h": "hours", "minute": "minutes", "min": "minutes",
+    "day": "days", "week": "weeks", "c": "celsius", "°c": "celsius", "f": "fahrenheit",
+    "°f": "fahrenheit",
+}  # fmt: skip
+CONVERSIONS = (
+    "Convert {value} {unit} to {to}.",
+    "How many {to} are {value} {unit}?",
+    "What is {value} {unit} in {to}?",
+    "I have {value} {unit}. Give me that in {to}.",
+    "Turn {value} {unit} into {to}, please.",
+    "Please express {value} {unit} in {to}.",
+)
+
+
+def _convert(world: World, arguments: Arguments) -> str:
+    value = number_of(arguments, "value")
+    unit, to = (_unit(arguments[name]) for name in ("unit", "to"))
+    measure = next(measure for measure in MEASURES if unit in measure)
+    if to not in measure:
+        raise ToolFailure(f"cannot convert {unit} to {to}")
+    if unit == to:
+        result = float(value)
+    elif unit == "celsius":
+        result = value * 9 / 5 + 32
+    elif unit == "fahrenheit":
+        result = (value - 32) * 5 / 9
+    else:
+        result = value * measure[unit] / measure[to]
+    return f"{shown(value)} {unit} = {shown(result)} {to}"
+
+
+def _unit(word: str) -> str:
+    name = word.strip().lower()
+    name = ALIASES.get(name, name)
+    if not any(name in measure for measure in MEASURES):
+        raise ToolFailure(f"unknown unit '{word}'")
+    return name
+
+
+def _draw_conversion(dice: Dice, world: World) -> Drawn:
+    unit, to = dice.some_of(list(dice.one_of(MEASURES)), 2)
+    value = dice.between(2, 500)
+    arguments = {"value": value, "unit": unit, "to": to}
+    return Drawn(CONVERSIONS, arguments, f"{value} {unit} {to}")
+
+
+TOOLS = {
+    "calculate": Tool(
+        about="compute an expression",
+        parameters=(Parameter("expression"),),
+        run=_calculate,
+        draw=_draw_calculation,
+    ),
+    "convert": Tool(
+        about="convert units",
+        parameters=(Parameter("value", "number"), Parameter("unit"), Parameter("to")),
+        run=_convert,
+        draw=_draw_conversion,
+    ),
+}

@@ -1,0 +1,177 @@
+"""Notes in memory: what is written early in an episode is read back later in it."""
+
+from __future__ import annotations
+
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox.tool import (
+    Arguments,
+    Drawn,
+    Parameter,
+    Tool,
+    ToolFailure,
+    World,
+)
+
+MAX_NOTES, MAX_NOTE = 500, 40_000
+
+WHOSE = "work home garden summer school music travel kitchen winter family office weekend"
+WHICH = "plan list ideas budget todo diary recipes goals"
+TITLES = tuple(f"{whose} {which}" for whose in WHOSE.split() for which in WHICH.split())
+VERBS = ("buy", "bring", "clean", "pack", "repair", "order", "sell", "paint", "wash", "find")
+THINGS = (
+    "two chairs", "fresh bread", "the blue bag", "a new lamp", "six eggs", "the old bike",
+    "warm socks", "some paper", "the big table", "a train ticket", "green tea", "the keys",
+)  # fmt: skip
+WHEN = ("", " today", " on Friday", " before noon", " next week", " with Tom")
+
+WRITINGS = (
+    'Write a note called "{title}" that says "{text}".',
+    'Save "{text}" as a note with the title "{title}".',
+    'Make a note "{title}": "{text}".',
+    'Please note down "{text}" under "{title}".',
+    'I want a note "{title}" with the text "{text}".',
+)
+ADDITIONS = (
+    'Add "{text}" to the note "{title}".',
+    'Put "{text}" at the end of my note "{title}".',
+    'The note "{title}" also needs "{text}".',
+    'Please append "{text}" to "{title}".',
+)
+READINGS = (
+    'What does my note "{title}" say?',
+    'Read me the note "{title}".',
+    'Show me what is in the note "{title}".',
+    'What did I write down under "{title}"?',
+    'Please open the note "{title}".',
+)
+LISTINGS = (
+    "Which notes do I have?",
+    "List all my notes.",
+    "Show me the titles of my notes.",
+    "What notes are stored?",
+)
+DELETIONS = (
+    'Delete the note "{title}".',
+    'I do not need the note "{title}" any more. Remove it.',
+    'Please throw away my note "{title}".',
+    'Get rid of the note "{title}".',
+)
+
+
+# ── tools ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _existing(world: World, arguments: Arguments) -> str:
+    title = str(arguments["title"]).strip()
+    if title not in world.notes:
+        raise ToolFailure(f"no note called '{title}'")
+    return title
+
+
+def _store(world: World, title: str, text: str) -> None:
+    if len(text) > MAX_NOTE:
+        raise ToolFailure(f"a note holds at most {MAX_NOTE} characters")
+    world.notes.pop(title, None)  # the latest stands last
+    if len(world.notes) >= MAX_NOTES:
+        raise ToolFailure(f"there is room for {MAX_NOTES} notes")
+    world.notes[title] = text
+
+
+def _write(world: World, arguments: Arguments) -> str:
+    title = arguments["title"].strip()
+    if not title:
+        raise ToolFailure("a note needs a title")
+    _store(world, title, arguments["text"])
+    return f"Saved '{title}'."
+
+
+def _append(world: World, arguments: Arguments) -> str:
+    title = _existing(world, arguments)
+    _store(world, title, f"{world.notes[title]}\n{arguments['text']}")
+    return f"Added to '{title}'."
+
+
+def _read(world: World, arguments: Arguments) -> str:
+    return world.notes[_existing(world, arguments)] or "(empty)"
+
+
+def _list(world: World, arguments: Arguments) -> str:
+    return ", ".join(sorted(world.notes)) or "(no notes)"
+
+
+def _delete(world: World, arguments: Arguments) -> str:
+    title = _existing(world, arguments)
+    del world.notes[title]
+    return f"Deleted '{title}'."
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _text(dice: Dice) -> str:
+    return f"{dice.one_of(VERBS)} {dice.one_of(THINGS)}{dice.one_of(WHEN)}"
+
+
+def _draw_writing(dice: Dice, world: World) -> Drawn:
+    title = dice.one_of(TITLES)
+    return Drawn(WRITINGS, {"title": title, "text": _text(dice)}, title)
+
+
+def _latest(dice: Dice, world: World) -> str:
+    """Mostly what was written last, so that a mistake there shows."""
+    titles = list(world.notes)
+    return titles[-1] if dice.chance(0.6) else dice.one_of(titles)
+
+
+def _draw_addition(dice: Dice, world: World) -> Drawn:
+    return Drawn(ADDITIONS, {"title": _latest(dice, world), "text": _text(dice)}, None)
+
+
+def _draw_reading(dice: Dice, world: World) -> Drawn:
+    return Drawn(READINGS, {"title": _latest(dice, world)}, None)
+
+
+def _draw_listing(dice: Dice, world: World) -> Drawn:
+    return Drawn(LISTINGS, {}, None)
+
+
+def _draw_deletion(dice: Dice, world: World) -> Drawn:
+    return Drawn(DELETIONS, {"title": dice.one_of(list(world.notes))}, None)
+
+
+TITLE = Parameter("title")
+TOOLS = {
+    "write_note": Tool(
+        about="save a note",
+        parameters=(TITLE, Parameter("text")),
+        run=_write,
+        draw=_draw_writing,
+    ),
+    "append_note": Tool(
+        about="add to a note",
+        parameters=(TITLE, Parameter("text")),
+        run=_append,
+        draw=_draw_addition,
+        needs_notes=True,
+    ),
+    "read_note": Tool(
+        about="read a note",
+        parameters=(TITLE,),
+        run=_read,
+        draw=_draw_reading,
+        needs_notes=True,
+    ),
+    "list_notes": Tool(
+        about="titles of all notes",
+        parameters=(),
+        run=_list,
+        draw=_draw_listing,
+    ),
+    "delete_note": Tool(
+        about="delete a note",
+        parameters=(TITLE,),
+        run=_delete,
+        draw=_draw_deletion,
+        needs_notes=True,
+    ),
+}

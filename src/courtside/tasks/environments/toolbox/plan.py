@@ -1,0 +1,108 @@
+"""The number of an episode → its tools, their names, and its requests.
+
+Chance is drawn per question (which tools, which names, the n-th request), so the same number under
+other `names` is the same episode with other names: a pair that can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from courtside.config import ToolboxTasks
+from courtside.tasks.base import split_of
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox import dates, measures, notes, tables, texts
+from courtside.tasks.environments.toolbox.names import NAMES
+from courtside.tasks.environments.toolbox.tool import Drawn, Request, Tool, World
+from courtside.types import Split
+
+TOOLS: Mapping[str, Tool] = {
+    **tables.TOOLS, **measures.TOOLS, **dates.TOOLS, **notes.TOOLS, **texts.TOOLS
+}  # fmt: skip
+"""By capability."""
+NUM_FIRST_NOTES = 2
+"""There at the beginning, so that notes can be read where none can be written."""
+MAX_DRAWS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    split: Split
+    tools: Mapping[str, str]
+    """Capability → the name it is listed under, in the order of the list."""
+    notes: Mapping[str, str]
+    requests: tuple[Request, ...]
+
+
+def split_of_number(number: int) -> Split:
+    return split_of(f"toolbox {number}")
+
+
+def plan(config: ToolboxTasks, number: int) -> Plan:
+    split = split_of_number(number)
+    key = f"toolbox {number}"
+    capabilities = _listed(config, Dice(f"{key} tools"))
+    num_turns = Dice(f"{key} turns").between(*config.turn_range)
+    world = World()
+    if notes.TOOLS.keys() & capabilities:
+        world.notes.update(_first_notes(split, Dice(f"{key} notes")))
+    return Plan(
+        split=split,
+        tools={one: _name(config, one, Dice(f"{key} name of {one}")) for one in capabilities},
+        notes=dict(world.notes),
+        requests=tuple(
+            _request(capabilities, split, Dice(f"{key} request {turn}"), world)
+            for turn in range(num_turns)
+        ),
+    )
+
+
+def _listed(config: ToolboxTasks, dice: Dice) -> list[str]:
+    capabilities: list[str] = list(dict.fromkeys(config.capabilities))
+    listed = dice.some_of(capabilities, config.num_tools)
+    if "delete_note" in listed and "write_note" not in listed:
+        others = [place for place, one in enumerate(listed) if one != "delete_note"]
+        listed[dice.one_of(others)] = "write_note"
+    return listed
+
+
+def _name(config: ToolboxTasks, capability: str, dice: Dice) -> str:
+    names = NAMES[capability]
+    pool = {
+        "seen": names.seen,
+        "held_out": names.held_out,
+        "all": (*names.seen, *names.held_out),
+    }[config.names]
+    if config.common_share is None or names.common not in pool:
+        return dice.one_of(pool)
+    if dice.chance(config.common_share):
+        return names.common
+    return dice.one_of([name for name in pool if name != names.common])
+
+
+def _first_notes(split: Split, dice: Dice) -> dict[str, str]:
+    found: dict[str, str] = {}
+    while len(found) < NUM_FIRST_NOTES:
+        arguments = _of_split("write_note", split, dice, World()).arguments
+        found[arguments["title"]] = arguments["text"]
+    return found
+
+
+def _request(capabilities: list[str], split: Split, dice: Dice, world: World) -> Request:
+    """One that makes sense in the world as the requests before it leave it; it leaves its own."""
+    possible = [one for one in capabilities if world.notes or not TOOLS[one].needs_notes]
+    capability = dice.one_of(possible)
+    drawn = _of_split(capability, split, dice, world)
+    text = dice.one_of(drawn.phrases).format(**drawn.arguments)
+    TOOLS[capability].run(world, drawn.arguments)
+    return Request(capability=capability, text=text, arguments=drawn.arguments)
+
+
+def _of_split(capability: str, split: Split, dice: Dice, world: World) -> Drawn:
+    """A request about something that no other split asks this tool about."""
+    for _ in range(MAX_DRAWS):
+        drawn = TOOLS[capability].draw(dice, world)
+        if drawn.topic is None or split_of(f"{capability} {drawn.topic}") == split:
+            return drawn
+    raise AssertionError(f"{capability} has no topics in {split}")

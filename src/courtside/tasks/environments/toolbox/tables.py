@@ -1,0 +1,134 @@
+"""Look-up tables: weather by city, phone numbers by person, prices by item.
+
+What they say follows from the key by hash: the same in every episode, and nothing a model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from courtside.tasks.base import digest
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox.tool import (
+    Arguments,
+    Drawn,
+    Parameter,
+    Tool,
+    ToolFailure,
+    World,
+)
+
+CITY_WORDS = """
+    Accra Algiers Amsterdam Ankara Athens Baghdad Bangkok Barcelona Belgrade Berlin Bogota Boston
+    Brussels Bucharest Budapest Cairo Calgary Caracas Chicago Copenhagen Dakar Dallas Delhi Denver
+    Dhaka Doha Dresden Dublin Edinburgh Geneva Glasgow Hamburg Hanoi Havana Helsinki Houston
+    Istanbul Jakarta Kabul Kampala Karachi Kyoto Lagos Leipzig Lima Lisbon Ljubljana London Lyon
+    Madrid Manila Marseille Melbourne Miami Milan Minsk Montreal Moscow Mumbai Munich Nairobi Naples
+    Nice Osaka Oslo Ottawa Palermo Paris Perth Porto Prague Quito Reykjavik Riga Rome Rotterdam
+    Santiago Sarajevo Seattle Seoul Seville Shanghai Singapore Sofia Stockholm Sydney Tallinn Tehran
+    Tokyo Toronto Tunis Turin Valencia Vancouver Vienna Vilnius Warsaw Yerevan Zagreb
+    Zurich
+"""
+CITIES = tuple(CITY_WORDS.split())
+SKIES = ("sunny", "cloudy", "rain", "light wind", "fog", "snow", "storm", "clear")
+WEATHER_QUESTIONS = (
+    "What is the weather in {city}?",
+    "How is the weather in {city} right now?",
+    "Do I need an umbrella in {city}?",
+    "Tell me the weather in {city}, please.",
+    "I am flying to {city}. What is the weather like?",
+    "Is it warm in {city} today?",
+    "Check the weather for {city}.",
+)
+
+FIRST = "Anna Ben Carla David Elena Felix Grace Hugo Ines Jonas Karen Leo Mia Nora Oscar Paula Rosa"
+LAST = "Adler Berg Costa Diaz Evans Fischer Garcia Hansen Ito Jensen Keller Lopez Meyer Novak Olsen"
+PEOPLE = tuple(f"{first} {last}" for first in FIRST.split() for last in LAST.split())
+CONTACT_QUESTIONS = (
+    "What is the phone number of {name}?",
+    "I need to call {name}. What is the number?",
+    "Find the number of {name}.",
+    "How can I reach {name} by phone?",
+    "Give me {name}'s phone number, please.",
+    "Look up {name} for me.",
+)
+
+ITEM_WORDS = """
+    backpack ball basket bench bicycle blanket book bottle bowl box broom brush bucket cable
+    calendar camera candle carpet chair clock coat cup curtain desk drill fan flute fork frame
+    guitar hammer hat helmet jacket kettle keyboard kite knife ladder lamp laptop mirror mug
+    needle notebook paddle pan pen pencil phone pillow plate pot printer purse puzzle radio
+    rake ring rope ruler saddle saw scarf scooter shelf shirt shovel sofa spoon stapler stool
+    suitcase table teapot tent ticket toaster torch towel tray tripod vase violin wallet
+    watch whistle
+"""
+ITEMS = tuple(ITEM_WORDS.split())
+PRICE_QUESTIONS = (
+    "How much does a {item} cost?",
+    "What is the price of the {item}?",
+    "I want to buy a {item}. What do I pay?",
+    "Check what a {item} costs, please.",
+    "Tell me the price for one {item}.",
+    "Is the {item} expensive? Give me its price.",
+)
+
+
+def _number(key: str, size: int) -> int:
+    return int(digest(key)[:12], 16) % size
+
+
+def _found(options: Sequence[str], wanted: str, what: str) -> str:
+    words = " ".join(wanted.split()).casefold()
+    for option in options:
+        if option.casefold() == words:
+            return option
+    raise ToolFailure(f"no {what} '{wanted}'")
+
+
+def _weather(world: World, arguments: Arguments) -> str:
+    city = _found(CITIES, arguments["city"], "weather station for")
+    sky = SKIES[_number(f"sky {city}", len(SKIES))]
+    return f"{city}: {_number(f'degrees {city}', 40) - 5} °C, {sky}"
+
+
+def _contact(world: World, arguments: Arguments) -> str:
+    name = _found(PEOPLE, arguments["name"], "contact named")
+    return f"{name}: 555-{_number(f'phone {name}', 10_000):04d}"
+
+
+def _price(world: World, arguments: Arguments) -> str:
+    item = _found(ITEMS, arguments["item"], "item called")
+    cents = 100 + _number(f"price {item}", 40_000)
+    return f"{item}: {cents // 100}.{cents % 100:02d} euros"
+
+
+def _drawer(
+    parameter: str, options: Sequence[str], phrases: tuple[str, ...]
+) -> Callable[[Dice, World], Drawn]:
+    def draw(dice: Dice, world: World) -> Drawn:
+        key = dice.one_of(options)
+        return Drawn(phrases, {parameter: key}, key)
+
+    return draw
+
+
+TOOLS = {
+    "weather": Tool(
+        about="weather in a city",
+        parameters=(Parameter("city"),),
+        run=_weather,
+        draw=_drawer("city", CITIES, WEATHER_QUESTIONS),
+    ),
+    "contact": Tool(
+        about="phone number of a person",
+        parameters=(Parameter("name"),),
+        run=_contact,
+        draw=_drawer("name", PEOPLE, CONTACT_QUESTIONS),
+    ),
+    "price": Tool(
+        about="price of an item",
+        parameters=(Parameter("item"),),
+        run=_price,
+        draw=_drawer("item", ITEMS, PRICE_QUESTIONS),
+    ),
+}

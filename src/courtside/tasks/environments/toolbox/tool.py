@@ -1,0 +1,121 @@
+"""What a tool is: its parameters, what it does to the world, and the requests that need it.
+
+Every tool is bounded in time and memory whatever it is called with, and fails with `ToolFailure`
+only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from courtside.tasks.environments.dice import Dice
+
+Arguments = Mapping[str, Any]
+"""Of a call, checked: exactly the parameters, each of its kind."""
+MAX_NUMBER = 10**15
+
+
+class ToolFailure(ValueError):
+    """A tool that could not do what it was asked; the text is its output."""
+
+
+@dataclass(slots=True)
+class World:
+    """All that an episode can change."""
+
+    notes: dict[str, str] = field(default_factory=dict)
+    """Title → text, the latest written last."""
+
+    def copy(self) -> World:
+        return World(notes=dict(self.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    kind: Literal["string", "number", "integer"] = "string"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user wants, and the call that does it."""
+
+    capability: str
+    text: str
+    """The user's words."""
+    arguments: Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A request as a tool draws it."""
+
+    phrases: tuple[str, ...]
+    """Wordings with a slot for each argument."""
+    arguments: Arguments
+    topic: str | None
+    """What it is about; a topic belongs to one split. None: only what the episode has already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    about: str
+    """A few words for the list of tools."""
+    parameters: tuple[Parameter, ...]
+    run: Callable[[World, Arguments], str]
+    """Gives the result, and may change the world; raises ToolFailure and nothing else."""
+    draw: Callable[[Dice, World], Drawn]
+    """A request that this tool solves in the world as it is."""
+    needs_notes: bool = False
+    """Nothing can be asked of it while there is no note."""
+
+
+def invalid_arguments(tool: Tool, arguments: Arguments) -> str | None:
+    """What is wrong with the arguments of a call, or None."""
+    names = [parameter.name for parameter in tool.parameters]
+    takes = ", ".join(names) or "no arguments"
+    for name in arguments:
+        if name not in names:
+            return f"unexpected argument {name!r} (takes {takes})"
+    for parameter in tool.parameters:
+        if parameter.name not in arguments:
+            return f"missing argument {parameter.name!r} (takes {takes})"
+        if problem := _wrong_kind(parameter.kind, arguments[parameter.name]):
+            return f"{parameter.name} {problem}"
+    return None
+
+
+def _wrong_kind(kind: str, value: object) -> str | None:
+    if kind == "string":
+        return None if isinstance(value, str) else "must be a string"
+    number = as_number(value)
+    if number is None:
+        return f"must be {'an integer' if kind == 'integer' else 'a number'}"
+    # Also refuses infinity, which JSON's 1e999 becomes.
+    if not abs(number) <= MAX_NUMBER:
+        return "is out of range"
+    return "must be an integer" if kind == "integer" and number != int(number) else None
+
+
+def as_number(value: object) -> int | float | None:
+    """A number, or a text that is one: `"5"` is what many models write for 5."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,20}(\.[0-9]{1,20})?\s*", value):
+        return float(value) if "." in value else int(value)
+    return None
+
+
+def number_of(arguments: Arguments, name: str) -> int | float:
+    number = as_number(arguments[name])
+    assert number is not None, "arguments are checked before a tool runs"
+    return number
+
+
+def shown(number: float) -> str:
+    """With at most four decimals, and none that are zero."""
+    text = f"{number:.4f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

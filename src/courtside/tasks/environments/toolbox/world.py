@@ -1,0 +1,88 @@
+"""The toolbox as an environment."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+from courtside.config import ToolboxTasks
+from courtside.errors import TaskError
+from courtside.tasks.base import task_id
+from courtside.tasks.environments.dice import Dice
+from courtside.tasks.environments.toolbox.episode import ToolboxEpisode
+from courtside.tasks.environments.toolbox.names import NAMES
+from courtside.tasks.environments.toolbox.plan import Plan, plan, split_of_number
+from courtside.tasks.environments.toolbox.prompt import FORMATS, first_messages, signature
+from courtside.types import Message, Split, Task
+
+
+class Toolbox:
+    size = 10**12
+    """Numbers; episodes with few turns and tools may repeat, under the same id."""
+
+    def __init__(self, config: ToolboxTasks) -> None:
+        self.config = config
+
+    def split(self, index: int) -> Split:
+        """Of a number, without making its task."""
+        return split_of_number(index)
+
+    def task(self, index: int) -> Task:
+        config, planned = self.config, plan(self.config, index)
+        listed = planned.tools.values()
+        return Task(
+            id=task_id("toolbox", _identity(config, planned)),
+            split=planned.split,
+            messages=first_messages(planned, config.call_format, tool_role=config.tool_role),
+            privileged={
+                "tools": ", ".join(listed),
+                "signatures": "\n".join(
+                    signature(one, name, config.call_format) for one, name in planned.tools.items()
+                ),
+                "format": FORMATS[config.call_format],
+            },
+            tags=("toolbox", config.call_format, _names_tag(planned)),
+            grader_args={"number": index},
+        )
+
+    def start(self, task: Task) -> ToolboxEpisode:
+        number = task.grader_args.get("number")
+        # The settings are the recipe's; another recipe's task would be another episode.
+        if not isinstance(number, int) or self.task(number).id != task.id:
+            raise TaskError(
+                f"task {task.id} is not one of this toolbox. Start it with the [tasks] section "
+                "that it was made with"
+            )
+        return ToolboxEpisode(plan(self.config, number), self.config)
+
+    def demonstrate(self, task: Task, habit_share: float | None = None) -> list[Message]:
+        """The whole conversation of an expert with the habit of the recipe, or this one."""
+        share = self.config.habit_share if habit_share is None else habit_share
+        episode = self.start(task)
+        conversation = list(task.messages)
+        for turn in count():
+            by_habit = Dice(f"habit {task.id} {turn}").chance(share)
+            reply = episode.habitual() if by_habit else episode.expert()
+            conversation.append(Message(role="assistant", content=reply))
+            observation = episode.step(reply)
+            if observation.done:
+                break
+            conversation += observation.messages
+        return conversation
+
+
+def _identity(config: ToolboxTasks, planned: Plan) -> str:
+    return json.dumps(
+        [
+            [config.call_format, config.tool_role, config.retries, config.reward],
+            config.max_output,
+            list(planned.tools.items()),
+            planned.notes,
+            [[one.capability, one.text, one.arguments] for one in planned.requests],
+        ]
+    )
+
+
+def _names_tag(planned: Plan) -> str:
+    held_out = [name in NAMES[capability].held_out for capability, name in planned.tools.items()]
+    return "held-out names" if all(held_out) else "mixed names" if any(held_out) else "seen names"

@@ -1,0 +1,250 @@
+"""The same turns again with hints above them: what each hint did, and what to move towards.
+
+Everything is measured with one model: the turn's tokens as they were and under the hint. A hint
+under which they are hardly less likely would teach nothing; it is kept for the report and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from courtside.chat.hints import Hinted, SpliceError, branch, cumulative
+from courtside.chat.turns import Turns
+from courtside.config import Hints
+from courtside.engines.base import BranchRequest, Engine, ScoreRequest, Scores
+from courtside.types import Branch, Hint, Judged, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """What a model says of one turn, without and with the hint above it."""
+
+    plain_T: Tensor
+    """Log-probs of the turn's chosen tokens as it was."""
+    hinted: Scores
+    num_tokens: int
+    """Read for it beside the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintedTurns:
+    """Of one trajectory."""
+
+    judged: tuple[Judged, ...]
+    spoken: Mapping[int, Spoken]
+    """By turn: those whose hints train."""
+
+
+class HintScorer:
+    """Scores hints with one engine. The trajectories' own ids are used; `turns` renders hints."""
+
+    def __init__(self, engine: Engine, turns: Turns, settings: Hints, *, context_length: int):
+        self.engine, self.turns, self.settings = engine, turns, settings
+        self.context_length = context_length
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], *, hidden: bool
+    ) -> dict[str, HintedTurns]:
+        """By trajectory id; those without a hint are left out."""
+        by_id: dict[str, list[Hint]] = {}
+        for hint in sorted(hints, key=lambda hint: hint.turn):
+            by_id.setdefault(hint.trajectory, []).append(hint)
+        hinted = [(t, by_id[t.id]) for t in trajectories if t.id in by_id]
+        score = self._together if self.settings.cumulative else self._apart
+        return score(hinted, hidden)
+
+    # ── each hint alone ──────────────────────────────────────────────────────────────────────────
+
+    def _apart(
+        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
+    ) -> dict[str, HintedTurns]:
+        found: dict[str, HintedTurns] = {}
+        asked: list[tuple[Trajectory, list[Judged], dict[int, Hint], BranchRequest]] = []
+        for trajectory, hints in hinted:
+            dropped, branches = self._branches(trajectory, hints)
+            if not branches:
+                found[trajectory.id] = HintedTurns(judged=tuple(dropped), spoken={})
+                continue
+            kept = {hint.turn: hint for hint, _ in branches}
+            request = BranchRequest(
+                token_ids=trajectory.token_ids,
+                branches=tuple(one for _, one in branches),
+                scored=_tokens_in(trajectory, kept),
+                temperature=trajectory.temperature,
+            )
+            asked.append((trajectory, dropped, kept, request))
+        scores = self.engine.score_branches([r for *_, r in asked], hidden=hidden)
+        for (trajectory, dropped, kept, request), score in zip(asked, scores, strict=True):
+            assert score.trunk is not None
+            plain = _by_turn(trajectory, kept, score.trunk.logp_T)
+            spoken = {
+                one.turn: Spoken(plain_T=plain[one.turn], hinted=s, num_tokens=len(one.token_ids))
+                for one, s in zip(request.branches, score.branches, strict=True)
+            }
+            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken)
+        return found
+
+    def _branches(
+        self, trajectory: Trajectory, hints: Sequence[Hint]
+    ) -> tuple[list[Judged], list[tuple[Hint, Branch]]]:
+        dropped, branches = [], []
+        for hint in hints:
+            try:
+                one = branch(
+                    trajectory,
+                    hint,
+                    self.turns,
+                    place=self.settings.place,
+                    role=self.settings.role or "user",
+                    max_tokens=self.context_length,
+                )
+            except SpliceError as error:
+                dropped.append(Judged(hint=hint, shift=None, dropped=error.reason))
+                continue
+            if one.splice + len(one.token_ids) > self.context_length:
+                dropped.append(Judged(hint=hint, shift=None, dropped="too_long"))
+            else:
+                branches.append((hint, one))
+        return dropped, branches
+
+    # ── all hints of a trajectory in one sequence ────────────────────────────────────────────────
+
+    def _together(
+        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
+    ) -> dict[str, HintedTurns]:
+        found: dict[str, HintedTurns] = {}
+        asked: list[tuple[Trajectory, list[Judged], dict[int, Hint], Hinted]] = []
+        requests: list[ScoreRequest] = []
+        for trajectory, hints in hinted:
+            dropped, kept, whole = self._sequence(trajectory, hints)
+            if whole is None:
+                found[trajectory.id] = HintedTurns(judged=tuple(dropped), spoken={})
+                continue
+            asked.append((trajectory, dropped, kept, whole))
+            places = {place for _, its in whole.scored for place in its}
+            for ids, scored in (
+                (trajectory.token_ids, _tokens_in(trajectory, kept)),
+                (whole.token_ids, tuple(i in places for i in range(len(whole.token_ids)))),
+            ):
+                requests.append(
+                    ScoreRequest(token_ids=ids, scored=scored, temperature=trajectory.temperature)
+                )
+        scores = iter(self.engine.score(requests, hidden=hidden))
+        for trajectory, dropped, kept, whole in asked:
+            plain = _by_turn(trajectory, kept, next(scores).logp_T)
+            under = next(scores)
+            sizes = [len(its) for _, its in whole.scored]
+            starts = [0, *accumulate(sizes)]
+            extra = len(whole.token_ids)
+            spoken = {}
+            for (turn, _), start, size in zip(whole.scored, starts, sizes, strict=False):
+                own = slice(start, start + size)
+                part = Scores(
+                    logp_T=under.logp_T[own],
+                    hidden_TD=None if under.hidden_TD is None else under.hidden_TD[own],
+                )
+                spoken[turn] = Spoken(plain_T=plain[turn], hinted=part, num_tokens=extra)
+                extra = 0  # the sequence is read once for all of its turns
+            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken)
+        return found
+
+    def _sequence(
+        self, trajectory: Trajectory, hints: Sequence[Hint]
+    ) -> tuple[list[Judged], dict[int, Hint], Hinted | None]:
+        dropped: list[Judged] = []
+        kept = list(hints)
+        while kept:
+            try:
+                whole = cumulative(
+                    trajectory,
+                    kept,
+                    self.turns,
+                    role=self.settings.role or "user",
+                    max_tokens=self.context_length,
+                )
+            except SpliceError as error:
+                kept.remove(error.hint)
+                dropped.append(Judged(hint=error.hint, shift=None, dropped=error.reason))
+                continue
+            end = 1 + max(place for _, places in whole.scored for place in places)
+            if end <= self.context_length:  # what comes after the last hinted turn nobody reads
+                cut = replace(whole, token_ids=whole.token_ids[:end])
+                return dropped, {hint.turn: hint for hint in kept}, cut
+            dropped.append(Judged(hint=kept.pop(), shift=None, dropped="too_long"))
+        return dropped, {}, None
+
+    # ── worth it? ────────────────────────────────────────────────────────────────────────────────
+
+    def _judge(
+        self,
+        trajectory: Trajectory,
+        dropped: Sequence[Judged],
+        hints: Mapping[int, Hint],
+        spoken: Mapping[int, Spoken],
+    ) -> HintedTurns:
+        judged = list(dropped)
+        for turn, hint in hints.items():
+            fall_T = spoken[turn].plain_T - spoken[turn].hinted.logp_T
+            shift = float(fall_T.sum())
+            judged.append(
+                Judged(
+                    hint=hint,
+                    shift=shift,
+                    bad_span_shift=self._span_shift(trajectory, hint, fall_T),
+                    dropped="shift" if shift < self.settings.min_shift else None,
+                )
+            )
+        training = {j.hint.turn for j in judged if j.dropped is None}
+        return HintedTurns(
+            judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
+            spoken={turn: one for turn, one in spoken.items() if turn in training},
+        )
+
+    def _span_shift(self, trajectory: Trajectory, hint: Hint, fall_T: Tensor) -> float | None:
+        if not hint.bad_span:
+            return None
+        turn = trajectory.turns[hint.turn]
+        ids = [i for i, chosen in zip(turn.token_ids, turn.chosen, strict=True) if chosen]
+        inside = tokens_of_span(self.turns.renderer.pieces(ids), hint.bad_span)
+        return float(fall_T[inside].sum()) if inside else None
+
+
+def tokens_of_span(pieces: Sequence[str], span: str) -> list[int]:
+    """Which pieces hold some of the span's first occurrence.
+
+    >>> tokens_of_span(["call ", "get_", "wea", "ther", "()"], "get_weather")
+    [1, 2, 3]
+    """
+    start = "".join(pieces).find(span)
+    if start < 0:
+        return []
+    ends = list(accumulate(len(piece) for piece in pieces))
+    stop = start + len(span)
+    return [
+        i
+        for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
+        if piece and end > start and end - len(piece) < stop
+    ]
+
+
+def _tokens_in(trajectory: Trajectory, turns: Mapping[int, Hint]) -> tuple[bool, ...]:
+    """The chosen ids of these turns, among all ids."""
+    return tuple(
+        chosen and index in turns
+        for index, turn in enumerate(trajectory.turns)
+        for chosen in turn.chosen
+    )
+
+
+def _by_turn(
+    trajectory: Trajectory, turns: Mapping[int, Hint], values_T: Tensor
+) -> dict[int, Tensor]:
+    """Values of the chosen tokens of these turns, each turn's own."""
+    indices = sorted(turns)
+    sizes = [sum(trajectory.turns[index].chosen) for index in indices]
+    return dict(zip(indices, torch.split(values_T, sizes), strict=True))

@@ -1,0 +1,278 @@
+"""Targeted hints, whole: the loop's update is that of the textbook, on the hinted turn alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe
+from tiny import save_tiny
+
+from courtside.assemble import assemble
+from courtside.errors import RecipeError, RunError
+from courtside.recipe_file import recipe_from
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Hint, Scored
+from courtside.verbs import rescore, train
+
+ALL = -1e9
+"""A threshold that keeps every hint."""
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the tiny one, with room for an episode."""
+    folder = save_tiny(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder
+
+
+def tree(folder: Path, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 2},
+        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "reader": {"kind": "rules"},
+        "hints": {"min_shift": ALL},
+        "teacher": {"kind": "self", "weights": "live"},
+        "losses": [{"kind": "divergence", "on": "hinted_turns"}],
+        "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+        "run": {"checkpoint_every": 1},
+    }
+    return small_recipe(folder, **(settings | changes))
+
+
+def scored_batch(parts: Any, hints: Any = None) -> list[Scored]:
+    trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
+    found = parts.reader(trajectories).hints
+    return parts.teacher(trajectories, found if hints is None else hints(trajectories, found))
+
+
+def gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
+    recipe = parts.recipe
+    chosen = components(recipe.losses, recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, Tally())
+    found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return found
+
+
+def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
+    """Sequence by sequence: KL(student ‖ student that sees the hint, detached) over the turn."""
+    model = parts.student.weights.model
+    total, count = torch.zeros(()), 0
+    for s in scored:
+        ids = torch.tensor([s.trajectory.token_ids])
+        logp = model(input_ids=ids).logits[0].log_softmax(-1)
+        for judged in s.hints:
+            start = sum(len(t.token_ids) for t in s.trajectory.turns[: judged.hint.turn])
+            turn = s.trajectory.turns[judged.hint.turn]
+            opening = s.trajectory.turns[judged.hint.turn - 1].num_opening
+            tokenizer = parts.renderer.tokenizer
+            said = tokenizer(f"<|im_start|>user\n{judged.hint.text}<|im_end|>\n")["input_ids"]
+            above = s.trajectory.token_ids[: start - opening] + tuple(said)
+            above += s.trajectory.token_ids[start - opening : start]
+            with torch.no_grad():
+                hinted = model(input_ids=torch.tensor([above + turn.token_ids])).logits[0]
+            q = hinted.log_softmax(-1)[len(above) - 1 : -1]
+            p = logp[start - 1 : start - 1 + len(turn.token_ids)]
+            total = total + (p.exp() * (p - q)).sum()
+            count += len(turn.token_ids)
+    (total / count).backward()
+    found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return found
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-6), name
+
+
+def test_the_update_is_that_of_the_textbook(student: Path) -> None:
+    parts = assemble(tree(student))
+    scored = scored_batch(parts)
+    assert sum(len(s.hints) for s in scored) >= 4 and all(
+        j.dropped is None for s in scored for j in s.hints
+    )
+    close(gradient(parts, scored), naive_gradient(parts, scored))
+
+
+def test_only_the_hinted_turn_moves(student: Path) -> None:
+    """Another hint elsewhere changes nothing of what this turn contributes."""
+    parts = assemble(tree(student))
+
+    def first(trajectories: Any, found: Any) -> list[Hint]:
+        return [next(h for h in found if h.trajectory == trajectories[0].id)]
+
+    def others(trajectories: Any, found: Any) -> list[Hint]:
+        return [h for h in found if h not in first(trajectories, found)]
+
+    def everyone(trajectories: Any, found: Any) -> list[Hint]:
+        return list(found)
+
+    sizes = {}
+    sums = {}
+    for name, which in (("one", first), ("rest", others), ("all", everyone)):
+        scored = scored_batch(parts, which)
+        (part,) = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+        sizes[name] = part.denominator
+        sums[name] = {n: g * part.denominator for n, g in gradient(parts, scored).items()}
+    assert sizes["one"] + sizes["rest"] == sizes["all"]
+    for name, whole in sums["all"].items():
+        both = sums["one"][name] + sums["rest"][name]
+        assert torch.allclose(both, whole, rtol=1e-3, atol=1e-5), name
+
+
+def test_micro_batches_change_nothing(student: Path) -> None:
+    losses = [
+        {"kind": "divergence", "on": "hinted_turns", "normalise": "turn"},
+        {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
+        {"kind": "divergence", "on": "other_turns", "against": "reference", "name": "anchor"},
+    ]
+    found = []
+    for micro in (100_000, 1):
+        train_ = {"steps": 3, "prompts": 2, "micro_batch_tokens": micro}
+        parts = assemble(tree(student, losses=losses, train=train_))
+
+        def half(trajectories: Any, found: Any) -> list[Hint]:
+            return list(found)[::2]  # so that there are other turns, too
+
+        with torch.no_grad():  # away from the reference, or the anchor has no gradient
+            for p in parts.student.weights.trained().values():
+                p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
+        found.append(gradient(parts, scored_batch(parts, half)))
+    close(*found)
+
+
+@pytest.mark.parametrize("weights", ["live", "frozen", "ema"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_every_kind_of_self_reads_hints(
+    student: Path, tmp_path: Path, weights: str, lora: Any
+) -> None:
+    recipe = tree(
+        student,
+        student={"model": str(student)} | ({"lora": lora} if lora else {}),
+        teacher={"kind": "self", "weights": weights},
+        train={"steps": 2, "prompts": 2},
+    )
+    rows = train(recipe, tmp_path / "run").metrics()
+    assert all(row["hints/kept"] > 0 and row["grad_norm"] > 0 for row in rows)
+    # Every turn of a random model is wrong, and has its hint.
+    assert rows[0]["tokens/divergence"] == rows[0]["length/mean"] * 4
+
+
+def test_a_batch_without_a_mistake_is_no_step(student: Path, tmp_path: Path) -> None:
+    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
+    run = train(tree(student, reader=quiet), tmp_path / "run")
+    rows = run.metrics()
+    assert len(rows) == 3 and all(row["grad_norm"] == 0 for row in rows)
+    one, other = (e for e in run.evaluations() if e.who == "student")
+    assert one.scores == other.scores and other.metrics["drift/wrong"] == pytest.approx(0, abs=1e-5)
+
+
+def test_hints_that_are_all_dropped_are_an_error(student: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nothing|no trajectory has anything to train on"):
+        train(tree(student, hints={"min_shift": 1e9}), tmp_path / "run")
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(student: Path, tmp_path: Path) -> None:
+    whole = train(tree(student), tmp_path / "whole")
+    pid = os.fork()
+    if pid == 0:
+        from courtside.report.folder import RunFolder
+
+        recorded = RunFolder.record
+
+        def record(self: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return recorded(self, step, *args, **kwargs)
+
+        RunFolder.record = record  # type: ignore[method-assign]
+        train(tree(student), tmp_path / "cut")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    cut = train(tree(student), tmp_path / "cut")
+
+    def plain(rows: Any) -> Any:
+        return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+    assert plain(cut.metrics()) == plain(whole.metrics())
+    assert [e.scores for e in cut.evaluations()] == [e.scores for e in whole.evaluations()]
+    assert [e.metrics for e in cut.evaluations()] == [e.metrics for e in whole.evaluations()]
+
+
+def test_stored_episodes_can_be_hinted_again(student: Path, tmp_path: Path) -> None:
+    train(tree(student), tmp_path / "run")
+    again = rescore(tmp_path / "run", ["hints.role=system"])
+    plain = rescore(tmp_path / "run")
+    assert [row["step"] for row in again] == [0, 1, 2]
+    assert again[0]["loss/divergence"] != plain[0]["loss/divergence"]
+    assert again[0]["without_teacher"] == 0
+
+
+def test_suites_are_measured_before_and_after(student: Path, tmp_path: Path) -> None:
+    settings = {"tasks": 2, "suites": {"held_out": {"names": "held_out"}}}
+    run = train(tree(student, evaluate=settings), tmp_path / "run")
+    assert [(e.who, e.step) for e in run.evaluations()] == [
+        ("student", 0), ("student:held_out", 0), ("student", 3), ("student:held_out", 3),
+    ]  # fmt: skip
+    assert run.evaluations()[0].metrics["errors"] == 1
+    assert run.evaluations()[2].metrics["drift/wrong"] != 0
+
+
+def test_demonstrations_can_be_imitated(student: Path, tmp_path: Path) -> None:
+    recipe = recipe_from(
+        {
+            "student": {"model": str(student)},
+            "tasks": {"kind": "toolbox", "turns": 2, "habit_share": 0.5},
+            "rollout": {"student_share": 0, "max_new_tokens": 6},
+            "losses": [{"kind": "cross_entropy"}],
+            "train": {"steps": 4, "prompts": 4, "learning_rate": 1e-2},
+            "evaluate": {"tasks": 2},
+        }
+    )
+    run = train(recipe, tmp_path / "run")
+    losses = [row["loss"] for row in run.metrics()]
+    assert losses[-1] < losses[0]
+    first = run.trajectories(step=0)[0].trajectory
+    assert first.source == "dataset"
+    replies = [turn for turn in first.turns if turn.role == "assistant"]
+    assert len(replies) == 2 and all("<tool_call>" in turn.text for turn in replies)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reader": None}, r"hints: nobody writes any|on = 'hinted_turns', but nobody writes"),
+        ({"losses": [{"kind": "policy_gradient", "advantage": "reward"}]},
+         r"reader: no loss is taken on = 'hinted_turns'"),
+        ({"losses": [{"kind": "divergence"}, {"kind": "divergence", "on": "hinted_turns",
+                                              "name": "h"}]},
+         r"losses\[0\].*the teacher speaks on hinted turns only"),
+        ({"tasks": {"kind": "arithmetic"}},
+         r"reader.kind = 'rules' needs an environment that reports errors"),
+        ({"teacher": {"kind": "self", "context": {"kind": "system", "text": "x"}}},
+         r"teacher.context: with a \[reader\] the hint is what the teacher sees"),
+        ({"evaluate": {"suites": {"other": {"names": "nobody"}}}},
+         r"evaluate.suites.other: .*names"),
+    ],
+)  # fmt: skip
+def test_impossible_recipes_are_refused(student: Path, changes: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        tree(student, **changes)
+
+
+def test_limits_and_penalties_need_episodes(student: Path) -> None:
+    with pytest.raises(RecipeError, match=r"rollout.limits are those of episodes"):
+        small_recipe(student, rollout={"limits": {"turns": 3}})
+    loss = {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 1.0}
+    with pytest.raises(RecipeError, match=r"turn_penalty needs an environment"):
+        small_recipe(student, losses=[loss])

@@ -1,0 +1,263 @@
+"""Random episodes, templates, tokenizers and hints: a branch is the trunk with the hint put in.
+
+Whatever happens, no id that the student saw or wrote changes; and where the template renders the
+trunk itself that way, the branch is what it renders with the hint in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit.chat.templates import FAMILIES, MERGES, turns_for
+
+from courtside.chat.hints import SEPARATORS, Place, SpliceError, branch, cumulative
+from courtside.chat.render import Renderer
+from courtside.chat.splice import with_context
+from courtside.chat.turns import Turns
+from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
+
+WORDS = ["ok", "It is.", "Hi", "tools\n", "{}", " ", "é", "𝄞", "\n\n", "s", "<|im_end|>", "\ufdd0"]
+FRAMES = ["<|im_start|>user\n", "<|eot|>", "</tool_response>", "\nassistant:\n", "e\u0301", "<|im_"]
+
+spoken = st.lists(st.sampled_from(WORDS + FRAMES), max_size=4).map("".join)
+messages = st.builds(Message, role=st.sampled_from(["tool", "user", "system"]), content=spoken)
+hints = st.lists(st.sampled_from(WORDS + FRAMES), min_size=1, max_size=5).map("".join)
+Answer = tuple[str, bool, bool]
+answers = st.tuples(
+    st.lists(st.sampled_from([*WORDS, "<think>\nHm\n</think>\n\n"]), max_size=3).map("".join),
+    st.booleans(),  # letter by letter, or as the tokenizer would
+    st.sampled_from([True, True, True, False]),  # with its end token, or cut off
+)
+rounds = st.lists(st.tuples(answers, st.lists(messages, min_size=1, max_size=2)), max_size=5)
+prompts = st.tuples(
+    st.lists(st.builds(Message, role=st.just("system"), content=spoken), max_size=1),
+    st.builds(Message, role=st.just("user"), content=spoken),
+).map(lambda parts: (*parts[0], parts[1]))
+
+
+def drawn(turns: Turns, answer: Answer) -> Sample:
+    text, by_letter, ended = answer
+    renderer = turns.renderer
+    ids = [
+        token
+        for piece in (text if by_letter else [text])
+        # Special words letter by letter: a student that wrote them as one token ended its turn.
+        for word in ([piece] if "<|" not in piece else piece)
+        for token in renderer.tokenizer(word, add_special_tokens=False)["input_ids"]
+    ]
+    ids += [min(renderer.eos_ids)] if ended else []
+    stop: Any = "eos" if ended else "length"
+    return Sample(token_ids=tuple(ids), logp=(-1.0,) * len(ids), stop=stop, text=text)
+
+
+def played(
+    turns: Turns,
+    prompt: tuple[Message, ...],
+    talk: list[tuple[Answer, list[Message]]],
+    last: Answer,
+) -> tuple[Trajectory, list[list[Message]]]:
+    """A trajectory, and for each of its turns the messages that it is made of."""
+    task = Task(id="t", split="train", messages=prompt)
+    built, said = [turns.prompt_turn(task)], [list(prompt)]
+    for answer, following in [*talk, (last, [])]:
+        turn = turns.assistant_turn(drawn(turns, answer))
+        built.append(turn)
+        said.append([Message(role="assistant", content=answer[0])])
+        if following:
+            closing = not turns.ends(turn.token_ids)
+            built.append(turns.environment_turn(following, closing=closing))
+            said.append(following)
+    trajectory = Trajectory(
+        id="e",
+        task=task,
+        turns=tuple(built),
+        source="student",
+        policy_version=0,
+        temperature=1.0,
+        stop="done",
+    )
+    return trajectory, said
+
+
+def put_in(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether some stretch of `after` can be taken out so that `before` is left."""
+    extra = len(after) - len(before)
+    return extra > 0 and any(
+        before == after[:at] + after[at + extra :] for at in range(len(before) + 1)
+    )
+
+
+def text_of(renderer: Renderer, conversation: list[Message]) -> str:
+    """By the template alone, up to and with the last answer's end token."""
+    plain = [{"role": m.role, "content": m.content} for m in conversation]
+    text = renderer.tokenizer.apply_chat_template(plain, tokenize=False)
+    end = renderer.tokenizer.decode([min(renderer.eos_ids)])
+    return str(text[: text.rindex(end) + len(end)])
+
+
+def with_hint(
+    said: list[list[Message]], hint: Hint, place: Place, role: Any
+) -> list[list[Message]]:
+    """Each conversation that a hint may make of what was said, up to and with its turn."""
+    above, target = said[: hint.turn], said[hint.turn]
+    before = [m for part in above for m in part]
+    if place == "above":
+        return [[*before, Message(role=role, content=hint.text), *target]]
+    if place == "system":
+        rest = before[len(said[0]) :]
+        return [[*with_context(said[0], hint.text, "system"), *rest, *target]]
+    last = before[-1]
+    return [
+        [*before[:-1], Message(role=last.role, content=last.content + sep + hint.text), *target]
+        for sep in SEPARATORS
+    ]
+
+
+def check(
+    turns: Turns,
+    trajectory: Trajectory,
+    said: list[list[Message]],
+    hint: Hint,
+    twig: Branch,
+    *,
+    place: Place,
+    role: Any,
+) -> bool:
+    """The invariants; whether the branch could also be compared with the template's own render."""
+    target = trajectory.turns[hint.turn]
+    num_target = len(target.token_ids)
+    trunk = tuple(i for turn in trajectory.turns[: hint.turn + 1] for i in turn.token_ids)
+    sequence = trajectory.token_ids[: twig.splice] + twig.token_ids
+    assert sequence[len(sequence) - num_target :] == target.token_ids
+    assert twig.scored[len(twig.scored) - num_target :] == target.chosen
+    assert sum(twig.scored) == sum(target.chosen)
+    if place == "system":
+        later = trunk[len(trajectory.turns[0].token_ids) :]
+        assert twig.splice == 0 and sequence[len(sequence) - len(later) :] == later
+    else:
+        assert put_in(trunk, sequence)
+        begin = len(trunk) - num_target - len(trajectory.turns[hint.turn - 1].token_ids)
+        assert begin <= twig.splice <= len(trunk) - num_target
+        above = trajectory.turns[hint.turn - 1]
+        assert twig.splice <= len(trunk) - num_target - above.num_opening
+    # Only the template writes special tokens: the hint brings those of its own message, or none.
+    special = set(turns.renderer.tokenizer.all_special_ids)
+    opened = sum(i in special for i in sequence) - sum(i in special for i in trunk)
+    assert opened <= 4 if place == "above" else opened <= (4 if place == "system" else 0)
+    # The template's own render, where it renders the trunk as it was read and written.
+    tokenizer = turns.renderer.tokenizer
+    plain = [m for part in said[: hint.turn + 1] for m in part]
+    end = () if turns.ends(target.token_ids) else (min(turns.renderer.eos_ids),)
+    if tokenizer.decode(trunk + end) != text_of(turns.renderer, plain):
+        return False
+    thought = any("</think>" in m.content for m in plain[:-1])
+    if turns.note and "thinking" in turns.note and thought and (place, role) == ("above", "user"):
+        return False  # a question more: the template forgets the thinking above it, a branch not
+    texts = [text_of(turns.renderer, c) for c in with_hint(said, hint, place, role)]
+    assert tokenizer.decode(sequence + end) in texts
+    natural = [tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
+    whole = tuple(tokenizer(text_of(turns.renderer, plain), add_special_tokens=False)["input_ids"])
+    if whole == trunk + end and not any(f"<|{w}" in hint.text for w in ("im", "eot")):
+        assert sequence + end in natural
+    return True
+
+
+def fuzz(
+    num: int, choose: st.SearchStrategy[Turns], body: Callable[..., str], **extra: Any
+) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(turns=choose, prompt=prompts, talk=rounds, last=answers, data=st.data())
+    def run(turns: Turns, prompt: Any, talk: Any, last: Any, data: st.DataObject) -> None:
+        trajectory, said = played(turns, prompt, talk, last)
+        outcomes[body(turns, trajectory, said, data)] += 1
+
+    run()
+    return outcomes
+
+
+def hint_for(trajectory: Trajectory, data: st.DataObject) -> Hint:
+    own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+    turn = data.draw(st.sampled_from(own))
+    return Hint(trajectory="e", turn=turn, text=data.draw(hints), source="person")
+
+
+def one_branch(place: Place) -> Callable[..., str]:
+    def body(turns: Turns, trajectory: Trajectory, said: Any, data: st.DataObject) -> str:
+        hint = hint_for(trajectory, data)
+        role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
+        try:
+            twig = branch(trajectory, hint, turns, place=place, role=role, max_tokens=60)
+        except SpliceError as error:
+            return error.reason
+        same = check(turns, trajectory, said, hint, twig, place=place, role=role)
+        return "compared" if same else "spliced"
+
+    return body
+
+
+every = st.builds(turns_for, st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(MERGES)))
+
+
+@pytest.mark.parametrize("place", ["above", "inside", "system"])
+def test_a_branch_is_the_trunk_with_the_hint_put_in(place: Place) -> None:
+    outcomes = fuzz(160, every, one_branch(place))
+    total = outcomes.total()
+    assert set(outcomes) <= {"compared", "spliced", "merge", "too_long", "empty"}
+    assert outcomes["compared"] > total / 4, outcomes
+    assert outcomes["compared"] + outcomes["spliced"] > total * 0.7, outcomes
+
+
+def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
+    def body(turns: Turns, trajectory: Trajectory, said: Any, data: st.DataObject) -> str:
+        own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+        chosen = data.draw(st.lists(st.sampled_from(own), unique=True))
+        several = [
+            Hint(trajectory="e", turn=turn, text=data.draw(hints), source="person")
+            for turn in chosen
+        ]
+        role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
+        options: Any = {"role": role, "max_tokens": 60}
+        try:
+            whole = cumulative(trajectory, several, turns, **options)
+        except SpliceError as error:
+            with pytest.raises(SpliceError) as again:
+                branch(trajectory, error.hint, turns, place="above", **options)
+            assert again.value.reason == error.reason
+            return error.reason
+        # Each hint adds what it adds on its own, where it adds it on its own.
+        expected, shift = list(trajectory.token_ids), 0
+        for hint in sorted(several, key=lambda h: h.turn):
+            twig = branch(trajectory, hint, turns, place="above", **options)
+            target = trajectory.turns[hint.turn]
+            end = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn + 1])
+            expected[twig.splice + shift : end + shift] = twig.token_ids
+            shift += twig.splice + len(twig.token_ids) - end
+            (positions,) = [p for turn, p in whole.scored if turn == hint.turn]
+            assert tuple(whole.token_ids[p] for p in positions) == target.token_ids
+        assert whole.token_ids == tuple(expected)
+        return "spliced"
+
+    outcomes = fuzz(80, every, body)
+    assert outcomes["spliced"] > outcomes.total() * 0.5, outcomes
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Turns:
+    from courtside.engines.models import load_tokenizer
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    return Turns(Renderer(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id]))
+
+
+@pytest.mark.parametrize("place", ["above", "inside", "system"])
+def test_the_embedded_model(embedded: Turns, place: Place) -> None:
+    assert embedded.note is None
+    outcomes = fuzz(50, st.just(embedded), one_branch(place))
+    assert outcomes["compared"] > outcomes.total() * 0.5, outcomes

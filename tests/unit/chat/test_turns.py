@@ -1,0 +1,258 @@
+"""Growing a conversation turn by turn, and what templates do to one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.chat.templates import (
+    ALTERNATING,
+    FAMILIES,
+    HEADERS,
+    MERGES,
+    NO_TOOLS,
+    OPENS_THINKING,
+    SYSTEM_FIRST,
+    tokenizer_for,
+    turns_for,
+    turns_of,
+)
+
+from courtside.chat.render import CUTS, Renderer, free_marks
+from courtside.chat.turns import Turns
+from courtside.errors import ModelError, TaskError
+from courtside.types import Event, Message, Role, Sample, Task
+
+TURNS = turns_for("chatml")
+TOKENIZER = TURNS.renderer.tokenizer
+START, END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+SYSTEM = Message(role="system", content="Be kind.")
+HI = Message(role="user", content="Hi")
+RESULT = Message(role="tool", content="42.")
+
+families = pytest.mark.parametrize("family", FAMILIES)
+nexts = st.lists(
+    st.builds(
+        Message,
+        role=st.sampled_from(["tool", "user", "system"]),
+        content=st.sampled_from(["", "ok", "é.", "A.\n", "{}", "<|im_end|>", "\ufdd0<|eot|>"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def says(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def stock(turns: Turns, messages: list[Message], *, begin: bool) -> tuple[int, ...]:
+    """The template's text by the tokenizer's own call."""
+    plain = [{"role": m.role, "content": m.content} for m in messages]
+    tokenizer = turns.renderer.tokenizer
+    text = tokenizer.apply_chat_template(plain, add_generation_prompt=begin, tokenize=False)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+# ── ids ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_between_two_answers() -> None:
+    between = TURNS.between([RESULT, HI])
+    assert TOKENIZER.decode(between.token_ids) == (
+        "\n<|im_start|>tool\n42.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    opening = between.token_ids[-between.num_opening :]
+    assert TOKENIZER.decode(opening) == "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("family", "merges"),
+    # The one pair left out has a test of its own below: the same text in other tokens.
+    [(f, m) for f in FAMILIES for m in MERGES if (f, m) != ("headers", "breaks")],
+)
+def test_a_conversation_that_grew_is_what_the_template_makes_of_it(
+    family: str, merges: str
+) -> None:
+    turns = turns_for(family, merges)
+    answers = ["It is.", "Call f", "Done!"]
+    whole = [SYSTEM, HI, says(answers[0]), RESULT, says(answers[1]), RESULT, HI, says(answers[2])]
+    stretches = [turns.prompt([SYSTEM, HI]), turns.between([RESULT]), turns.between([RESULT, HI])]
+    grown: tuple[int, ...] = ()
+    for stretch, answer in zip(stretches, answers, strict=True):
+        written = turns.renderer.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        grown += stretch.token_ids + tuple(written) + turns.closing
+    assert grown == stock(turns, whole, begin=False)[: len(grown)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(family=st.sampled_from(sorted(FAMILIES)), merges=st.sampled_from(sorted(MERGES)), said=nexts)
+def test_no_text_can_close_or_open_a_message(family: str, merges: str, said: list[Message]) -> None:
+    turns = turns_for(family, merges)
+    special = set(turns.renderer.tokenizer.all_special_ids)
+
+    def marks(messages: list[Message]) -> list[int]:
+        return [i for i in turns.between(messages).token_ids if i in special]
+
+    assert marks(said) == marks([Message(role=m.role, content="plain") for m in said])
+
+
+@families
+def test_the_opening_is_what_the_template_adds_for_an_answer(family: str) -> None:
+    turns = turns_for(family)
+    for stretch, before in [
+        (turns.prompt([SYSTEM, HI]), stock(turns, [SYSTEM, HI], begin=False)),
+        (turns.between([RESULT]), None),
+    ]:
+        opening = turns.renderer.tokenizer.decode(stretch.token_ids[-stretch.num_opening :])
+        assert opening == {
+            "headers": "<|header|>assistant<|/header|>\n\n",
+            "no_breaks": "<|im_start|>assistant:",
+            "words": "\nassistant:\n",
+        }.get(family, "<|im_start|>assistant\n")
+        if before is not None:
+            assert stretch.token_ids[: -stretch.num_opening] == before
+
+
+def test_a_token_across_the_edge_counts_to_the_opening() -> None:
+    turns = turns_for("words", "greedy")
+    between = turns.between([HI])
+    opening = turns.renderer.pieces(between.token_ids[-between.num_opening :])
+    assert opening[0] == "\n\n", "the message's own line break is in that token"
+
+
+def test_the_cost_of_a_turn_does_not_depend_on_how_many_went_before() -> None:
+    """Nothing of the conversation is even passed; a long one takes as long as its texts."""
+    turns = turns_for("thinking", "breaks")
+    turns.between([RESULT])
+    begin = time.perf_counter()
+    for _ in range(200):
+        turns.between([RESULT])
+    assert time.perf_counter() - begin < 2.0
+
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_turns_carry_their_messages_and_opening() -> None:
+    task = Task(id="t", split="train", messages=(SYSTEM, HI))
+    prompt = TURNS.prompt_turn(task)
+    assert prompt.role == "prompt" and prompt.messages == task.messages
+    assert prompt.token_ids == TURNS.renderer.prompt_ids(task.messages)
+    assert prompt.text == "system: Be kind.\n\nuser: Hi"
+    sample = Sample(token_ids=(70, END), logp=(-1.0, -0.5), stop="eos", text="x")
+    event = Event(kind="tool_not_found")
+    answer = TURNS.assistant_turn(sample, [event])
+    assert (answer.token_ids, answer.sampler_logp) == ((70, END), (-1.0, -0.5))
+    assert answer.chosen == (True, True) and answer.events == (event,)
+    environment = TURNS.environment_turn([RESULT], closing=False)
+    assert environment.role == "environment" and environment.messages == (RESULT,)
+    assert environment.token_ids == TURNS.between([RESULT]).token_ids
+    assert environment.num_opening == prompt.num_opening == len("s" + "assistant" + "\n")
+    assert not any(prompt.chosen + environment.chosen)
+    assert environment.text == "tool: 42."
+
+
+def test_an_answer_that_ran_into_its_limit_is_closed_by_the_environment() -> None:
+    assert TURNS.ends((70, END)) and not TURNS.ends((70,)) and not TURNS.ends(())
+    closed = TURNS.environment_turn([RESULT], closing=True)
+    assert closed.token_ids == (END, *TURNS.between([RESULT]).token_ids)
+    assert not any(closed.chosen)
+
+
+def test_the_end_token_is_the_templates_not_just_any_of_the_models() -> None:
+    tokenizer = tokenizer_for(HEADERS)
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>"])
+    turns = Turns(Renderer(tokenizer, name="tiny", eos_ids=[start, end]))
+    assert turns.closing == (end,)
+
+
+def test_what_a_template_puts_before_the_end_token_closes_too() -> None:
+    spaced = turns_of(FAMILIES["chatml"].replace("<|im_end|>", "\n<|im_end|>"))
+    assert spaced.renderer.tokenizer.decode(spaced.closing) == "\n<|im_end|>"
+    assert spaced.note is None
+
+
+# ── what templates do ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"thinking"}))
+def test_no_note_where_conversations_only_grow(family: str) -> None:
+    assert turns_for(family).note is None
+
+
+def test_a_note_where_earlier_thinking_is_left_out() -> None:
+    note = turns_for("thinking").note
+    assert note is not None
+    assert "three answers that begin with thinking" in note
+    assert r"behind 'sistant\n' it has ['I', 't', ' ', 'i'], not ['<', 't', 'h', 'i']" in note
+
+
+def test_a_note_where_the_opening_begins_to_think() -> None:
+    note = turns_of(OPENS_THINKING).note
+    assert note is not None and "of a conversation of three answers its chat" in note
+
+
+def test_a_note_where_the_same_text_is_other_tokens() -> None:
+    """GPT-2's pattern gives the last of two line breaks to the word behind them."""
+    note = turns_for("headers", "breaks").note
+    assert note is not None and r"it has ['\n', '\n', 'I', 't'], not ['\n\n', 'I'" in note
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "says"),
+    [
+        (ALTERNATING, "tool", "refuses messages with roles .*alternate.*Say it as 'user'"),
+        (ALTERNATING, "system", "no 'system' message may stand behind an 'assistant' one"),
+        (NO_TOOLS, "tool", "does not show a 'tool' message that stands behind an 'assistant' one"),
+        (SYSTEM_FIRST, "system", "moves a 'system' message that stands behind an 'assistant' one"),
+    ],
+)
+def test_a_role_that_has_no_place_is_named_with_a_fix(template: str, role: Role, says: str) -> None:
+    turns = turns_of(template)
+    turns.between([HI])
+    with pytest.raises(ModelError, match=says):
+        turns.between([Message(role=role, content="42.")])
+
+
+def test_two_messages_of_one_role_where_roles_alternate() -> None:
+    with pytest.raises(ModelError, match=r"no 'user' message may stand behind a 'user'.*Join the"):
+        turns_of(ALTERNATING).between([HI, HI])
+
+
+def test_an_answer_that_only_ends_with_the_conversation() -> None:
+    """The end token of the message behind it must not be taken for its own."""
+    template = FAMILIES["chatml"].replace(
+        "'<|im_end|>\n'",
+        "('' if m['role'] == 'assistant' and not loop.last else '<|im_end|>') + '\n'",
+    )
+    turns = turns_of(template)
+    with pytest.raises(ModelError, match="holds no end token"):
+        turns.between([HI])
+    with pytest.raises(ModelError, match="holds no end token"):
+        _ = turns.closing
+
+
+def test_a_template_that_changes_messages_for_the_opening() -> None:
+    template = FAMILIES["chatml"].replace(
+        "m['content'] +",
+        "m['content'] + ('!' if add_generation_prompt and loop.index > 1 else '')+",
+    )
+    with pytest.raises(ModelError, match="changes messages where it opens an answer"):
+        turns_of(template).prompt([SYSTEM, HI])
+
+
+def test_a_template_that_says_things_twice() -> None:
+    template = FAMILIES["chatml"].replace("m['content']", "m['content'] * (messages | length - 1)")
+    template = template.replace("(messages | length - 1)", "[1, messages | length - 1] | max")
+    with pytest.raises(ModelError, match="does not show an earlier message exactly once"):
+        turns_of(template).between([HI])
+
+
+def test_marks_are_never_taken_from_the_texts() -> None:
+    held = {"role": "tool", "content": [{"text": CUTS[0]}], "n": {CUTS[1]: 1}}
+    assert free_marks([Message(role="user", content=CUTS[2]), held], 2) == list(CUTS[3:5])
+    with pytest.raises(TaskError, match="32 of Unicode's noncharacters"):
+        free_marks([Message(role="user", content="".join(CUTS))])

@@ -1,0 +1,128 @@
+"""A conversation whose keys and values are kept is the conversation read again each turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model, tiny_tokenizer
+from transformers import MistralConfig, MistralForCausalLM
+
+from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.session import KeptSession, RereadingSession
+from courtside.engines.transformers import TransformersEngine
+from courtside.types import Sample
+
+
+def engine_of(model: Any, **options: Any) -> TransformersEngine:
+    return TransformersEngine(model, tiny_tokenizer(), name="tiny", **options)
+
+
+ENGINE = engine_of(tiny_model())
+
+
+def rereading(engine: TransformersEngine, num_rows: int) -> RereadingSession:
+    return RereadingSession(engine.sample, num_rows=num_rows, note="for comparison")
+
+
+def play(session: Any, script: list[dict[int, tuple[int, ...]]], sampling: Sampling) -> list[Any]:
+    """Each turn: row → ids it is told. What it wrote last comes first, as the session asks."""
+    last: dict[int, tuple[int, ...]] = {}
+    said: list[dict[int, Sample]] = []
+    for number, told in enumerate(script):
+        rows = list(told)
+        requests = [
+            SampleRequest(prompt_ids=last.get(row, ()) + told[row], seed=1000 * number + row)
+            for row in rows
+        ]
+        samples = session.sample(rows, requests, sampling)
+        last |= {row: s.token_ids[-1:] for row, s in zip(rows, samples, strict=True)}
+        said.append(dict(zip(rows, samples, strict=True)))
+    return said
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.keys() == theirs.keys()
+        for row, sample in ours.items():
+            assert sample.token_ids == theirs[row].token_ids
+            assert sample.stop == theirs[row].stop and sample.text == theirs[row].text
+            assert sample.logp == pytest.approx(theirs[row].logp, abs=1e-5)
+
+
+ids = st.lists(st.integers(2, 257), min_size=1, max_size=12).map(tuple)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_keeping_equals_reading_again(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 5))
+    shared = data.draw(ids)  # rows often begin alike
+    script = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        rows = data.draw(st.permutations(range(num_rows)))
+        rows = rows[: data.draw(st.integers(1, num_rows))]
+        script.append({row: data.draw(st.one_of(st.just(shared), ids)) for row in rows})
+    sampling = Sampling(max_new_tokens=data.draw(st.integers(1, 9)), temperature=0.7)
+    kept = ENGINE.session(num_rows)
+    assert isinstance(kept, KeptSession)
+    same(play(kept, script, sampling), play(rereading(ENGINE, num_rows), script, sampling))
+
+
+def test_a_turn_costs_its_own_tokens() -> None:
+    seen: list[int] = []
+    hook = ENGINE.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[0] * out.shape[1])
+    )
+    try:
+        session = ENGINE.session(4)
+        play(session, [{row: (5,) * 40 for row in range(4)}], Sampling(max_new_tokens=1))
+        assert seen == [40]  # four rows begin alike: read once
+        seen.clear()
+        play(session, [{2: (6, 7, 8)}], Sampling(max_new_tokens=1))
+        assert seen == [3]
+    finally:
+        hook.remove()
+
+
+def test_rows_that_are_done_leave_the_pass() -> None:
+    sizes: list[int] = []
+    hook = ENGINE.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: sizes.append(out.shape[0])
+    )
+    try:
+        told = {row: (10 + row, 20 + 3 * row) for row in range(16)}
+        (said,) = play(ENGINE.session(16), [told], Sampling(max_new_tokens=60, temperature=2.0))
+    finally:
+        hook.remove()
+    lengths = sorted(len(s.token_ids) for s in said.values())
+    assert lengths[0] < 60, "some row must end early for this to test anything"
+    assert sum(sizes[1:]) == sum(length - 1 for length in lengths)
+
+
+def test_room_grows_and_nothing_is_lost() -> None:
+    script = [{0: (7,) * 30, 1: (9,) * 3}, {0: (8,) * 150, 1: (3, 4)}, {1: (6,) * 140, 0: (5,)}]
+    sampling = Sampling(max_new_tokens=40)
+    same(play(ENGINE.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
+
+
+def test_models_with_windows_read_again() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        sliding_window=8, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    engine = engine_of(MistralForCausalLM(config).eval())
+    session = engine.session(2)
+    assert isinstance(session, RereadingSession) and "window" in session.note
+    script = [{0: (5, 6, 7), 1: (8,)}, {0: (9,) * 12}]
+    said = play(session, script, Sampling(max_new_tokens=5))
+    whole = (5, 6, 7, *said[0][0].token_ids, *(9,) * 12)
+    (alone,) = engine.sample(
+        [SampleRequest(prompt_ids=whole, seed=1000)], Sampling(max_new_tokens=5)
+    )
+    assert said[1][0].token_ids == alone.token_ids

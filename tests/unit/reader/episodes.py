@@ -1,0 +1,76 @@
+"""Small trajectories, written down as who said what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from courtside.types import Event, Grade, Message, StopReason, Task, Trajectory, Turn
+
+PROMPT = "What is the weather in Oslo?"
+
+
+def tool(*texts: str) -> Turn:
+    """What an environment says in one turn, by its tools."""
+    return environment(*(Message(role="tool", content=text) for text in texts))
+
+
+def environment(*messages: Message) -> Turn:
+    text = "\n".join(message.content for message in messages)
+    return Turn(
+        role="environment", text=text, token_ids=(7, 8), chosen=(False, False), messages=messages
+    )
+
+
+def said(text: str, *events: Event, num_tokens: int = 3) -> Turn:
+    return Turn(
+        role="assistant",
+        text=text,
+        token_ids=tuple(range(num_tokens)),
+        chosen=(True,) * num_tokens,
+        events=events,
+    )
+
+
+def event(kind: str, **details: str) -> Event:
+    return Event(kind=kind, details=details)
+
+
+def play(
+    *turns: Turn | str,
+    id: str = "t",
+    prompt: str = PROMPT,
+    privileged: Mapping[str, str] | None = None,
+    stop: StopReason = "done",
+    grade: Grade | None = None,
+    messages: Sequence[Message] | None = None,
+) -> Trajectory:
+    """A text is an assistant's turn without events. Turn 0 is the prompt."""
+    shown = tuple(messages or [Message(role="user", content=prompt)])
+    task = Task(id=f"task-{id}", split="train", messages=shown, privileged=privileged or {})
+    opening = Turn(role="prompt", text=prompt, token_ids=(1, 2), chosen=(False, False))
+    rest = tuple(said(turn) if isinstance(turn, str) else turn for turn in turns)
+    return Trajectory(
+        id=id,
+        task=task,
+        turns=(opening, *rest),
+        source="student",
+        policy_version=0,
+        temperature=1.0,
+        stop=stop,
+        grade=grade,
+    )
+
+
+def not_found(name: str = "weather", **more: Any) -> Event:
+    return event("tool_not_found", tool=name, message=f"Tool not found: {name}", **more)
+
+
+def balanced(counts: Mapping[str, int]) -> bool:
+    """Whether every proposed hint was kept or dropped, once."""
+    aside = {"model/windows", "model/invalid_json", "model/tokens_in", "model/tokens_out",
+             "model/window_too_long", "person/unfinished_line"}  # fmt: skip
+    ways = ("rules/", "model/", "person/", "control/")
+    came = sum(n for name, n in counts.items() if name.startswith(ways) and name not in aside)
+    dropped = sum(n for name, n in counts.items() if name.startswith("dropped/"))
+    return came == dropped + counts.get("kept", 0)

@@ -1,0 +1,254 @@
+"""The HTTP side, against a real server on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from episodes import play
+
+from courtside.config.reader import Endpoint, ModelReader
+from courtside.errors import RecipeError, RunError
+from courtside.reader.endpoint import EndpointAsk
+from courtside.reader.factory import reader_for
+from courtside.types import Message
+
+KEY = "sk-not-a-real-key"
+Response = tuple[int, dict[str, str], bytes]
+
+
+def completion(text: Any, **more: Any) -> Response:
+    body = {
+        "choices": [{"message": {"role": "assistant", "content": text}}],
+        "usage": {"prompt_tokens": 11, "completion_tokens": 5},
+        **more,
+    }
+    return 200, {}, json.dumps(body).encode()
+
+
+class Server:
+    """Answers request after request with `answer(number, body)`."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int, dict[str, Any]], Response] = lambda n, body: completion("[]")
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.under_way = self.most_under_way = 0
+        lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(outer.bodies)
+                    outer.bodies.append(body)
+                    outer.headers.append(dict(self.headers))
+                    outer.paths.append(self.path)
+                    outer.under_way += 1
+                    outer.most_under_way = max(outer.most_under_way, outer.under_way)
+                try:
+                    status, headers, content = outer.answer(number, body)
+                finally:
+                    with lock:
+                        outer.under_way -= 1
+                try:
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+                except BrokenPipeError:
+                    pass  # the client gave up waiting
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("READER_KEY", f" {KEY}\n")
+    one = Server()
+    yield one
+    one.close()
+
+
+def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> EndpointAsk:
+    endpoint = Endpoint(url=server.url, model="judge", **fields)
+    config = ModelReader(kind="model", endpoint=endpoint, max_new_tokens=99)
+    return EndpointAsk(config, first_wait=first_wait)
+
+
+def prompt(text: str) -> tuple[Message, ...]:
+    return (Message(role="system", content="Read."), Message(role="user", content=text))
+
+
+def test_what_is_sent_and_what_comes_back(server: Server) -> None:
+    ask = asking(server, api_key_env="READER_KEY", body={"seed": 4, "extra": {"thinking": False}})
+    server.answer = lambda n, body: completion(body["messages"][1]["content"].upper())
+    replies = ask([prompt("a"), prompt("ü\u2028<|x|>"), prompt("c")])
+    assert [reply.text for reply in replies] == ["A", "Ü\u2028<|X|>", "C"], "in order"
+    assert (replies[0].tokens_in, replies[0].tokens_out) == (11, 5)
+    assert set(server.paths) == {"/v1/chat/completions"}
+    body = next(one for one in server.bodies if one["messages"][1]["content"] == "a")
+    assert body == {
+        "model": "judge", "temperature": 0.0, "max_tokens": 99, "seed": 4,
+        "extra": {"thinking": False},
+        "messages": [{"role": "system", "content": "Read."}, {"role": "user", "content": "a"}],
+    }  # fmt: skip
+    assert all(one["Authorization"] == f"Bearer {KEY}" for one in server.headers)
+    assert ask([]) == []
+
+
+def test_no_key_is_sent_where_none_is_named(server: Server) -> None:
+    asking(server, body={"max_completion_tokens": 5})([prompt("a")])
+    assert "Authorization" not in server.headers[0]
+    assert "max_tokens" not in server.bodies[0] and server.bodies[0]["max_completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 408])
+def test_a_busy_server_is_asked_again(server: Server, status: int) -> None:
+    server.answer = lambda n, body: (status, {}, b"busy") if n < 2 else completion("done")
+    assert asking(server)([prompt("a")])[0].text == "done"
+    assert len(server.bodies) == 3
+
+
+def test_waits_grow_and_the_server_may_say_how_long(server: Server) -> None:
+    times: list[float] = []
+
+    def answer(number: int, _body: dict[str, Any]) -> Response:
+        times.append(time.perf_counter())
+        headers = {"Retry-After": "0"} if number == 3 else {"Retry-After": "Wed, 21 Oct 2026"}
+        return (429, headers, b"") if number < 4 else completion("done")
+
+    server.answer = answer
+    asking(server, first_wait=0.05)([prompt("a")])
+    waits = [b - a for a, b in pairwise(times)]
+    assert waits[0] >= 0.05 and waits[1] >= 0.1 and waits[2] >= 0.2 and waits[3] < 0.4
+
+
+def test_a_server_that_stays_broken(server: Server) -> None:
+    server.answer = lambda n, body: (500, {}, f"boom {KEY}".encode())
+    with pytest.raises(RunError) as caught:
+        asking(server, retries=2, api_key_env="READER_KEY")([prompt("a")])
+    said = str(caught.value)
+    assert "no answer after 3 tries (status 500: boom ***)" in said and KEY not in said
+    assert f"reader.endpoint.url = '{server.url}'" in said and "last checkpoint" in said
+    assert len(server.bodies) == 3
+
+
+def test_one_failure_ends_the_others(server: Server) -> None:
+    def answer(_number: int, body: dict[str, Any]) -> Response:
+        is_bad = body["messages"][1]["content"] == "bad"
+        return (400, {}, b"too long") if is_bad else (503, {}, b"busy")
+
+    server.answer = answer
+    start = time.perf_counter()
+    with pytest.raises(RunError, match=r"refused the request \(status 400\): too long.*window"):
+        asking(server, first_wait=30.0)([prompt("a"), prompt("bad"), prompt("c")])
+    assert time.perf_counter() - start < 5
+
+
+def test_a_timeout_is_a_try(server: Server) -> None:
+    def answer(number: int, _body: dict[str, Any]) -> Response:
+        if number == 0:
+            time.sleep(0.5)
+        return completion("done")
+
+    server.answer = answer
+    assert asking(server, timeout=0.15)([prompt("a")])[0].text == "done"
+    server.answer = lambda n, body: (time.sleep(0.4), completion("late"))[1]
+    with pytest.raises(RunError, match=r"after 2 tries \(ReadTimeout"):
+        asking(server, timeout=0.1, retries=1)([prompt("a")])
+
+
+def test_nobody_there(server: Server) -> None:
+    ask = asking(server, retries=1)
+    server.close()
+    with pytest.raises(RunError, match=r"after 2 tries \(ConnectError.*Check that the server runs"):
+        ask([prompt("a")])
+
+
+@pytest.mark.parametrize(
+    ("status", "fix"),
+    [(401, "api_key_env"), (403, "api_key_env"), (404, "ends in the version"), (301, "Check"),
+     (422, "reader.window")],
+)  # fmt: skip
+def test_a_refusal_is_not_tried_again(server: Server, status: int, fix: str) -> None:
+    server.answer = lambda n, body: (status, {"Location": "/elsewhere"}, f"key {KEY}".encode())
+    with pytest.raises(RunError, match=fix) as caught:
+        asking(server, api_key_env="READER_KEY")([prompt("a")])
+    assert KEY not in str(caught.value) and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"<html>hello</html>", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"text": "x"}]}',
+     b"\xff", b"null", b"[" * 100_000],
+)  # fmt: skip
+def test_something_that_is_no_chat_completion(server: Server, content: bytes) -> None:
+    server.answer = lambda n, body: (200, {}, content)
+    with pytest.raises(RunError, match=r"is no chat completion.*http://localhost:8000/v1"):
+        asking(server)([prompt("a")])
+
+
+@pytest.mark.parametrize("text", [None, 5, ""])
+def test_an_empty_reply_is_a_reply(server: Server, text: Any) -> None:
+    server.answer = lambda n, body: completion(text, usage=None)
+    assert [(r.text, r.tokens_in) for r in asking(server)([prompt("a")])] == [("", 0)]
+
+
+def test_no_more_requests_at_once_than_asked_for(server: Server) -> None:
+    server.answer = lambda n, body: (time.sleep(0.02), completion("x"))[1]
+    asking(server, concurrency=3)([prompt(str(n)) for n in range(12)])
+    assert server.most_under_way == 3 and len(server.bodies) == 12
+
+
+@pytest.mark.parametrize("value", [None, " ", "two\nlines", "schlüssel"])
+def test_a_key_that_is_not_there(
+    server: Server, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("READER_KEY")
+    if value is not None:
+        monkeypatch.setenv("READER_KEY", value)
+    with pytest.raises(RecipeError, match=r"api_key_env = 'READER_KEY'.*[Ss]et it"):
+        asking(server, api_key_env="READER_KEY")
+
+
+def test_the_whole_reader_over_http(server: Server) -> None:
+    replies = ['```json\n[{"turn": 1, "hint": "Look it up."}]\n```', "no idea"]
+    server.answer = lambda n, body: completion(replies["second" in body["messages"][1]["content"]])
+    config = ModelReader(kind="model", endpoint=Endpoint(url=server.url, model="judge"))
+    trajectories = [play("guess", id="x"), play("second", id="y")]
+    reading = reader_for(config, seed=0)(trajectories)
+    assert [(h.trajectory, h.turn, h.text) for h in reading.hints] == [("x", 1, "Look it up.")]
+    assert reading.counts == {
+        "kept": 1, "model/invalid_json": 1, "model/proposed": 1, "model/windows": 2,
+        "model/tokens_in": 22, "model/tokens_out": 10,
+    }  # fmt: skip
+
+
+def test_the_key_is_in_no_record(server: Server) -> None:
+    ask = asking(server, api_key_env="READER_KEY")
+    assert KEY not in repr(ask.config) and KEY not in ask.config.model_dump_json()

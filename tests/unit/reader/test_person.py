@@ -1,0 +1,166 @@
+"""A hints file: what is read, what is refused with its line, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from episodes import balanced, play
+
+from courtside.config.reader import PersonReader
+from courtside.errors import RunError, UserError
+from courtside.reader.base import Reader, Reading
+from courtside.reader.factory import reader_for
+from courtside.reader.person import parse_hints, write_hint
+from courtside.types import Hint
+
+TWO = [play("a", id="x"), play("b", id="y")]
+
+
+def reader(path: Path, **fields: int) -> Reader:
+    return reader_for(PersonReader(kind="person", path=path, **fields), seed=0)
+
+
+def read(path: Path, **fields: int) -> Reading:
+    reading = reader(path, **fields)(TWO)
+    assert balanced(reading.counts), reading.counts
+    return reading
+
+
+def hint(trajectory: str, turn: int, text: str, reason: str = "") -> Hint:
+    return Hint(trajectory=trajectory, turn=turn, text=text, source="person", reason=reason)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
+    for one in hints:
+        write_hint(path, one)
+    assert read(path) == Reading(hints=tuple(hints), counts={"person/proposed": 2, "kept": 2})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[0] == {
+        "trajectory": "x", "turn": 1, "text": "Read the list.", "reason": "calls by habit",
+    }  # fmt: skip
+    assert rows[1].keys() == {"trajectory", "turn", "text"}
+
+
+def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    for one in (hint("z", 1, "a"), hint("x", 0, "b"), hint("x", 9, "c"), hint("y", 1, "d")):
+        write_hint(path, one)
+    reading = read(path)
+    assert [h.text for h in reading.hints] == ["d"]
+    assert reading.counts == {
+        "person/proposed": 4, "dropped/no_such_trajectory": 1, "dropped/not_assistant": 1,
+        "dropped/no_such_turn": 1, "kept": 1,
+    }  # fmt: skip
+
+
+def test_a_later_line_corrects_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    for text in ("first", "second"):
+        write_hint(path, hint("x", 1, text))
+    reading = read(path)
+    assert [h.text for h in reading.hints] == ["second"]
+    assert reading.counts["dropped/replaced"] == 1
+
+
+def test_long_hints_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    write_hint(path, hint("x", 1, "x" * 21))
+    assert read(path, max_chars=20).counts == {"person/proposed": 1, "dropped/long_hint": 1}
+
+
+def test_texts_become_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    path.write_text('{"trajectory": "x", "turn": 1, "text": " Two\\nlines\\u0000 \\ud800"}\n')
+    assert [h.text for h in read(path).hints] == ["Two lines"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("\udcff", "not valid JSON"),
+        ("[]", "must be an object with trajectory, turn, text, reason"),
+        ('{"trajectory": "x", "turn": 1, "text": "a", "hint": "b"}', "unknown key 'hint'"),
+        ('{"turn": 1, "text": "a"}', "`trajectory` must be a text"),
+        ('{"trajectory": "x", "turn": 1, "text": 5}', "`text` must be a text"),
+        ('{"trajectory": "x", "turn": 1, "text": "a", "reason": 5}', "`reason` must be a text"),
+        ('{"trajectory": "x", "turn": "1", "text": "a"}', "`turn` must be the number"),
+        ('{"trajectory": "x", "turn": true, "text": "a"}', "`turn` must be the number"),
+        ('{"trajectory": "x", "turn": -1, "text": "a"}', "`turn` must be the number"),
+        ('{"trajectory": "x", "text": "a"}', "`turn` must be the number"),
+        ('{"trajectory": "x", "turn": 1, "text": " \\u0000"}', "`text` is empty"),
+    ],
+)
+def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "hints.jsonl"
+    good = b'{"trajectory": "x", "turn": 1, "text": "a"}\n\n'
+    path.write_bytes(good + line.encode("utf-8", "surrogateescape") + b"\n" + good)
+    with pytest.raises(UserError) as caught:
+        reader(path)
+    assert str(caught.value).startswith(f"{path}:3: ") and words in str(caught.value)
+
+
+def test_a_missing_file_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reader.path = .*No such file.*an empty one will do"):
+        reader(tmp_path / "nope.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    assert read(tmp_path / "empty.jsonl") == Reading(hints=(), counts={})
+
+
+def test_the_file_is_followed_while_a_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    path.touch()
+    follow = reader(path)
+    assert follow(TWO).hints == ()
+    write_hint(path, hint("x", 1, "now"))
+    assert [h.text for h in follow(TWO).hints] == ["now"]
+    with path.open("a") as file:
+        file.write('{"trajectory": "y", "tur')  # somebody is writing
+    reading = follow(TWO)
+    assert [h.text for h in reading.hints] == ["now"]
+    assert reading.counts["person/unfinished_line"] == 1
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(RunError, match=r"hints.jsonl:2: not valid JSON.*start the same command"):
+        follow(TWO)
+
+
+def test_a_last_line_without_a_break_counts_and_is_not_glued_to(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    path.write_text('{"trajectory": "x", "turn": 1, "text": "open end"}')
+    assert [h.text for h in read(path).hints] == ["open end"]
+    write_hint(path, hint("y", 1, "next"))
+    assert [h.text for h in read(path).hints] == ["open end", "next"]
+
+
+def test_hints_written_at_once_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: write_hint(path, hint("x", n, "y" * 500)), range(200)))
+    hints, skipped = parse_hints(path.read_bytes(), name="f")
+    assert sorted(h.turn for h in hints) == list(range(200)) and not skipped
+
+
+@pytest.mark.parametrize("bad", [hint("x", 1, " "), hint("x", -1, "a")])
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, bad: Hint) -> None:
+    with pytest.raises(UserError, match="hint for"):
+        write_hint(tmp_path / "hints.jsonl", bad)
+    assert not (tmp_path / "hints.jsonl").exists()
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none/h.jsonl: the hint could not be written"):
+        write_hint(tmp_path / "none" / "h.jsonl", hint("x", 1, "a"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk() -> None:
+    with pytest.raises(UserError, match="No space left"):
+        write_hint(Path("/dev/full"), hint("x", 1, "a"))

@@ -1,0 +1,44 @@
+"""docs/readers.md shows the hints and recipes of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import TypeAdapter
+
+from courtside.config.reader import HINTS, Detect, Hints, Reader
+from courtside.reader.person import parse_hints
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")
+READER: TypeAdapter[Any] = TypeAdapter(Reader)
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
+    return [text for name, text in found if name == language]
+
+
+def test_the_table_has_every_detector_and_its_words() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", PAGE, re.M))
+    shown = {name: rows[name] for name in get_args(Detect)}
+    assert shown == {name: HINTS.get(name, "you write it") for name in shown}
+
+
+def test_recipes_are_valid() -> None:
+    trees = [tomllib.loads(block) for block in blocks("")]
+    assert len(trees) == 4
+    for tree in trees:
+        assert tree.keys() <= {"reader", "hints"}
+        reader = {"kind": "rules", **tree["reader"]}
+        READER.validate_json(json.dumps(reader), strict=True)
+        Hints.model_validate(tree.get("hints", {}))
+
+
+def test_the_line_is_a_hint() -> None:
+    [block] = blocks("json")
+    [hint] = parse_hints(block.encode(), name="readers.md")[0]
+    assert hint.turn == 5

@@ -1,0 +1,136 @@
+"""The columns of a step with episodes and hints."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from unit.report.made_up import make_batch, make_update
+from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
+
+from courtside.report.curves import metric_figures
+from courtside.report.folder import RunFolder
+from courtside.report.metrics import event_columns, hint_columns, metrics_row
+from courtside.types import Event
+
+NEW = ("turns", "errors", "events/", "hints/", "reader/")
+
+
+def new_columns(row):
+    return {key: value for key, value in row.items() if key.startswith(NEW)}
+
+
+def test_answers_of_one_turn_have_none_of_these_columns():
+    batch = make_batch(0)
+    assert new_columns(metrics_row(batch, make_update(0, batch), {})) == {}
+
+
+def test_shares_are_of_assistant_turns():
+    # Five turns with one error, seven with three: 4 of 12.
+    one, other = make_episode("0-0", wrong=(1,)), make_episode("0-1", wrong=(0, 1, 2))
+    assert event_columns([one, other]) == {
+        "turns": 6.0,
+        "errors": 4 / 12,
+        "events/tool_not_found": 4 / 12,
+    }
+
+
+def test_a_turn_with_several_events_is_one_turn():
+    one = make_episode("0-0", wrong=(0,), num=1)
+    again = Event(kind="repeated_call")
+    first = replace(one.turns[1], events=(*one.turns[1].events, again, again))
+    both = replace(one, turns=(one.turns[0], first, *one.turns[2:]))
+    assert event_columns([both]) == {
+        "turns": 2.0,
+        "errors": 0.5,
+        "events/repeated_call": 0.5,
+        "events/tool_not_found": 0.5,
+    }
+
+
+def test_an_episode_of_one_turn_counts_once_something_was_wrong_with_it():
+    clean = make_episode("0-0", wrong=(), num=1)
+    assert event_columns([clean]) == {}
+    wrong = replace(
+        clean, turns=(clean.turns[0], replace(clean.turns[1], events=(Event(kind="no_call"),)))
+    )
+    assert event_columns([clean, wrong]) == {"turns": 1.0, "errors": 0.5, "events/no_call": 0.5}
+
+
+def test_demonstrations_do_not_dilute_the_students_errors():
+    own, shown = make_episode("0-0", wrong=(0,), num=1), make_episode("0-1", wrong=())
+    demonstration = replace(shown, source="dataset")
+    assert event_columns([own, demonstration]) == event_columns([own])
+    assert event_columns([demonstration]) == {}
+
+
+def test_hints_are_counted_by_what_became_of_them():
+    batch = make_hinted_batch(0)
+    row = hint_columns([judged for one in batch for judged in one.hints])
+    kept = [j.shift for one in batch for j in one.hints if j.dropped is None]
+    assert row == {
+        "hints/kept": 4,
+        "hints/dropped/merge": 1,
+        "hints/dropped/shift": 1,
+        "hints/shift": pytest.approx(sum(kept) / 4),
+    }
+
+
+def test_a_shift_that_was_never_measured_is_not_zero():
+    [one] = hinted(make_episode("0-0")).hints
+    assert hint_columns([replace(one, shift=None)]) == {"hints/kept": 1}
+    row = hint_columns([replace(one, shift=None), replace(one, shift=2.0)])
+    assert row == {"hints/kept": 2, "hints/shift": 2.0}
+
+
+def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):
+    with RunFolder.open(tmp_path / "run", recipe()) as folder:
+        batch, counts = make_hinted_batch(0), {"rules/tool_not_found": 6, "dropped/budget": 0}
+        row = folder.record(
+            0,
+            batch,
+            make_hinted_update(0, batch),
+            seconds={},
+            store_trajectories=False,
+            reader_counts=counts,
+        )
+        nothing = [one for one in make_hinted_batch(1) if not one.hints]
+        quiet = folder.record(
+            1,
+            nothing,
+            make_hinted_update(1, nothing),
+            seconds={},
+            store_trajectories=False,
+            reader_counts={},
+        )
+        assert folder.metrics() == [row, quiet]
+    assert row["reader/rules/tool_not_found"] == 6 and row["reader/dropped/budget"] == 0
+    assert row["hints/kept"] == 4 and row["errors"] == pytest.approx(6 / 30)
+    # A reader that found nothing is told from no reader.
+    assert new_columns(quiet) == {"turns": 4.0, "errors": 0.0, "hints/kept": 0}
+
+
+def test_a_shift_that_is_not_finite_is_null(tmp_path, recipe):
+    one = hinted(make_episode("0-0"))
+    one = replace(one, hints=(replace(one.hints[0], shift=math.inf),))
+    with RunFolder.open(tmp_path / "run", recipe()) as folder:
+        update = make_hinted_update(0, [one])
+        row = folder.record(0, [one], update, seconds={}, store_trajectories=True)
+        assert row["hints/shift"] is None
+        assert folder.trajectories(0)[0].hints[0].shift == math.inf
+
+
+def test_a_kind_that_did_not_occur_in_a_step_is_drawn_as_zero():
+    rows = [
+        {"step": 0, "errors": 0.5, "events/no_call": 0.5, "hints/kept": 2},
+        {"step": 1, "errors": 0.0, "hints/kept": 0, "hints/dropped/shift": 3},
+        {"step": 2, "loss": 1.0},  # nobody looked
+    ]
+    figures = {
+        title: next(f for f in metric_figures(rows)[0] if title in f)
+        for title in ("Errors in training", "<b>Hints</b>")
+    }
+    assert "no call at 0: 0.5" in figures["Errors in training"]
+    assert "no call at 1: 0" in figures["Errors in training"]
+    assert "at 2:" not in figures["Errors in training"]
+    assert "dropped: shift at 0: 0" in figures["<b>Hints</b>"]
+    assert "dropped: shift at 1: 3" in figures["<b>Hints</b>"]

@@ -1,0 +1,169 @@
+"""Trajectories on disk: episodes, hints and partial targets come back exactly; old files too."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.report.made_up import VERSION_1, Logps, make_batch, make_evaluation, make_update
+from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
+
+from courtside.report.folder import RunFolder
+from courtside.report.jsonl import encode, read_lines
+from courtside.report.parquet import read_hints, read_trajectories, write_trajectories
+from courtside.report.records import evaluation_from, evaluation_tree
+from courtside.types import Event, Hint, Judged, Message, Scored, Target, Turn
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+exact = st.floats(width=32)
+"""Log-probs are stored as float32; NaN and the infinities among them."""
+# A lone surrogate cannot be encoded, and a map of facts may hold one: a program's broken output.
+facts = st.dictionaries(texts, st.text(max_size=6), max_size=3)
+events = st.lists(st.builds(Event, kind=texts, details=facts), max_size=2)
+messages = st.lists(
+    st.builds(Message, role=st.sampled_from(["system", "user", "tool"]), content=texts), max_size=2
+)
+
+
+@st.composite
+def turns(draw):
+    size = draw(st.integers(0, 4))
+    logps = st.lists(exact, min_size=size, max_size=size)
+    return Turn(
+        role=draw(st.sampled_from(["prompt", "assistant", "environment"])),
+        text=draw(texts),
+        token_ids=tuple(draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))),
+        chosen=tuple(draw(st.lists(st.booleans(), min_size=size, max_size=size))),
+        sampler_logp=draw(st.none() | logps.map(tuple)),
+        messages=tuple(draw(messages)),
+        num_opening=draw(st.integers(0, size)),
+        events=tuple(draw(events)),
+    )
+
+
+@st.composite
+def judged(draw, trajectory):
+    maybe = st.none() | st.floats()
+    return Judged(
+        hint=Hint(
+            trajectory=trajectory,
+            turn=draw(st.integers(0, 5)),
+            text=draw(texts),
+            source=draw(texts),
+            reason=draw(texts),
+            confidence=draw(maybe),
+            bad_span=draw(st.none() | texts),
+        ),
+        shift=draw(maybe),
+        bad_span_shift=draw(maybe),
+        dropped=draw(st.none() | texts),
+    )
+
+
+@st.composite
+def scored(draw):
+    trajectory = replace(
+        make_episode("0-0", num=1), turns=tuple(draw(st.lists(turns(), max_size=3)))
+    )
+    size = trajectory.num_chosen
+    where = draw(st.none() | st.sets(st.integers(0, max(size - 1, 0)), max_size=size))
+    where = None if where is None else tuple(sorted(where))
+    count = size if where is None else len(where)
+    target = Target(
+        teacher="self:live",
+        context=None,
+        logp_T=Logps(draw(st.lists(exact, min_size=count, max_size=count))),
+        where=where,
+    )
+    return Scored(
+        trajectory=trajectory,
+        target=draw(st.sampled_from([None, target])),
+        hints=tuple(draw(st.lists(judged(trajectory.id), max_size=2))),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(scored())
+def test_everything_comes_back(tmp_path_factory, one):
+    path = tmp_path_factory.mktemp("stored") / "step-000003.parquet"
+    write_trajectories(path, [one], {})
+    [back] = read_trajectories(path, 3)
+    # NaN is not equal to itself; repr tells None, NaN, 0 and -0 apart.
+    assert repr(back.trajectory) == repr(one.trajectory)
+    assert repr(back.hints) == repr(one.hints) == repr(tuple(read_hints(path)))
+    if one.target is None:
+        assert (back.teacher_logp, back.where) == (None, None)
+    else:
+        assert repr(list(back.teacher_logp)) == repr(one.target.logp_T.tolist())
+        assert back.where == one.target.where
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(turns(), max_size=3))
+def test_episodes_of_evaluations_come_back(own):
+    # JSON knows no infinities: what was not finite is NaN again.
+    own = [replace(turn, sampler_logp=None) for turn in own]
+    sample = replace(make_episode("0-0", num=1), turns=tuple(own))
+    evaluation = replace(make_evaluation(0), samples=(sample,))
+    tree = json.loads(encode(evaluation_tree(evaluation)))
+    assert evaluation_from(tree, where="here") == evaluation
+
+
+def test_a_teacher_that_spoke_on_some_tokens_is_aligned_with_the_others(tmp_path):
+    one = hinted(make_episode("0-0", wrong=(1, 2)))
+    path = tmp_path / "step-000000.parquet"
+    write_trajectories(path, [one], {})
+    [back] = read_trajectories(path, 0)
+    by_token = back.teacher_logp_by_token
+    assert len(by_token) == one.trajectory.num_chosen
+    wrong = {i for i, turn in enumerate(one.trajectory.turns) if turn.events}
+    for turn, logp in zip(one.trajectory.turn_of, by_token, strict=True):
+        assert (logp is not None) == (turn in wrong)
+    assert [logp for logp in by_token if logp is not None] == list(back.teacher_logp)
+
+
+def test_a_teacher_that_spoke_on_all_tokens_or_none(tmp_path):
+    path = tmp_path / "step-000000.parquet"
+    write_trajectories(path, make_batch(0), {})
+    stored = read_trajectories(path, 0)
+    assert stored[0].teacher_logp_by_token == stored[0].teacher_logp
+    assert stored[2].teacher is None and stored[2].teacher_logp_by_token == (None,) * 6
+
+
+def test_a_hint_of_another_trajectory_is_a_mistake_of_ours(tmp_path):
+    one = hinted(make_episode("0-0"))
+    other = replace(one, trajectory=replace(one.trajectory, id="0-1"))
+    with pytest.raises(AssertionError):
+        write_trajectories(tmp_path / "step-000000.parquet", [other], {})
+
+
+def test_the_folder_reads_hints_alone(tmp_path, recipe):
+    with RunFolder.open(tmp_path / "run", recipe()) as folder:
+        for step in (0, 2):
+            batch = make_hinted_batch(step)
+            update = make_hinted_update(step, batch)
+            folder.record(step, batch, update, seconds={}, store_trajectories=True)
+        expected = tuple(judged for one in make_hinted_batch(2) for judged in one.hints)
+        assert tuple(folder.hints(2)) == expected and len(expected) == 6
+
+
+# ── older files ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_trajectories_of_version_1_are_read():
+    batch = make_batch(0, num=3)
+    update = make_update(0, batch)
+    stored = read_trajectories(VERSION_1 / "step-000000.parquet", 0)
+    for back, was in zip(stored, batch, strict=True):
+        assert repr(back.trajectory) == repr(was.trajectory)
+        assert back.student_logp == update.student_logp.get(was.trajectory.id)
+        assert (back.where, back.hints) == (None, ())
+    assert stored[1].teacher_logp_by_token == tuple(batch[1].target.logp_T.tolist())
+    assert read_hints(VERSION_1 / "step-000000.parquet") == []
+
+
+def test_evaluations_of_version_1_are_read():
+    [tree] = read_lines(VERSION_1 / "evaluations.jsonl")
+    assert tree["schema_version"] == 1 and "events" not in tree["samples"][0]["turns"][0]
+    assert repr(evaluation_from(tree, where="here")) == repr(make_evaluation(3))

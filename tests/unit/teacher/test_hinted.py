@@ -1,0 +1,217 @@
+"""Hinted turns: the right tokens in the right context, what a hint did, and which ones train."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from courtside.chat.render import Renderer
+from courtside.chat.turns import Turns
+from courtside.config import Hints
+from courtside.engines.transformers import TransformersEngine
+from courtside.teacher.hinted import HintScorer, tokens_of_span
+from courtside.teacher.model import Teacher
+from courtside.teacher.routing import RoutedTeachers
+from courtside.teacher.scoring import Scoring
+from courtside.types import Hint, Message, Sample, Task, Trajectory
+
+MODEL = tiny_model()
+TOKENIZER = tiny_tokenizer()
+ENGINE = TransformersEngine(MODEL, TOKENIZER, name="tiny")
+RENDERER = Renderer(TOKENIZER, name="tiny", eos_ids=ENGINE.eos_ids)
+TURNS = Turns(RENDERER)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def trajectory(id: str = "e", *, tags: tuple[str, ...] = ()) -> Trajectory:
+    """Three answers, with what the environment said between them."""
+    task = Task(
+        id=f"task-{id}",
+        split="train",
+        messages=(Message(role="user", content="Weather in Rome?"),),
+        tags=tags,
+    )
+    turns = [TURNS.prompt_turn(task)]
+    for number, answer in enumerate(("meteo(Rome)", "get_weather(Rome)", "sun")):
+        if number:
+            said = (Message(role="tool", content=f"Tool not found {number}"),)
+            turns.append(TURNS.environment_turn(said, closing=False))
+        ids = (*ids_of(answer), 1)
+        turns.append(
+            TURNS.assistant_turn(
+                Sample(token_ids=ids, logp=(-1.0,) * len(ids), stop="eos", text=answer)
+            )
+        )
+    return Trajectory(
+        id=id, task=task, turns=tuple(turns), source="student", policy_version=0,
+        temperature=0.8, stop="done",
+    )  # fmt: skip
+
+
+def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any) -> Hint:
+    return Hint(trajectory=of, turn=turn, text=text, source="rules", **options)
+
+
+def teacher(*, hidden: bool = True, context_length: int = 512, **settings: Any) -> Teacher:
+    chosen = Hints(**{"min_shift": -1e9, **settings})
+    return Teacher(
+        name="self:live",
+        engine=ENGINE,
+        renderer=RENDERER,
+        context_length=context_length,
+        hidden=hidden,
+        hints=HintScorer(ENGINE, TURNS, chosen, context_length=context_length),
+    )
+
+
+def naive_logps(before: str, answer: str, *, temperature: float = 0.8) -> torch.Tensor:
+    """By hand: the text up to the answer, the answer, one plain forward pass."""
+    context, ids = ids_of(before), (*ids_of(answer), 1)
+    with torch.no_grad():
+        logits = MODEL(input_ids=torch.tensor([context + ids])).logits[0] / temperature
+    logp = logits.log_softmax(-1)
+    return torch.stack([logp[len(context) + i - 1, token] for i, token in enumerate(ids)])
+
+
+PROMPT = "<|im_start|>user\nWeather in Rome?<|im_end|>\n"
+OPEN = "<|im_start|>assistant\n"
+FIRST = f"{PROMPT}{OPEN}meteo(Rome)<|im_end|>\n<|im_start|>tool\nTool not found 1<|im_end|>\n"
+SECOND = f"{FIRST}{OPEN}get_weather(Rome)<|im_end|>\n<|im_start|>tool\nTool not found 2<|im_end|>\n"
+
+
+def told(text: str = "Use weather.", role: str = "user") -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def test_a_target_is_the_turn_under_its_hint() -> None:
+    targets, judged = teacher(role="system").score_hints([trajectory()], [hint(3), hint(1)])
+    target = targets["e"]
+    role = "system"
+    first = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
+    # The first hint is nowhere in the context of the second.
+    third = naive_logps(f"{FIRST}{told(role=role)}{OPEN}", "get_weather(Rome)")
+    assert target.where == tuple(range(12 + 18))
+    assert torch.allclose(target.logp_T, torch.cat([first, third]), atol=1e-4)
+    assert target.hidden_TD is not None and target.head is ENGINE.head
+    rebuilt = (target.head(target.hidden_TD) / 0.8).log_softmax(-1)
+    chosen = torch.tensor(trajectory().chosen_ids[:30])
+    assert torch.allclose(rebuilt.gather(-1, chosen[:, None])[:, 0], target.logp_T, atol=1e-5)
+    was = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)")
+    assert judged["e"][0].shift == pytest.approx(float((was - first).sum()), abs=1e-3)
+    assert [j.hint.turn for j in judged["e"]] == [1, 3]
+
+
+def test_cumulative_hints_stay_in_view() -> None:
+    targets, judged = teacher(cumulative=True).score_hints([trajectory()], [hint(1), hint(3)])
+    hinted_first = FIRST.replace(PROMPT, PROMPT + told())
+    third = naive_logps(f"{hinted_first}{told()}{OPEN}", "get_weather(Rome)")
+    assert torch.allclose(targets["e"].logp_T[12:], third, atol=1e-4)
+    was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
+    assert judged["e"][1].shift == pytest.approx(float((was - third).sum()), abs=1e-3)
+
+
+def test_where_counts_chosen_tokens() -> None:
+    targets, _ = teacher().score_hints([trajectory()], [hint(5)])
+    assert targets["e"].where == tuple(range(30, 34))
+    last = naive_logps(f"{SECOND}{told()}{OPEN}", "sun")
+    assert torch.allclose(targets["e"].logp_T, last, atol=1e-4)
+
+
+def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> None:
+    hints = [hint(1), hint(3, "Really, use weather."), hint(5, "Hm.")]
+    _, judged = teacher().score_hints([trajectory()], hints)
+    shifts = [j.shift for j in judged["e"]]
+    assert all(shift is not None for shift in shifts)
+    middle = sorted(s for s in shifts if s is not None)[1]
+    targets, again = teacher(min_shift=middle).score_hints([trajectory()], hints)
+    assert [j.dropped for j in again["e"]] == [
+        "shift" if (j.shift or 0) < middle else None for j in judged["e"]
+    ]
+    kept = {j.hint.turn for j in again["e"] if j.dropped is None}
+    assert len(kept) == 2
+    turns = trajectory().turn_of
+    assert {turns[i] for i in targets["e"].where or ()} == kept
+    nothing, all_dropped = teacher(min_shift=1e9).score_hints([trajectory()], hints)
+    assert not nothing and [j.dropped for j in all_dropped["e"]] == ["shift"] * 3
+
+
+def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
+    hints = [hint(1), hint(2), hint(9), hint(3, "word " * 200), hint(5, "   ")]
+    targets, judged = teacher(context_length=160).score_hints([trajectory()], hints)
+    why = {j.hint.turn: j.dropped for j in judged["e"]}
+    assert why == {1: None, 2: "no_assistant_turn", 9: "no_assistant_turn", 3: "too_long",
+                   5: "empty"}  # fmt: skip
+    assert {trajectory().turn_of[i] for i in targets["e"].where or ()} == {1}
+    together, judged = teacher(context_length=160, cumulative=True).score_hints(
+        [trajectory()], hints
+    )
+    assert {j.hint.turn: j.dropped for j in judged["e"]} == why
+    assert torch.allclose(together["e"].logp_T, targets["e"].logp_T, atol=1e-4)
+
+
+def test_the_bad_span_is_measured_apart() -> None:
+    named = hint(3, bad_span="get_weather")
+    _, judged = teacher().score_hints([trajectory()], [named, hint(1, bad_span="no such words")])
+    was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
+    now = naive_logps(f"{FIRST}{told()}{OPEN}", "get_weather(Rome)")
+    assert judged["e"][1].bad_span_shift == pytest.approx(float((was - now)[:11].sum()), abs=1e-3)
+    assert judged["e"][0].bad_span_shift is None
+
+
+def test_tokens_of_a_span() -> None:
+    assert tokens_of_span(["call ", "get_", "wea", "ther", "()"], "get_weather") == [1, 2, 3]
+    assert tokens_of_span(["call g", "et_weather()"], "get_weather") == [0, 1]
+    assert tokens_of_span(["a", "", "b"], "b") == [2]
+    assert tokens_of_span(["abc"], "x") == []
+
+
+@pytest.mark.parametrize("place", ["above", "inside", "system"])
+def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
+    targets, _ = teacher(place=place).score_hints([trajectory()], [hint(3)])
+    assert len(targets["e"].logp_T) == 18
+    was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
+    assert not torch.allclose(targets["e"].logp_T, was, atol=1e-3)
+    before = {
+        "above": f"{FIRST}{told()}{OPEN}",
+        "inside": FIRST.replace("found 1", "found 1\n\nUse weather.") + OPEN,
+        "system": f"{told(role='system')}{FIRST}{OPEN}",
+    }[place]
+    expected = naive_logps(before, "get_weather(Rome)")
+    assert torch.allclose(targets["e"].logp_T, expected, atol=1e-4)
+
+
+def test_sampled_losses_need_no_hidden_states() -> None:
+    targets, _ = teacher(hidden=False).score_hints([trajectory()], [hint(1)])
+    assert targets["e"].hidden_TD is None and targets["e"].head is None
+
+
+def test_scoring_marks_every_trajectory() -> None:
+    batch = [trajectory("e"), trajectory("f")]
+    scored = Scoring(teacher(), None, hinted=True)(batch, [hint(1)])
+    assert [s.target is not None for s in scored] == [True, False]
+    assert [len(s.hints) for s in scored] == [1, 0]
+    assert all(
+        not s.hints and s.target is None for s in Scoring(teacher(), None, hinted=True)(batch)
+    )
+
+
+def test_routes_score_their_own() -> None:
+    routed = RoutedTeachers({"a": teacher(), "b": teacher(role="system")}, None)
+    batch = [trajectory("e", tags=("a",)), trajectory("f", tags=("b",))]
+    targets, judged = routed.score_hints(batch, [hint(1), hint(1, of="f")])
+    assert targets.keys() == judged.keys() == {"e", "f"}
+    for id, role in (("e", "user"), ("f", "system")):
+        expected = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
+        assert torch.allclose(targets[id].logp_T, expected, atol=1e-4)
+
+
+def test_shifts_are_finite() -> None:
+    _, judged = teacher().score_hints([trajectory()], [hint(1), hint(3), hint(5)])
+    assert all(j.shift is not None and math.isfinite(j.shift) for j in judged["e"])
