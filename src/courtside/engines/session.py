@@ -7,7 +7,7 @@ kept. Rows that are done for now are moved behind the others, so that passes run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.batching import pad_right
+from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
 from courtside.engines.sampling import draw, uniforms
@@ -24,8 +24,6 @@ from courtside.types import Sample
 
 PLACE_STEP = 256
 """Room for keys and values grows by at least so many places: each growth copies what is there."""
-READ_TOKENS = 8192
-"""Tokens, with padding, that rows read in one pass before they write."""
 
 
 class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
@@ -39,13 +37,13 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        first, num_rows = self.session.first, key_states.shape[0]
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = self._room(key_states, self.session.num_places)
             self.values = self._room(value_states, self.session.num_places)
             self.is_initialized = True
-        rows = slice(first, first + num_rows)
+        first = self.session.first
+        rows = slice(first, first + key_states.shape[0])
         where = self.session.position_BN[:, None, :, None]
         for room, new in ((self.keys, key_states), (self.values, value_states)):
             room[rows].scatter_(2, where.expand(-1, new.shape[1], -1, new.shape[3]), new)
@@ -160,14 +158,13 @@ class KeptSession:
             for row, ids in reads.items()
             if self.length[row] == 0 and leader[ids] != row
         }
-        front = self._to_front([row for row in reads if row not in follows])
-        size = max(1, READ_TOKENS // max(len(ids) for ids in reads.values()))
+        readers = [row for row in reads if row not in follows]
+        front = self._in_order(readers, {row: len(reads[row]) for row in readers})
         hidden: dict[int, Tensor] = {}
-        for start in range(0, len(front), size):
-            rows = front[start : start + size]
+        for first, rows in _cut([len(reads[row]) for row in front], front, self.device):
             lengths = [len(reads[row]) for row in rows]
             ids_BN = pad_right([reads[row] for row in rows], 0, self.device)
-            hidden_BND = self._forward(ids_BN, rows, lengths, first=start)
+            hidden_BND = self._forward(ids_BN, rows, lengths, first=first)
             for row, length, hidden_ND in zip(rows, lengths, hidden_BND, strict=True):
                 hidden[row] = hidden_ND[length - 1]
         place = {row: place for place, row in enumerate(self.order)}
@@ -190,8 +187,8 @@ class KeptSession:
         `lengths`: how many of each row's ids are real; all, if not said.
         """
         num_new = ids_BN.shape[1]
-        has_B = torch.tensor([self.length[row] for row in rows], device=self.device)
         self.first = first
+        has_B = torch.tensor([self.length[row] for row in rows], device=self.device)
         self.position_BN = has_B[:, None] + torch.arange(num_new, device=self.device)
         # Padding may reach beyond the room; nobody looks at it, so all of it shares the last place.
         self.position_BN = self.position_BN.clamp(max=self.num_places - 1)
@@ -208,6 +205,14 @@ class KeptSession:
             self.length[row] += num
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def _in_order(self, rows: Sequence[int], lengths: Mapping[int, int]) -> list[int]:
+        """Rows at the front: by length where that costs nothing, because none has anything yet."""
+        front = self._to_front(rows)
+        if not any(self.length[row] for row in self.order):
+            front = sorted(front, key=lambda row: (-lengths[row], row))
+            self.order[: len(front)] = front
+        return front
 
     def _grow(self, num_places: int) -> None:
         if num_places > self.num_places:
@@ -228,6 +233,24 @@ class KeptSession:
             self.order[place], self.order[other] = self.order[other], self.order[place]
         assert len(front) + len(free) == len(rows)
         return self.order[: len(rows)]
+
+
+def _cut(
+    lengths: Sequence[int], rows: Sequence[int], device: torch.device
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Neighbours in portions of at most a pass's tokens with their padding, and where each begins.
+
+    A row that is much shorter than the longest of its portion begins another: padding to twice its
+    length would cost as much as a pass of its own.
+    """
+    first, longest = 0, 0
+    for place, length in enumerate(lengths):
+        longest = max(longest, length)
+        full = longest * (place - first + 1) > pass_tokens(device)
+        if place > first and (full or 2 * length < longest):
+            yield first, rows[first:place]
+            first, longest = place, length
+    yield first, rows[first:]
 
 
 class RereadingSession:

@@ -81,10 +81,17 @@ class TransformersEngine:
         for prompt in prompts:
             self._check_length(len(prompt) + sampling.max_new_tokens)
         samples: list[Sample | None] = [None] * len(requests)
-        with self.casting():
-            for rows in self._decode_batches(prompts, groups, sampling):
-                for index, sample in zip(rows, self._decode(rows, requests, sampling), strict=True):
-                    samples[index] = sample
+        # On a GPU, a graph decodes a batch that is read in one piece.
+        in_session = self.decoders is None and self.rereads is None
+        for rows in self._decode_batches(prompts, groups, sampling):
+            if in_session:
+                asked = [requests[row] for row in rows]
+                written = self.session(len(rows)).sample(range(len(rows)), asked, sampling)
+            else:
+                with self.casting():
+                    written = self._decode(rows, requests, sampling)
+            for index, sample in zip(rows, written, strict=True):
+                samples[index] = sample
         return [sample for sample in samples if sample is not None]
 
     def _decode_batches(
@@ -211,13 +218,17 @@ class TransformersEngine:
 
     def session(self, num_rows: int) -> KeptSession | RereadingSession:
         """Conversations that go on over several calls, one a row."""
-        windowed = any(window is not None for window in windows_of(self.model).values())
-        note = self.branching_problem or ("it looks through a window" if windowed else None)
-        if note is not None:
-            return RereadingSession(self.sample, num_rows=num_rows, note=note)
+        if self.rereads is not None:
+            return RereadingSession(self.sample, num_rows=num_rows, note=self.rereads)
         return KeptSession(
             self.model, self.head, num_rows=num_rows, record=self._record, casting=self.casting
         )
+
+    @cached_property
+    def rereads(self) -> str | None:
+        """Why keys and values of this model cannot be kept from turn to turn; None: they can."""
+        windowed = any(window is not None for window in windows_of(self.model).values())
+        return self.branching_problem or ("it looks through a window" if windowed else None)
 
     def _record(self, num_rows: int, sampling: Sampling) -> Drawn:
         return Drawn(num_rows, self.eos_ids, sampling, self.tokenizer)

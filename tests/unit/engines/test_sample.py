@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,16 +111,39 @@ def test_a_memory_budget_is_kept_and_changes_nothing(make_engine: Make, budget: 
 
 def test_a_prompt_is_read_once_and_finished_rows_leave(make_engine: Make) -> None:
     engine = make_engine(eos=MANY_EOS)
+    assert engine.rereads is None  # tried on a small example, the first time it is asked
     calls = spy(engine)
     samples = engine.sample(requests_of(PROMPTS, 4), Sampling(max_new_tokens=9))
     lengths = [len(s.token_ids) for s in samples]
-    (rows, width, past), *steps = calls
-    assert (rows, width, past) == (len(PROMPTS), max(map(len, PROMPTS)), 0)
     # The n-th token of a row is fed back only if the row goes on after it.
     fed = [sum(length > n for length in lengths) for n in range(1, max(lengths))]
-    assert [rows for rows, _, _ in steps] == fed
+    reading = calls[: len(calls) - len(fed)]
+    assert [(rows, new) for rows, new, _ in calls[len(reading) :]] == [(rows, 1) for rows in fed]
     assert fed[0] > fed[-1]
-    assert [past for _, _, past in steps] == [width + n for n in range(len(steps))]
+    assert sum(rows for rows, _, _ in reading) == len(PROMPTS)
+
+
+def test_lengths_that_differ_much_waste_little(make_engine: Make) -> None:
+    """64 prompts of 4 to 256 ids: padded to one batch, four fifths of the work would be padding."""
+    engine = make_engine()
+    assert engine.rereads is None
+    lengths = [round(4 * 64 ** (n / 63)) for n in range(64)]
+    random.Random(0).shuffle(lengths)
+    requests = [
+        SampleRequest(prompt_ids=tuple(2 + (n + i) % 250 for i in range(length)), seed=n)
+        for n, length in enumerate(lengths)
+    ]
+    assert sum(lengths) < 0.25 * 64 * max(lengths)
+    calls = spy(engine)
+    engine.sample(requests, Sampling(max_new_tokens=1))
+    assert sum(lengths) > 0.75 * sum(rows * new for rows, new, _ in calls)
+    calls.clear()
+    asked = [
+        ScoreRequest(token_ids=r.prompt_ids, scored=(False, *(True,) * (len(r.prompt_ids) - 1)))
+        for r in requests
+    ]
+    engine.score(asked)
+    assert sum(lengths) > 0.75 * sum(rows * new for rows, new, _ in calls)
 
 
 def test_the_end_token_is_part_of_the_answer_but_not_of_its_text(make_engine: Make) -> None:

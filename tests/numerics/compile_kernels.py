@@ -1,0 +1,97 @@
+"""Compiles the fused head's kernel for a GPU, on a machine without one; Triton brings the compiler.
+
+    python tests/numerics/compile_kernels.py [--all]
+
+What the interpreter lets pass (types, registers) fails here. Prints a line of resources a kernel;
+exit status 1 where one spills registers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+FEW = [
+    {"form": form.value, "num_words": num_words}
+    for form, num_words in zip(FORMS.values(), (151936, 151669, 49152, 50257, 300), strict=True)
+]
+MANY = [
+    *FEW,
+    {"form": 0},
+    {"form": 0, "teacher": False},
+    {"dtype": "fp32"},
+    {"form": 3, "dtype": "fp32"},
+    {"capped": True},
+    {"statistics": False},
+    {"gradient": False},
+    *({"warps": warps, "lanes": lanes} for warps in (4, 16, 32) for lanes in (1, 2)),
+]
+
+
+def resources(
+    *,
+    form: int = 1,
+    dtype: str = "bf16",
+    num_words: int = 151936,
+    warps: int = 8,
+    lanes: int = 1,
+    teacher: bool = True,
+    capped: bool = False,
+    statistics: bool = True,
+    gradient: bool = True,
+) -> str:
+    constants = {
+        "FORM": form,
+        "TEACHER": teacher,
+        "STATISTICS": statistics,
+        "GRADIENT": gradient,
+        "STUDENT_CAPPED": capped,
+        "TEACHER_CAPPED": capped,
+        "NUM_WORDS": num_words,
+        "LANES": 32 * warps * lanes,
+        "WIDTH": 8 if dtype == "bf16" else 4,
+    }
+    names = rows_kernel.arg_names
+    types = {name: "fp32" for name in names} | {name: "*fp32" for name in PER_ROW}
+    types |= {"ids": "*i64", "student": f"*{dtype}", "teacher": f"*{dtype}", "num_rows": "i32"}
+    types |= {"student_stride": "i32", "teacher_stride": "i32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = ("student", "teacher", "student_stride", "teacher_stride")
+    source = ASTSource(
+        fn=rows_kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", str(binary)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next(line.strip() for line in said.splitlines() if "REG:" in line)
+
+
+def main() -> None:
+    spills = 0
+    options: dict[str, Any]
+    for options in MANY if "--all" in sys.argv else FEW:
+        found = resources(**options)
+        spills += "STACK:0" not in found or "LOCAL:0" not in found
+        print(f"{options}: {found}")
+    sys.exit(1 if spills else 0)
+
+
+if __name__ == "__main__":
+    main()
