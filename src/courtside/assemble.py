@@ -300,25 +300,16 @@ def _load_teacher(config: ModelTeacher, device: torch.device) -> tuple[Any, Any]
     if config.dtype in ("float32", "bfloat16"):
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     model: Any = load_model(
-        config.model, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+        config.model,
+        dtype=dtype,
+        device=device,
+        adapter=config.adapter,
+        trust_remote_code=config.trust_remote_code,
     )
-    if config.adapter is not None:
-        model = _merge_adapter(model, config)
     if config.dtype == "int8":
         model = quantise(model)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     return model.requires_grad_(False), tokenizer
-
-
-def _merge_adapter(model: Any, config: ModelTeacher) -> Any:
-    from peft import PeftModel
-
-    if not (config.adapter and (config.adapter / "adapter_config.json").is_file()):
-        raise ModelError(
-            f"teacher.adapter = {str(config.adapter)!r}: no adapter_config.json there. Give the "
-            "folder that `courtside export --adapter` wrote"
-        )
-    return PeftModel.from_pretrained(model, str(config.adapter)).merge_and_unload().eval()
 
 
 def _common_words(

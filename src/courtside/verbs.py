@@ -156,7 +156,7 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
     from courtside.student import checkpoints
 
     own = RunFolder.read(run).recipe().student
-    for field in ("model", "lora", "keep_layers"):
+    for field in ("model", "adapter", "lora", "keep_layers"):
         if getattr(recipe.student, field) != getattr(own, field):
             raise UserError(
                 f"student.{field}: {run} trained another student. Override other sections only"

@@ -105,6 +105,24 @@ def test_an_exported_adapter_can_teach(lora_run, tiny_folder, tmp_path):
     torch.testing.assert_close(logits(teachers["json"].engine.model), logits(base))
 
 
+def test_training_can_start_from_an_exported_adapter(lora_run, tiny_folder, tmp_path):
+    folder = export(lora_run, tmp_path / "adapter", adapter=True)
+    student = {"model": str(tiny_folder), "adapter": str(folder), "lora": {"rank": 2}}
+    recipe = small_recipe(
+        tiny_folder, student=student, teacher={"kind": "self", "weights": "frozen"}
+    )
+    parts = assemble(recipe)
+    started = logits(parts.engine.model)
+    torch.testing.assert_close(started, student_logits(lora_run), rtol=1e-4, atol=1e-5)
+    # What "before training" means is the model with the adapter in it.
+    train(recipe, tmp_path / "run")
+    merged = AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "model"))
+    assert not torch.allclose(logits(merged), started, atol=1e-4)
+    weights = assemble(recipe).student.weights
+    with weights.without_adapter():
+        torch.testing.assert_close(logits(weights.model), started)
+
+
 def test_an_export_needs_neither_teacher_nor_tasks(full_run, tiny_teacher_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(full_run, run)

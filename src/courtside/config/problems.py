@@ -37,7 +37,11 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             "tasks.kind = 'instructions' has none. Use rest = 'teacher'"
         )
     rest = recipe.rollout.rest if least < 1 else None
-    written_by = {"student": most > 0, "dataset": rest == "dataset", "teacher": rest == "teacher"}
+    written_by = {
+        "student": most > 0,
+        "dataset": rest == "dataset" or recipe.rollout.corrections,
+        "teacher": rest == "teacher",
+    }
     for index, loss in enumerate(recipe.losses):
         where = f"losses[{index}] ({loss.kind})"
         if loss.kind == "preference":
@@ -57,7 +61,8 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
         if _asks_teacher(loss) and recipe.teacher is None:
             yield f"{where}: compares with a teacher; add a [teacher] section"
         if loss.kind == "policy_gradient":
-            if least < 1 and loss.on not in ("student", "hinted_turns"):
+            others = least < 1 or recipe.rollout.corrections
+            if others and loss.on not in ("student", "hinted_turns"):
                 yield (
                     f"{where}: a policy gradient is defined on the student's own samples; "
                     "set on = 'student', or rollout.student_share = 1"
@@ -124,6 +129,8 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
             "Set rollout.student_share = 0, with rest = 'dataset'"
         )
+    if recipe.rollout.corrections:
+        yield f"rollout.corrections come from an environment, and {kind} is none; remove it"
     if recipe.rollout.limits != Limits():
         yield f"rollout.limits are those of episodes, and {kind} has none; remove them"
     for index, loss in enumerate(recipe.losses):

@@ -54,6 +54,9 @@ class Rollout(Part):
     """Memory budget: key/value positions held at once while sampling or scoring."""
 
     limits: Limits = Limits()
+    corrections: bool = False
+    """In an environment: every turn that went wrong once more, with what the environment says would
+    have been right, where it does; as data to imitate (`on = "dataset"`)."""
 
     def share(self, step: int) -> float:
         share = self.student_share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -21,6 +22,8 @@ class Lora(Part):
 class Student(Part):
     model: str
     """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
+    adapter: Path | None = None
+    """A LoRA adapter's folder, merged into `model` before anything else: where training starts."""
     lora: Lora | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -53,13 +53,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
+    adapter: Path | None = None,
     keep_layers: tuple[int, ...] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode, on `device`."""
+    """A causal language model in eval mode, on `device`; a LoRA `adapter` is merged into it."""
     from transformers import AutoModelForCausalLM
 
     model: Any
-    model, loaded = _load(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True,
+    # In float32 for the merge: in bfloat16 it would round the adapter away.
+    first = dtype if adapter is None else torch.float32
+    model, loaded = _load(AutoModelForCausalLM, name, dtype=first, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
                           ignore_mismatched_sizes=True)  # fmt: skip
     # Such weights would be drawn at random, with a warning.
@@ -69,9 +72,29 @@ def load_model(
             f"model {name!r}: its safetensors have no {min(absent)} of the size that config.json "
             f"says ({len(absent)} such weights). The files do not belong together: get them again"
         )
+    if adapter is not None:
+        model = _merge(model, adapter, name).to(dtype)
     if keep_layers is not None:
         _prune(model, keep_layers)
     return model.to(device).eval()
+
+
+def _merge(model: Any, adapter: Path, name: str) -> Any:
+    from peft import PeftModel
+
+    if not (adapter / "adapter_config.json").is_file():
+        raise ModelError(
+            f"adapter {str(adapter)!r}: no adapter_config.json there. Give the folder that "
+            "`courtside export --adapter` wrote"
+        )
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"adapter {str(adapter)!r} does not fit model {name!r}: {reason}. Give the model that "
+            "it was trained on"
+        ) from None
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -7,12 +7,12 @@ its own turn or episode with an error that the student sees, never the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from courtside.chat.turns import Turns
+from courtside.chat.turns import ASK, Turns
 from courtside.config import Limits, Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.rollout.bounded import Outcome, call_all
@@ -115,6 +115,8 @@ class AgentRollout:
             for sample in range(self.config.samples)
         ]
         trajectories = self.play(starts, self.sampling, version=step)
+        if self.config.corrections:
+            trajectories += [right for t in trajectories for right in self._corrected(t)]
         for index, task in enumerate(tasks):
             if index not in own:
                 assert self.demonstrate is not None, "looked at when the parts were put together"
@@ -130,6 +132,28 @@ class AgentRollout:
         for first in range(0, len(starts), size):
             played += self._play_some(starts[first : first + size], sampling, version)
         return played
+
+    def _corrected(self, played: Trajectory) -> Iterator[Trajectory]:
+        """Each turn that went wrong, as the environment would have had it, where that is known."""
+        for index, turn in enumerate(played.turns):
+            texts = [e.details["correct"] for e in turn.events if "correct" in e.details]
+            if not texts:
+                continue
+            before = tuple(
+                replace(t, chosen=(False,) * len(t.token_ids), sampler_logp=None)
+                for t in played.turns[:index]
+            )
+            ids = self.turns.renderer.answer_ids((ASK,), texts[0])
+            right = Sample(token_ids=ids, logp=(), stop="dataset", text=texts[0])
+            yield replace(
+                played,
+                id=f"{played.id}+{index:03d}",
+                turns=(*before, self.turns.assistant_turn(right)),
+                source="dataset",
+                policy_version=None,
+                stop="dataset",
+                grade=None,
+            )
 
     def _num_rows(self, starts: Sequence[Start], sampling: Sampling) -> int:
         """Episodes whose keys and values are held at once."""

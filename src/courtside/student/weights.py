@@ -43,6 +43,7 @@ class StudentWeights:
             dtype=dtype if config.lora else torch.float32,
             device=device,
             trust_remote_code=config.trust_remote_code,
+            adapter=config.adapter,
             keep_layers=config.keep_layers,
         )
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None

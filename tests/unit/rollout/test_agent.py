@@ -216,3 +216,22 @@ def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
             assert not any(following.chosen)
             return
     pytest.fail("no turn ran into its limit, so this tested nothing")
+
+
+def test_what_would_have_been_right_can_be_imitated() -> None:
+    def answer(number: int) -> Observation:
+        wrong = Event(kind="bad", details={"correct": f"say {number}"})
+        return Observation(
+            messages=(Message(role="tool", content="no"),),
+            done=number == 3,
+            events=(wrong,) if number != 2 else (),
+        )
+
+    played = rollout(lambda task: Count(answer=answer), corrections=True, samples=1)([TASK], step=0)
+    own, *right = played
+    assert [one.id for one in right] == ["000000-000-0+001", "000000-000-0+005"]
+    for one, index, text in zip(right, (1, 5), ("say 1", "say 3"), strict=True):
+        assert one.source == "dataset" and one.sampler_logp is None and one.grade is None
+        before = tuple(i for turn in own.turns[:index] for i in turn.token_ids)
+        said = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
+        assert one.token_ids == before + said and one.chosen_ids == said
