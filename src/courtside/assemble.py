@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
 from courtside.reader.factory import reader_for
 from courtside.reader.own import own_ask
-from courtside.rollout.agent import AgentRollout
+from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout
+from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
@@ -42,7 +44,7 @@ from courtside.tasks.environments.load import environment_of
 from courtside.tasks.graders import grade
 from courtside.tasks.source import Room, task_source
 from courtside.teacher.context import task_context
-from courtside.teacher.hinted import HintScorer
+from courtside.teacher.hinted import HintScorer, Trial
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
@@ -132,7 +134,13 @@ def assemble(recipe: Recipe) -> Parts:
             hidden=hidden,
             hints=None
             if recipe.reader is None
-            else HintScorer(its, turns, recipe.hints, context_length=its.context_length),
+            else HintScorer(
+                its,
+                turns,
+                recipe.hints,
+                context_length=its.context_length,
+                trial=_trial(recipe, environment),
+            ),
             weights=lent,
             follow=follow,
         )
@@ -194,6 +202,16 @@ def assemble(recipe: Recipe) -> Parts:
         averages=averages,
         teacher_sizes=teacher_sizes,
         notes=tuple(notes),
+    )
+
+
+def _trial(recipe: Recipe, environment: Environment | None) -> Trial | None:
+    if not recipe.hints.resamples or environment is None:
+        return None
+    return Trial(
+        sampling=sampling_of(recipe.rollout),
+        passes=partial(goes_well, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        seed=recipe.seed,
     )
 
 

@@ -219,6 +219,8 @@ class Judged:
     """How many nats the turn's tokens lost in sum under the hint; None: never measured."""
     bad_span_shift: float | None = None
     """The same of the tokens that `hint.bad_span` names; None: none named, or not found."""
+    passed: float | None = None
+    """Share of replies written under the hint that the environment accepts; None: not tried."""
     dropped: str | None = None
     """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
 

@@ -150,6 +150,11 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             if loss.on in ("hinted_turns", "other_turns"):
                 yield f"losses[{index}]: on = {loss.on!r}, but nobody writes hints; add a [reader]"
         return
+    if recipe.hints.resamples and not recipe.tasks.is_environment:
+        yield (
+            "hints.resamples are checked by an environment, and tasks.kind = "
+            f"{recipe.tasks.kind!r} is none; set it to 0"
+        )
     if not hinted:
         yield "reader: no loss is taken on = 'hinted_turns', so its hints would train nothing"
     for teacher in teachers_of(recipe):

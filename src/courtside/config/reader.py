@@ -362,11 +362,20 @@ class Hints(Part):
     min_shift: float = 0.0
     """In nats: how much the log-probability of the turn, summed over its tokens, must fall under
     the hint. Hints below are dropped and counted. A large negative number keeps all."""
+    resamples: NonNegativeInt = 0
+    """Replies that are written under each hint and checked by the environment, before it trains.
+    Costs decoding; tells how good the hints are."""
+    min_passed: Share = 0.0
+    """Share of these that must pass, or the hint is dropped and counted."""
     cumulative: bool = False
     """Whether the hints of earlier turns stay in view of later ones."""
 
     @model_validator(mode="after")
     def _role_belongs(self) -> Hints:
+        if self.min_passed and not self.resamples:
+            raise ValueError("min_passed is a share of the resamples; set resamples, too")
+        if self.resamples and self.cumulative:
+            raise ValueError("resamples are written under one hint alone; set cumulative = false")
         if self.role is not None and self.place != "above":
             raise ValueError(
                 f"role is that of a message of the hint's own, and with place = {self.place!r} it "

@@ -71,7 +71,8 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
 
 
 def hint_columns(hints: Sequence[Judged]) -> Row:
-    """How many train, how many do not and why, and how much those that train shift their turn."""
+    """How many train, how many do not and why, how much those that train shift their turn, and how
+    often replies under a hint pass, where that was tried."""
     kept = [judged for judged in hints if judged.dropped is None]
     dropped = Counter(judged.dropped for judged in hints if judged.dropped is not None)
     shifts = [judged.shift for judged in kept if judged.shift is not None]
@@ -79,4 +80,7 @@ def hint_columns(hints: Sequence[Judged]) -> Row:
     row |= {f"hints/dropped/{why}": dropped[why] for why in sorted(dropped)}
     if shifts:
         row["hints/shift"] = sum(shifts) / len(shifts)
+    tried = [judged.passed for judged in hints if judged.passed is not None]
+    if tried:
+        row["hints/passed"] = sum(tried) / len(tried)
     return row

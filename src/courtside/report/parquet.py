@@ -128,6 +128,7 @@ def _schema() -> Any:
             ("bad_span", pa.string()),
             ("shift", pa.float64()),
             ("bad_span_shift", pa.float64()),
+            ("passed", pa.float64()),
             ("dropped", pa.string()),
         ]
     )

@@ -137,12 +137,13 @@ def judged_tree(judged: Judged) -> Tree:
         "bad_span": hint.bad_span,
         "shift": judged.shift,
         "bad_span_shift": judged.bad_span_shift,
+        "passed": judged.passed,
         "dropped": judged.dropped,
     }
 
 
 def judged_from(tree: Mapping[str, Any], trajectory: str) -> Judged:
-    outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "dropped")}
+    outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "passed", "dropped")}
     words = {key: value for key, value in tree.items() if key not in outcome}
     return Judged(hint=Hint(trajectory=trajectory, **words), **outcome)
 

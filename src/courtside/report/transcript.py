@@ -121,6 +121,8 @@ def hint_line(judged: Judged) -> str:
         facts.append(f"shift {nats(judged.shift)}")
     if judged.bad_span_shift is not None:
         facts.append(f"of the underlined words {nats(judged.bad_span_shift)}")
+    if judged.passed is not None:
+        facts.append(f"{judged.passed:.0%} of replies under it pass")
     if hint.confidence is not None:
         facts.append(f"confidence {hint.confidence:g}")
     if judged.dropped is not None:

@@ -16,7 +16,7 @@ from courtside.chat.turns import ASK, Turns
 from courtside.config import Limits, Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.rollout.bounded import Outcome, call_all
-from courtside.rollout.share import own_tasks, trajectory_id
+from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import (
     Event,
@@ -93,14 +93,7 @@ class AgentRollout:
         """The environment's own demonstration under an id, where off-policy text is asked for."""
         self.max_tokens = min(self.limits.tokens or context_length, context_length)
         self.seed = seed
-        self.sampling = Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=config.stop,
-        )
+        self.sampling = sampling_of(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         own = own_tasks(self.config, tasks, seed=self.seed, step=step)
@@ -277,3 +270,25 @@ def _step(episode: Episode, sample: Sample) -> Callable[[], Observation]:
 
 def _failure(kind: str, message: str) -> Event:
     return Event(kind=kind, details={"message": message})
+
+
+def goes_well(
+    begin: Callable[[Task], Episode],
+    trajectory: Trajectory,
+    turn: int,
+    reply: str,
+    *,
+    seconds: float,
+) -> bool:
+    """Whether `reply`, in place of that turn, goes without an error: the episode is played again up
+    to there, as it follows from its task and what the student wrote."""
+    before = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
+
+    def replay() -> Observation:
+        episode = begin(trajectory.task)
+        for text in before:
+            episode.step(text)
+        return episode.step(reply)
+
+    (outcome,) = call_all([replay], seconds=seconds * (len(before) + 1))
+    return outcome.value is not None and not outcome.value.events

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from courtside.config import Rollout
+from courtside.engines.base import Sampling
 from courtside.seeds import seed_for
 from courtside.types import Task
 
@@ -15,6 +16,17 @@ def own_tasks(config: Rollout, tasks: Sequence[Task], *, seed: int, step: int) -
     order = list(range(len(tasks)))
     random.Random(seed_for(seed, "share", step)).shuffle(order)
     return set(order[: round(config.share(step) * len(tasks))])
+
+
+def sampling_of(config: Rollout) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=config.stop,
+    )
 
 
 def trajectory_id(step: int, index: int, sample: int) -> str:

@@ -10,7 +10,7 @@ from courtside.chat.render import Renderer
 from courtside.config import Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
-from courtside.rollout.share import own_tasks, trajectory_id
+from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 
@@ -37,14 +37,7 @@ class SingleTurnRollout:
         self.seed = seed
         self.pairs = pairs
         """Whether a loss takes the `rejected` texts; nothing else may train on them."""
-        self.sampling = Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=config.stop,
-        )
+        self.sampling = sampling_of(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         own = own_tasks(self.config, tasks, seed=self.seed, step=step)

@@ -6,7 +6,7 @@ under which they are hardly less likely would teach nothing; it is kept for the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -16,7 +16,15 @@ from torch import Tensor
 from courtside.chat.hints import Hinted, SpliceError, branch, cumulative
 from courtside.chat.turns import Turns
 from courtside.config import Hints
-from courtside.engines.base import BranchRequest, Engine, ScoreRequest, Scores
+from courtside.engines.base import (
+    BranchRequest,
+    Engine,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+)
+from courtside.seeds import seed_for
 from courtside.types import Branch, Hint, Judged, Trajectory
 
 
@@ -40,12 +48,36 @@ class HintedTurns:
     """By turn: those whose hints train."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Replies under a hint, and whether the environment takes them."""
+
+    sampling: Sampling
+    passes: Callable[[Trajectory, int, str], bool]
+    """Whether a reply, put in place of this turn of this trajectory, goes without an error."""
+    seed: int
+
+
+Passed = Mapping[tuple[str, int], float]
+"""By trajectory id and turn: the share of replies under its hint that pass."""
+
+
 class HintScorer:
     """Scores hints with one engine. The trajectories' own ids are used; `turns` renders hints."""
 
-    def __init__(self, engine: Engine, turns: Turns, settings: Hints, *, context_length: int):
+    def __init__(
+        self,
+        engine: Engine,
+        turns: Turns,
+        settings: Hints,
+        *,
+        context_length: int,
+        trial: Trial | None = None,
+    ):
         self.engine, self.turns, self.settings = engine, turns, settings
         self.context_length = context_length
+        self.trial = trial
+        """How replies under a hint are tried; None: they are not."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], *, hidden: bool
@@ -79,6 +111,7 @@ class HintScorer:
             )
             asked.append((trajectory, dropped, kept, request))
         scores = self.engine.score_branches([r for *_, r in asked], hidden=hidden)
+        passed = self._try({t.id: (t, request.branches) for t, _, _, request in asked})
         for (trajectory, dropped, kept, request), score in zip(asked, scores, strict=True):
             assert score.trunk is not None
             plain = _by_turn(trajectory, kept, score.trunk.logp_T)
@@ -86,8 +119,28 @@ class HintScorer:
                 one.turn: Spoken(plain_T=plain[one.turn], hinted=s, num_tokens=len(one.token_ids))
                 for one, s in zip(request.branches, score.branches, strict=True)
             }
-            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken)
+            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken, passed)
         return found
+
+    def _try(self, hinted: Mapping[str, tuple[Trajectory, Sequence[Branch]]]) -> Passed:
+        """The share of replies under each hint that pass; all are written together."""
+        if self.trial is None:
+            return {}
+        trial = self.trial
+        room = self.context_length - trial.sampling.max_new_tokens
+        asked: list[tuple[Trajectory, int, SampleRequest]] = []
+        for trajectory, branches in hinted.values():
+            for one in branches:
+                ids = trajectory.token_ids[: one.splice] + one.token_ids[: one.scored.index(True)]
+                for n in range(self.settings.resamples if len(ids) <= room else 0):
+                    seed = seed_for(trial.seed, "hint", trajectory.id, one.turn, n)
+                    asked.append((trajectory, one.turn, SampleRequest(prompt_ids=ids, seed=seed)))
+        written = self.engine.sample([r for *_, r in asked], trial.sampling) if asked else []
+        passes: dict[tuple[str, int], list[bool]] = {}
+        for (trajectory, turn, _), sample in zip(asked, written, strict=True):
+            outcome = trial.passes(trajectory, turn, sample.text)
+            passes.setdefault((trajectory.id, turn), []).append(outcome)
+        return {place: sum(outcomes) / len(outcomes) for place, outcomes in passes.items()}
 
     def _branches(
         self, trajectory: Trajectory, hints: Sequence[Hint]
@@ -150,7 +203,7 @@ class HintScorer:
                 )
                 spoken[turn] = Spoken(plain_T=plain[turn], hinted=part, num_tokens=extra)
                 extra = 0  # the sequence is read once for all of its turns
-            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken)
+            found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken, {})
         return found
 
     def _sequence(
@@ -186,17 +239,22 @@ class HintScorer:
         dropped: Sequence[Judged],
         hints: Mapping[int, Hint],
         spoken: Mapping[int, Spoken],
+        passed: Passed,
     ) -> HintedTurns:
         judged = list(dropped)
         for turn, hint in hints.items():
             fall_T = spoken[turn].plain_T - spoken[turn].hinted.logp_T
-            shift = float(fall_T.sum())
+            shift, share = float(fall_T.sum()), passed.get((trajectory.id, turn))
+            why = "shift" if shift < self.settings.min_shift else None
+            if share is not None and share < self.settings.min_passed:
+                why = why or "not_passed"
             judged.append(
                 Judged(
                     hint=hint,
                     shift=shift,
                     bad_span_shift=self._span_shift(trajectory, hint, fall_T),
-                    dropped="shift" if shift < self.settings.min_shift else None,
+                    passed=share,
+                    dropped=why,
                 )
             )
         training = {j.hint.turn for j in judged if j.dropped is None}

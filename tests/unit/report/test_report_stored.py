@@ -57,6 +57,7 @@ def judged(draw, trajectory):
         ),
         shift=draw(maybe),
         bad_span_shift=draw(maybe),
+        passed=draw(maybe),
         dropped=draw(st.none() | texts),
     )
 

@@ -13,7 +13,7 @@ from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
 from courtside.config import Limits, Rollout
 from courtside.engines.transformers import TransformersEngine
-from courtside.rollout.agent import AgentRollout, Start
+from courtside.rollout.agent import AgentRollout, Start, goes_well
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 
 ENGINE = TransformersEngine(tiny_model(), tiny_tokenizer(), name="tiny")
@@ -235,3 +235,27 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
         before = tuple(i for turn in own.turns[:index] for i in turn.token_ids)
         said = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
         assert one.token_ids == before + said and one.chosen_ids == said
+
+
+def test_another_reply_can_be_tried_in_its_place() -> None:
+    class Password:
+        """Wants the word that was said first, once more."""
+
+        def __init__(self) -> None:
+            self.first: str | None = None
+
+        def step(self, reply: str) -> Observation:
+            if reply == "raise":
+                raise RuntimeError
+            right = self.first in (None, reply)
+            self.first = self.first or reply
+            events = () if right else (Event(kind="wrong"),)
+            return Observation(messages=(Message(role="tool", content="."),), events=events)
+
+    (one,) = play(rollout(limits={"turns": 2}))
+    first = one.turns[1].text
+    tried = {
+        reply: goes_well(lambda task: Password(), one, 3, reply, seconds=5)
+        for reply in (first, first + "!", "raise")
+    }
+    assert tried == {first: True, first + "!": False, "raise": False}

@@ -12,8 +12,10 @@ from tiny import tiny_model, tiny_tokenizer
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
 from courtside.config import Hints
+from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
-from courtside.teacher.hinted import HintScorer, tokens_of_span
+from courtside.seeds import seed_for
+from courtside.teacher.hinted import HintScorer, Trial, tokens_of_span
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
@@ -215,3 +217,32 @@ def test_routes_score_their_own() -> None:
 def test_shifts_are_finite() -> None:
     _, judged = teacher().score_hints([trajectory()], [hint(1), hint(3), hint(5)])
     assert all(j.shift is not None and math.isfinite(j.shift) for j in judged["e"])
+
+
+def test_replies_under_a_hint_are_tried() -> None:
+    tried: list[tuple[str, int, str]] = []
+
+    def passes(one: Trajectory, turn: int, reply: str) -> bool:
+        tried.append((one.id, turn, reply))
+        return turn == 3
+
+    def judge(**settings: Any) -> Any:
+        chosen = Hints(min_shift=-1e9, resamples=3, **settings)
+        trial = Trial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
+        scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
+        return scorer([trajectory()], [hint(1), hint(3)], hidden=False)["e"]
+
+    found = judge()
+    assert [(j.hint.turn, j.passed, j.dropped) for j in found.judged] == [
+        (1, 0, None),
+        (3, 1, None),
+    ]
+    assert [turn for _, turn, _ in tried] == [1, 1, 1, 3, 3, 3]
+    # What was tried is what the model writes behind the hint.
+    ids = ids_of(f"{FIRST}{told()}{OPEN}")
+    seeds = [seed_for(0, "hint", "e", 3, n) for n in range(3)]
+    requests = [SampleRequest(prompt_ids=ids, seed=seed) for seed in seeds]
+    alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
+    assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
+    strict = judge(min_passed=0.5)
+    assert [j.dropped for j in strict.judged] == ["not_passed", None] and set(strict.spoken) == {3}
