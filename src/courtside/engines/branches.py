@@ -37,6 +37,7 @@ from courtside.engines.attention import (
 )
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
 from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
+from courtside.engines.grouped import grouped
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -234,14 +235,15 @@ def _read_packed(model: Any, layers: Layers, rows: Mapping[int, Sequence[Branch]
         kind: as_taken(model, branch_mask(packed, num_trunk, window=window))
         for kind, window in windows_of(model).items()
     }
-    out = model.base_model(
-        input_ids=packed.ids_BQ,
-        # Models with several kinds of layers take a mask for each.
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-        position_ids=packed.position_BQ,
-        past_key_values=cache,
-        use_cache=True,
-    )
+    with grouped(model):
+        out = model.base_model(
+            input_ids=packed.ids_BQ,
+            # Models with several kinds of layers take a mask for each.
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=packed.position_BQ,
+            past_key_values=cache,
+            use_cache=True,
+        )
     hidden: Tensor = out.last_hidden_state
     return hidden
 

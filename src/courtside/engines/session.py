@@ -19,6 +19,7 @@ from courtside.engines.base import Head, SampleRequest, Sampling
 from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
+from courtside.engines.grouped import grouped
 from courtside.engines.sampling import draw, uniforms
 from courtside.types import Sample
 
@@ -194,13 +195,15 @@ class KeptSession:
         self.position_BN = self.position_BN.clamp(max=self.num_places - 1)
         self.width = min(self.num_places, max(self.length[row] for row in rows) + num_new)
         place_W = torch.arange(self.width, device=self.device)
-        out = self.model.base_model(
-            input_ids=ids_BN,
-            attention_mask=as_taken(self.model, (place_W <= self.position_BN[:, :, None])[:, None]),
-            position_ids=self.position_BN,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        mask = as_taken(self.model, (place_W <= self.position_BN[:, :, None])[:, None])
+        with grouped(self.model):
+            out = self.model.base_model(
+                input_ids=ids_BN,
+                attention_mask=mask,
+                position_ids=self.position_BN,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         for row, num in zip(rows, lengths or [num_new] * len(rows), strict=True):
             self.length[row] += num
         hidden: Tensor = out.last_hidden_state
