@@ -15,7 +15,6 @@ from torch import Tensor
 
 from courtside.config import DivergenceLoss, Loss
 from courtside.engines.base import Head
-from courtside.losses.cross_entropy import cross_entropy
 from courtside.losses.fused import Plan, divergence_head
 from courtside.losses.fused_records import (
     Asked,
@@ -27,11 +26,11 @@ from courtside.losses.fused_records import (
     Statistics,
     Support,
 )
-from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.reduce import reduce_sum_over
 from courtside.student import head as autograd
 from courtside.student.components import Component
 from courtside.student.rows import Rows
+from courtside.student.sampled import sampled_loss, watch
 from courtside.student.tally import Tally
 
 
@@ -50,7 +49,8 @@ def backward_through_head(
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
     student's log-probs of the tokens. `chunk` = None: as many rows as a memory budget allows."""
-    groups = _groups(rows, components)
+    # On a GPU the kernels have yet to be run and measured: benchmarks/gpu.sh.
+    groups = None if rows.hidden_ND.is_cuda else _groups(rows, components)
     if groups is None:
         size = chunk or autograd.chunk_size(head.num_words, rows.hidden_ND.device)
         return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
@@ -69,7 +69,7 @@ def backward_through_head(
             plan=plan,
         )
         gradient_ND[group.on_N] = found.hidden_gradient_ND
-        logp_N[group.on_N] = found.statistics.student_logp_N
+        logp_N[group.on_N] = found.statistics.student_logp_N.to(logp_N.dtype)
         _tell(own, group, components, found, tally)
     return gradient_ND, logp_N
 
@@ -175,7 +175,8 @@ def _sampled_means(
         if component.loss.kind == "divergence" or not bool(on_N.any()):
             continue
         own = rows if bool(on_N.all()) else rows.only(on_N)
-        loss_M = _sampled_loss(component, own, _picked(found, on_N))
+        picked = _picked(found, on_N)
+        loss_M = sampled_loss(component, own, picked.student_logp_N, picked.reverse_kl_N)
         yield (
             component,
             reduce_sum_over(loss_M, own.weight_CN[component.name], component.denominator),
@@ -188,37 +189,6 @@ def _picked(found: Statistics, on_N: Tensor) -> Statistics:
         student_logp_N=found.student_logp_N[on_N],
         student_entropy_N=found.student_entropy_N[on_N],
         reverse_kl_N=None if kl_N is None else kl_N[on_N],
-    )
-
-
-def _sampled_loss(component: Component, rows: Rows, found: Statistics) -> Tensor:
-    loss, logp_N = component.loss, found.student_logp_N
-    if loss.kind == "cross_entropy":
-        return cross_entropy(logp_N)
-    if loss.kind == "preference":
-        # The coefficient carries the sign: see `step`, which computes it for whole sequences.
-        return rows.advantage_CN[component.name] * logp_N
-    assert loss.kind == "policy_gradient"
-    if loss.advantage == "reward":
-        advantage_N = rows.advantage_CN[component.name]
-    else:
-        baseline_N = None
-        if loss.baseline:
-            assert found.reverse_kl_N is not None
-            baseline_N = -found.reverse_kl_N
-        advantage_N = teacher_gap(
-            rows.teacher_logp_N,
-            rows.sampler_logp_N,
-            baseline_T=baseline_N,
-            reference_logp_T=rows.reference_logp_N if loss.extrapolate != 1.0 else None,
-            lam=loss.extrapolate,
-        )
-    return policy_gradient(
-        logp_N,
-        advantage_N,
-        sampler_logp_T=rows.sampler_logp_N if loss.ratio == "importance" else None,
-        truncate=loss.truncate,
-        clip=loss.clip,
     )
 
 
@@ -275,7 +245,7 @@ def _tell(
     rows: Rows, group: _Group, components: Sequence[Component], found: HeadLoss, tally: Tally
 ) -> None:
     statistics = found.statistics
-    autograd._watch(rows, statistics.student_logp_N, tally)
+    watch(rows, statistics.student_logp_N, tally)
     for component, mean in _sampled_means(rows, components, statistics):
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
             tally.value(component.name, mean)

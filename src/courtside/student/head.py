@@ -13,15 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from courtside.config import DivergenceLoss, Loss, PolicyGradientLoss
+from courtside.config import DivergenceLoss, Loss
 from courtside.engines.base import Head
-from courtside.losses.cross_entropy import cross_entropy
 from courtside.losses.full import divergence, entropy, entropy_aware, extrapolated, reverse_kl
-from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.reduce import reduce_sum_over
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 from courtside.student.components import Component
 from courtside.student.rows import Rows
+from courtside.student.sampled import sampled_loss, watch
 from courtside.student.tally import Tally
 
 
@@ -74,7 +73,7 @@ def chunk_loss(
         logp_NV = None
         chosen_N = logits_NV.gather(-1, rows.ids_N[:, None]).squeeze(-1)
         logp_N = chosen_N - logits_NV.logsumexp(-1)
-    _watch(rows, logp_N, tally)
+    watch(rows, logp_N, tally)
     if logp_NV is not None and "teacher" in spoken:
         words_N, words_MV = spoken["teacher"]
         _watch_words(_only(logp_NV.detach(), words_N), words_MV, tally)
@@ -145,46 +144,14 @@ def _component_loss(
     tally: Tally,
 ) -> Tensor:
     loss = component.loss
-    if loss.kind == "cross_entropy":
-        return cross_entropy(logp_N)
-    if loss.kind == "preference":
-        # The coefficient carries the sign: see `step`, which computes it for whole sequences.
-        return rows.advantage_CN[component.name] * logp_N
-    if loss.kind == "policy_gradient":
-        return _policy_gradient(component, loss, rows, logp_N, logp_NV, teacher_NV)
+    if loss.kind != "divergence":
+        kl_N = None
+        if loss.kind == "policy_gradient" and loss.baseline:
+            assert logp_NV is not None and teacher_NV is not None
+            kl_N = reverse_kl(logp_NV.detach(), teacher_NV)
+        return sampled_loss(component, rows, logp_N, kl_N)
     assert logp_NV is not None and teacher_NV is not None
     return _divergence(loss, rows, logp_NV, teacher_NV, tally)
-
-
-def _policy_gradient(
-    component: Component,
-    loss: PolicyGradientLoss,
-    rows: Rows,
-    logp_N: Tensor,
-    logp_NV: Tensor | None,
-    teacher_NV: Tensor | None,
-) -> Tensor:
-    if loss.advantage == "reward":
-        advantage_N = rows.advantage_CN[component.name]
-    else:
-        baseline_N = None
-        if loss.baseline:
-            assert logp_NV is not None and teacher_NV is not None
-            baseline_N = -reverse_kl(logp_NV.detach(), teacher_NV)
-        advantage_N = teacher_gap(
-            rows.teacher_logp_N,
-            rows.sampler_logp_N,
-            baseline_T=baseline_N,
-            reference_logp_T=rows.reference_logp_N if loss.extrapolate != 1.0 else None,
-            lam=loss.extrapolate,
-        )
-    return policy_gradient(
-        logp_N,
-        advantage_N,
-        sampler_logp_T=rows.sampler_logp_N if loss.ratio == "importance" else None,
-        truncate=loss.truncate,
-        clip=loss.clip,
-    )
 
 
 def _divergence(
@@ -234,18 +201,3 @@ def _watch_words(logp_NV: Tensor, teacher_NV: Tensor, tally: Tally) -> None:
     tally.mean("kl", cross_N - entropy_N)
     tally.mean("entropy/student", entropy_N)
     tally.mean("entropy/teacher", teacher_N)
-
-
-@torch.no_grad()
-def _watch(rows: Rows, logp_N: Tensor, tally: Tally) -> None:
-    """Of the sampled tokens alone."""
-    logp_N = logp_N.detach()
-    spoken_N = ~rows.teacher_logp_N.isnan()
-    own_N = rows.by_student_N & spoken_N
-    tally.mean("kl_estimate", (rows.sampler_logp_N - rows.teacher_logp_N)[own_N])
-    gap_N = (rows.teacher_logp_N - logp_N)[spoken_N]
-    tally.mean("gap/mean", gap_N)
-    tally.mean("gap/negative", (gap_N < 0).float())
-    drift_N = (logp_N - rows.sampler_logp_N)[rows.by_student_N]
-    tally.mean("sampler/gap", drift_N.abs())
-    tally.largest("sampler/ratio_max", drift_N.exp())

@@ -16,7 +16,8 @@ from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
-from courtside.student.head import backward_through_head, chunk_size
+from courtside.student.fused_head import backward_through_head
+from courtside.student.head import chunk_size
 from courtside.student.optimiser import learning_rate_at, make_optimiser
 from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
@@ -119,7 +120,7 @@ class Student:
                 end = start + sum(counts[s.trajectory.id] for s in group)
                 rows = rows_of(group, parts, hidden_ND[start:end], trained)
                 gradient_ND, logp_N = backward_through_head(
-                    rows, self.head, parts, chunk=self.chunk, tally=tally
+                    rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally
                 )
                 gradients.append(gradient_ND)
                 logps.append(logp_N)

@@ -1,0 +1,222 @@
+"""One path from hidden states and two heads to loss and gradients: the divergence head.
+
+Rows go through in chunks. For a chunk: two matrix products make the logits of student and teacher;
+one pass over them gives every statistic and, in place of the student's logits, the gradient by
+them, in closed form and without a graph; two more products take that gradient to the hidden states
+and the head. [rows × words] exists for one chunk, in the dtype of the heads; softmax and sums are
+float32 or better.
+
+The pass over the words is `fused_triton` on a GPU and `fused_words` (torch) elsewhere, or
+where Triton is not installed; both compute the same formulas, which `fused_words` states.
+
+Not here: words masked with −inf, a cap on the contribution of each of all words, targets mixed from
+several models. `full` and `top_k` have those, as functions of log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from courtside.losses.fused_records import (
+    Asked,
+    Backend,
+    Found,
+    HeadGradient,
+    HeadLoss,
+    Projection,
+    Raw,
+    Statistics,
+    joined,
+)
+from courtside.losses.fused_words import words_in_torch
+
+CUDA_BYTES = 21 * 2**26
+"""For the logits of one chunk: 4096 + 512 rows of 151936 words in bfloat16."""
+CPU_BYTES = 9 * 2**24
+"""The same on a CPU: 512 + 256 rows of 49152 words in float32, where the products run well."""
+
+
+Words = Callable[[Raw, Raw | None, Asked, slice], tuple[Statistics, Found | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How many rows at once."""
+
+    chunk: int
+    """Whose gradient by the logits is held. Each chunk adds to all of the head's gradient once,
+    so a trained head wants few of them."""
+    part: int
+    """Of a chunk: whose teacher's logits are held."""
+
+
+def divergence_head(
+    student: Projection,
+    teacher: Projection | None,
+    asked: Asked,
+    *,
+    into: HeadGradient | None = None,
+    plan: Plan | None = None,
+    backend: Backend | None = None,
+) -> HeadLoss:
+    """Gradient by the student's hidden states, with all by-products; `into` gets the head's own.
+
+    `into` = None: the head is frozen, which saves one of the four matrix products. `teacher` =
+    None: only sampled words matter, which saves another. `plan`, `backend` = None: chosen here.
+    """
+    student, teacher = _same_words(student, teacher)
+    asked = _checked(student, teacher, asked)
+    num_rows = len(student.hidden_ND)
+    plan = plan or make_plan(student, teacher=teacher is not None, trained=into is not None)
+    backend = backend or choose_backend(student.weight_VD)
+    words = words_of(backend)
+    # Reserved at once, for all chunks: see the module's contract.
+    gradient_ND = torch.empty_like(student.hidden_ND)
+    chunk_CV = _room_for_logits(student, min(plan.chunk, num_rows))
+    teacher_PV = _room_for_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
+    statistics: list[Statistics] = []
+    found: list[Found] = []
+    with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
+        for start in range(0, max(1, num_rows), plan.chunk):
+            end = min(start + plan.chunk, num_rows)
+            for first in range(start, max(start + 1, end), plan.part):
+                rows = slice(first, min(first + plan.part, end))
+                here, there = words(
+                    _logits(student, rows, chunk_CV[first - start :]),
+                    None if teacher is None else _logits(teacher, rows, teacher_PV),
+                    asked,
+                    rows,
+                )
+                statistics.append(here)
+                found += [] if there is None else [there]
+            _through_head(student, chunk_CV[: end - start], slice(start, end), gradient_ND, into)
+    return HeadLoss(
+        hidden_gradient_ND=gradient_ND,
+        statistics=joined(statistics),
+        found=joined(found) if found else None,
+    )
+
+
+def choose_backend(weight_VD: Tensor) -> Backend:
+    """Kernels on a GPU, in the dtypes they are written for."""
+    fits = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float32)
+    return "triton" if fits and find_spec("triton") is not None else "torch"
+
+
+def make_plan(student: Projection, *, teacher: bool, trained: bool) -> Plan:
+    """As many rows as the budget of the device allows, in chunks of about equal size."""
+    num_words, num_rows = len(student.weight_VD), max(1, len(student.hidden_ND))
+    on_gpu = student.weight_VD.is_cuda
+    budget, tile = (CUDA_BYTES, 128) if on_gpu else (CPU_BYTES, 16)
+    row_bytes = student.weight_VD.element_size() * _padded(num_words)
+    # A trained head wants large chunks; its teacher's logits can come in smaller parts.
+    num_parts = (8 if on_gpu else 2) if trained and teacher else 1
+    shares = num_parts + 1 if teacher else num_parts
+    # Whole tiles of the matrix products: first as many as fit, then no more than are needed.
+    part = max(1, budget // (row_bytes * shares * tile)) * tile
+    num_chunks = -(-num_rows // (part * num_parts))
+    part = -(-num_rows // (num_chunks * num_parts * tile)) * tile
+    return Plan(chunk=part * num_parts, part=part)
+
+
+def _same_words(
+    student: Projection, teacher: Projection | None
+) -> tuple[Projection, Projection | None]:
+    """Both heads cut to the words they share."""
+    if teacher is None:
+        return student, None
+    num_words = min(len(student.weight_VD), len(teacher.weight_VD))
+    cut_student, cut_teacher = (
+        replace(
+            side,
+            weight_VD=side.weight_VD[:num_words],
+            bias_V=None if side.bias_V is None else side.bias_V[:num_words],
+        )
+        for side in (student, teacher)
+    )
+    return cut_student, cut_teacher
+
+
+def _checked(student: Projection, teacher: Projection | None, asked: Asked) -> Asked:
+    """Per-row numbers in the dtype of the statistics."""
+    num_rows = len(student.hidden_ND)
+    assert asked.ids_N.shape == asked.temperature_N.shape == (num_rows,)
+    assert teacher is None or len(teacher.hidden_ND) == num_rows
+    assert asked.divergence is None or teacher is not None, "a divergence needs a teacher"
+    for side in (student, teacher):
+        if side is not None and side.weight_VD.dtype == torch.float16:
+            raise ValueError(
+                "a head in float16: gradients by its logits are too small for float16. Use "
+                "bfloat16 or float32"
+            )
+    dtype = torch.promote_types(student.weight_VD.dtype, torch.float32)
+    sampled = asked.sampled
+    return replace(
+        asked,
+        temperature_N=asked.temperature_N.to(dtype),
+        weight_N=None if asked.weight_N is None else asked.weight_N.detach().to(dtype),
+        sampled=sampled.detach().to(dtype) if isinstance(sampled, Tensor) else sampled,
+    )
+
+
+def words_of(backend: Backend) -> Words:
+    """The pass over the words: statistics, and the gradient in place of the student's logits."""
+    if backend == "torch":
+        return words_in_torch
+    # Late: Triton is optional, and reads its environment when it is imported.
+    from courtside.losses.fused_triton import words_in_triton
+
+    return words_in_triton
+
+
+def _padded(num_words: int) -> int:
+    """Rows that start at multiples of 128 bytes: for wide loads, and for the matrix products."""
+    return -(-num_words // 64) * 64
+
+
+def _room_for_logits(side: Projection, num_rows: int) -> Tensor:
+    num_words = len(side.weight_VD)
+    return side.weight_VD.new_empty(num_rows, _padded(num_words))[:, :num_words]
+
+
+def _logits(side: Projection, rows: slice, room_NV: Tensor) -> Raw:
+    values_NV = room_NV[: rows.stop - rows.start]
+    hidden_ND = side.hidden_ND[rows].to(side.weight_VD.dtype)
+    if side.bias_V is None:
+        torch.mm(hidden_ND, side.weight_VD.t(), out=values_NV)
+    else:
+        torch.addmm(side.bias_V, hidden_ND, side.weight_VD.t(), out=values_NV)
+    return Raw(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
+
+
+def _through_head(
+    student: Projection,
+    gradient_CV: Tensor,
+    rows: slice,
+    gradient_ND: Tensor,
+    into: HeadGradient | None,
+) -> None:
+    """From the gradient by logits to those by hidden states (set) and by the head (added)."""
+    dtype = student.weight_VD.dtype
+    if gradient_ND.dtype == dtype:
+        torch.mm(gradient_CV, student.weight_VD, out=gradient_ND[rows])
+    else:
+        gradient_ND[rows] = torch.mm(gradient_CV, student.weight_VD)
+    if into is None:
+        return
+    num_words = gradient_CV.shape[-1]
+    weight_VD, hidden_ND = into.weight_VD[:num_words], student.hidden_ND[rows].to(dtype)
+    if weight_VD.dtype == dtype:
+        weight_VD.addmm_(gradient_CV.t(), hidden_ND)
+    elif weight_VD.is_cuda:
+        # One product that reads, adds and writes float32, from operands that stay small.
+        torch.addmm(weight_VD, gradient_CV.t(), hidden_ND, out_dtype=weight_VD.dtype, out=weight_VD)
+    else:
+        weight_VD.addmm_(gradient_CV.t().to(weight_VD.dtype), hidden_ND.to(weight_VD.dtype))
+    if into.bias_V is not None:
+        into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))

@@ -1,0 +1,277 @@
+"""The head as a textbook has it, and cases to try it on. Shares no code with the package.
+
+One graph in float64 from hidden states to the loss, whole logits, log_softmax, autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from courtside.losses.fused_records import (
+    Asked,
+    Divergence,
+    HeadGradient,
+    HeadLoss,
+    Projection,
+    Support,
+)
+
+FULL = [
+    Divergence(name="reverse_kl"),
+    Divergence(name="forward_kl"),
+    Divergence(name="jsd", beta=0.3),
+    Divergence(name="skew_forward_kl", alpha=0.2),
+    Divergence(name="skew_reverse_kl", alpha=0.2),
+]
+ENDS = [
+    Divergence(name="jsd", beta=0.0),
+    Divergence(name="jsd", beta=1.0),
+    *(Divergence(name=f"skew_{kl}_kl", alpha=alpha)
+      for kl in ("forward", "reverse") for alpha in (0.0, 1.0)),
+]  # fmt: skip
+ON_SUPPORT = [
+    Divergence(name=name, support=Support(k=3, of=of, form=form), **options)
+    for of in ("teacher", "student", "joint")
+    for name, options, form in (
+        ("reverse_kl", {}, "tail"),
+        ("forward_kl", {}, "tail"),
+        ("jsd", {"beta": 0.3}, "tail"),
+        ("reverse_kl", {}, "stop_gradient"),
+        ("reverse_kl", {}, "renormalised"),
+    )
+]
+
+
+def label(divergence: Divergence) -> str:
+    share = divergence.beta if divergence.alpha is None else divergence.alpha
+    on = divergence.support
+    where = f"-{on.of}-{on.form}" if on else ""
+    return divergence.name + (f"-{share}" if share is not None else "") + where
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    student: Projection
+    teacher: Projection
+    ids_N: Tensor
+    temperature_N: Tensor
+    weight_N: Tensor
+    coefficient_N: Tensor
+
+    def asked(self, divergence: Divergence | None, *, sampled: bool = True) -> Asked:
+        return Asked(
+            ids_N=self.ids_N,
+            temperature_N=self.temperature_N,
+            divergence=divergence,
+            weight_N=None if divergence is None else self.weight_N,
+            sampled=self.coefficient_N if sampled else None,
+        )
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> Case:
+        """All tensors of the two heads in that dtype; per-row numbers in float32 or better."""
+
+        def side(p: Projection) -> Projection:  # fmt: skip
+            moved = {k: getattr(p, k) for k in ("hidden_ND", "weight_VD", "bias_V")}
+            return replace(
+                p, **{k: v if v is None else v.to(device, dtype) for k, v in moved.items()}
+            )
+
+        rows = torch.promote_types(dtype, torch.float32)
+        return Case(
+            student=side(self.student),
+            teacher=side(self.teacher),
+            ids_N=self.ids_N.to(device),
+            temperature_N=self.temperature_N.to(device, rows),
+            weight_N=self.weight_N.to(device, rows),
+            coefficient_N=self.coefficient_N.to(device, rows),
+        )
+
+
+def make_case(
+    *,
+    num_rows: int = 7,
+    num_words: int = 23,
+    sizes: tuple[int, int] = (5, 9),
+    spread: float = 1.0,
+    bias: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Random heads and rows; rows 1 and 4 have no divergence, row 2 no sampled term."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def side(size: int, extra: int) -> Projection:
+        return Projection(
+            hidden_ND=normal(num_rows, size),
+            weight_VD=normal(num_words + extra, size) * spread / math.sqrt(size),
+            bias_V=normal(num_words + extra) if bias else None,
+            **options,
+        )
+
+    weight_N = torch.rand(num_rows, generator=generator, dtype=torch.float64) + 0.5
+    coefficient_N = normal(num_rows)
+    if num_rows > 4:
+        weight_N[[1, 4]] = 0.0
+        coefficient_N[2] = 0.0
+    return Case(
+        student=side(sizes[0], 0),
+        teacher=side(sizes[1], 3),  # a teacher with more words: cut
+        ids_N=torch.randint(num_words, (num_rows,), generator=generator),
+        temperature_N=torch.rand(num_rows, generator=generator, dtype=torch.float64) + 0.6,
+        weight_N=weight_N / num_rows,
+        coefficient_N=coefficient_N / num_rows,
+    )
+
+
+def exact_case(num_rows: int = 24, num_words: int = 60) -> Case:
+    """Heads that copy their hidden states, which are logits that bfloat16 holds exactly."""
+    case = make_case(num_rows=num_rows, num_words=num_words, sizes=(num_words, num_words))
+
+    def copying(side: Projection) -> Projection:
+        logits_NV = (side.hidden_ND * 2).bfloat16().double()
+        return replace(side, hidden_ND=logits_NV, weight_VD=torch.eye(num_words).double())
+
+    rounded = {name: getattr(case, name).float().double() for name in
+               ("temperature_N", "weight_N", "coefficient_N")}  # fmt: skip
+    return replace(case, student=copying(case.student), teacher=copying(case.teacher), **rounded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    value_N: Tensor
+    student_logp_N: Tensor
+    teacher_logp_N: Tensor
+    student_entropy_N: Tensor
+    teacher_entropy_N: Tensor
+    reverse_kl_N: Tensor
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor
+
+
+def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True) -> Expected:
+    case = case.to(torch.float64)
+    num_words = min(len(case.student.weight_VD), len(case.teacher.weight_VD))
+    hidden_ND = case.student.hidden_ND.detach().requires_grad_()
+    weight_VD = case.student.weight_VD.detach().requires_grad_()
+    bias_V = case.student.bias_V
+    bias_V = (torch.zeros(len(weight_VD)).double() if bias_V is None else bias_V).requires_grad_()
+    student = replace(case.student, hidden_ND=hidden_ND, weight_VD=weight_VD, bias_V=bias_V)
+    p_NV = _logp(student, num_words, case.temperature_N)
+    q_NV = _logp(case.teacher, num_words, case.temperature_N).detach()
+    rows = torch.arange(len(case.ids_N))
+    logp_N = p_NV[rows, case.ids_N]
+    value_N, loss = torch.zeros_like(logp_N), p_NV.sum() * 0
+    on_N = case.weight_N != 0
+    if divergence is not None:
+        value_N = _divergence(p_NV[on_N], q_NV[on_N], divergence)
+        loss = loss + (case.weight_N[on_N] * value_N).sum()
+        value_N = torch.zeros_like(logp_N).masked_scatter(on_N, value_N)
+    if sampled:
+        loss = loss + (case.coefficient_N * logp_N).sum()
+    gradients = torch.autograd.grad(loss, (hidden_ND, weight_VD, bias_V))
+    p_NV, logp_N, value_N = p_NV.detach(), logp_N.detach(), value_N.detach()
+    return Expected(
+        value_N=value_N,
+        student_logp_N=logp_N,
+        teacher_logp_N=q_NV[rows, case.ids_N],
+        student_entropy_N=-(p_NV.exp() * p_NV).sum(-1),
+        teacher_entropy_N=-(q_NV.exp() * q_NV).sum(-1),
+        reverse_kl_N=(p_NV.exp() * (p_NV - q_NV)).sum(-1),
+        hidden_ND=gradients[0],
+        weight_VD=gradients[1],
+        bias_V=gradients[2],
+    )
+
+
+def _logp(side: Projection, num_words: int, temperature_N: Tensor) -> Tensor:
+    logits_NV = side.hidden_ND @ side.weight_VD[:num_words].T
+    if side.bias_V is not None:
+        logits_NV = logits_NV + side.bias_V[:num_words]
+    logits_NV = logits_NV * side.scale
+    if side.softcap is not None:
+        logits_NV = side.softcap * torch.tanh(logits_NV / side.softcap)
+    return (logits_NV / temperature_N[:, None]).log_softmax(-1)
+
+
+def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: Divergence) -> Tensor:
+    """p student, q teacher: log-probs."""
+    on = divergence.support
+    if on is None:
+        return _words(p_NV, q_NV, divergence).sum(-1)
+    rows = []
+    for p_V, q_V in zip(p_NV, q_NV, strict=True):
+        best = {
+            "teacher": set(q_V.topk(on.k).indices.tolist()),
+            "student": set(p_V.topk(on.k).indices.tolist()),
+        }
+        best["joint"] = best["teacher"] | best["student"]
+        chosen = sorted(best[on.of])
+        p_S, q_S = p_V[chosen], q_V[chosen]
+        if on.form == "tail":
+            p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
+            q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
+        if on.form == "renormalised":
+            p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
+        if on.form == "stop_gradient":
+            rows.append((p_S.exp() * (p_S - q_S).detach()).sum())
+        else:
+            rows.append(_words(p_S, q_S, divergence).sum())
+    return torch.stack(rows)
+
+
+def _words(p: Tensor, q: Tensor, divergence: Divergence) -> Tensor:
+    name, P, Q = divergence.name, p.exp(), q.exp()
+    if name == "reverse_kl":
+        return P * (p - q)
+    if name == "forward_kl":
+        return Q * (q - p)
+    if name == "jsd":
+        beta = divergence.beta
+        if beta in (0, 1):
+            return P * (p - q) if beta else Q * (q - p)
+        m = (beta * Q + (1 - beta) * P).log()
+        return beta * Q * (q - m) + (1 - beta) * P * (p - m)
+    alpha = divergence.alpha
+    if name == "skew_forward_kl":
+        return Q * (q - (alpha * Q + (1 - alpha) * P).log())
+    return P * (p - (alpha * P + (1 - alpha) * Q).log())
+
+
+def room(case: Case, dtype: torch.dtype | None = None) -> HeadGradient:
+    """Zeros for the gradient of the student's head."""
+    weight_VD = case.student.weight_VD
+    dtype = dtype or torch.promote_types(weight_VD.dtype, torch.float32)
+    return HeadGradient(
+        weight_VD=torch.zeros_like(weight_VD, dtype=dtype),
+        bias_V=torch.zeros_like(weight_VD[:, 0], dtype=dtype),
+    )
+
+
+def differences(ours: HeadLoss, into: HeadGradient | None, right: Expected) -> dict[str, float]:
+    """‖ours − right‖ / ‖right‖ of everything that came out; inf where something is not finite."""
+    pairs: dict[str, tuple[Tensor | None, Tensor]] = {
+        name: (getattr(ours.statistics, name), getattr(right, name))
+        for name in ("student_logp_N", "teacher_logp_N", "student_entropy_N", "teacher_entropy_N",
+                     "reverse_kl_N")
+    }  # fmt: skip
+    pairs["hidden_ND"] = (ours.hidden_gradient_ND, right.hidden_ND)
+    pairs["value_N"] = (None if ours.found is None else ours.found.value_N, right.value_N)
+    pairs["weight_VD"] = (None if into is None else into.weight_VD, right.weight_VD)
+    pairs["bias_V"] = (None if into is None else into.bias_V, right.bias_V)
+    result = {}
+    for name, (found, right_value) in pairs.items():
+        if found is None:
+            continue
+        assert found.shape == right_value.shape, name
+        off = (found.double().cpu() - right_value).norm() / right_value.norm().clamp(min=1e-6)
+        result[name] = float(off) if math.isfinite(off) else math.inf
+    return result

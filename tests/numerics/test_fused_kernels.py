@@ -1,0 +1,270 @@
+"""The fused head's kernels against the same graph: on a GPU, or in Triton's interpreter on a CPU.
+
+The interpreter has to be asked for before Triton is first imported, by whomever.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fused_reference import (
+    ENDS,
+    FULL,
+    ON_SUPPORT,
+    Case,
+    differences,
+    exact_case,
+    expected,
+    label,
+    make_case,
+    room,
+)
+from torch import Tensor
+from torch.testing import assert_close
+
+import courtside
+from courtside.losses.fused import Plan, divergence_head
+from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Statistics, Support
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton", reason="kernels need Triton: pip install triton")
+if DEVICE == "cpu" and isinstance(triton.language.max, triton.runtime.JITFunction):
+    pytest.skip(
+        "no GPU, and Triton was imported without TRITON_INTERPRET=1", allow_module_level=True
+    )
+from courtside.losses import fused_triton  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*without a tail"),
+    # Of words past the end of a row, in the interpreter; they are never stored.
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+]
+EVERY = [*FULL, *ENDS, *ON_SUPPORT]
+SMALL = Plan(chunk=4, part=3)
+TILE = 32 * 4
+"""Words in a tile of float32 on one warp, the smallest there is."""
+
+
+launch = fused_triton.words_in_triton
+
+
+@pytest.fixture(autouse=True)
+def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Small tiles, so that small vocabularies have several."""
+    options = getattr(request, "param", {"num_warps": 1})
+    words = partial(launch, tiling=fused_triton.Tiling(**options))
+    monkeypatch.setattr(fused_triton, "words_in_triton", words)
+
+
+def through(
+    case: Case, divergence: Divergence | None, *, plan: Plan = SMALL, **options: Any
+) -> tuple[HeadLoss, HeadGradient]:
+    into = room(case)
+    asked = case.asked(divergence, **options)
+    ours = divergence_head(
+        case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
+    )
+    return ours, into
+
+
+def small(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    return make_case(**{"num_rows": 5, **options}).to(dtype, DEVICE)
+
+
+@pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
+def test_everything_is_what_autograd_gives(divergence: Divergence | None) -> None:
+    case = small(num_words=TILE + 37)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("num_words", [2, 3, 64, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
+@pytest.mark.parametrize("divergence", [FULL[0], FULL[2], None], ids=str)
+def test_vocabularies_that_fill_no_tile_or_several(
+    num_words: int, divergence: Divergence | None
+) -> None:
+    case = small(num_words=num_words, num_rows=3)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[0], ON_SUPPORT[-1], None], ids=str)
+@pytest.mark.parametrize("head", [{"scale": 1.7, "bias": True}, {"softcap": 2.0, "scale": 0.8}])
+def test_scale_bias_and_cap(divergence: Divergence | None, head: dict[str, Any]) -> None:
+    case = small(**head)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT[::5], None], ids=str)
+def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
+    divergence: Divergence | None,
+) -> None:
+    case = exact_case(num_rows=6).to(torch.bfloat16, DEVICE)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert into.weight_VD.dtype == torch.float32
+    # Twice what rounding to the nearest leaves: the interpreter cuts the digits off.
+    assert max(off["hidden_ND"], off["weight_VD"]) < 6e-3, off
+    del off["hidden_ND"], off["weight_VD"], off["bias_V"]
+    assert max(off.values()) < 1e-5, off
+
+
+@pytest.mark.parametrize("divergence", FULL, ids=label)
+def test_bfloat16_is_as_close_as_its_logits(divergence: Divergence) -> None:
+    case = small(torch.bfloat16, num_words=300, sizes=(16, 24), spread=2.0)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-2, off
+
+
+@pytest.mark.parametrize("divergence", [*FULL, None], ids=str)
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_what_is_common_to_a_row_costs_no_digits(
+    divergence: Divergence | None, shift: float
+) -> None:
+    case = exact_case(num_rows=4, num_words=TILE + 9)
+    student = replace(case.student, hidden_ND=case.student.hidden_ND + shift)
+    teacher = replace(case.teacher, hidden_ND=case.teacher.hidden_ND - shift)
+    ones_N = torch.ones_like(case.temperature_N)
+    case = replace(case, student=student, teacher=teacher, temperature_N=ones_N)
+    case = case.to(torch.float32, DEVICE)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("divergence", [*FULL, None], ids=str)
+def test_logits_of_ten_thousand_and_far_apart_stay_finite(divergence: Divergence | None) -> None:
+    case = small(num_words=TILE + 9, spread=1e4)
+    ours, into = through(case, divergence)
+    for found in (ours.hidden_gradient_ND, into.weight_VD, ours.statistics.student_logp_N,
+                  ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
+        assert found is not None and bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT[::5]], ids=label)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_teacher_of_nan_without_weight_does_not_leak(
+    divergence: Divergence, sampled: bool
+) -> None:
+    case = small()
+    right, right_head = through(case, divergence, sampled=sampled)
+    off_N = case.weight_N == 0
+    case.teacher.hidden_ND[off_N] = torch.nan
+    ours, head = through(case, divergence, sampled=sampled)
+    assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
+    assert ours.found is not None and right.found is not None
+    # Where the sampled word is on the support, it is rounded in another place: no exact equality.
+    close = partial(assert_close, rtol=1e-5, atol=1e-7)
+    close(ours.found.value_N, right.found.value_N)
+    close(ours.hidden_gradient_ND, right.hidden_gradient_ND)
+    close(head.weight_VD, right_head.weight_VD)
+    if not sampled:
+        assert not ours.hidden_gradient_ND[off_N].any()
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], FULL[2], ON_SUPPORT[0]], ids=label)
+def test_a_teacher_of_nan_with_weight_is_seen(divergence: Divergence) -> None:
+    case = small()
+    case.teacher.hidden_ND[0] = torch.nan
+    ours, _ = through(case, divergence)
+    assert ours.found is not None
+    assert bool(ours.found.value_N[0].isnan()) and bool(ours.hidden_gradient_ND[0].isnan().all())
+    assert bool(ours.hidden_gradient_ND[1:].isfinite().all())
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], FULL[4], ON_SUPPORT[-1], None], ids=str)
+@pytest.mark.parametrize("plan", [Plan(chunk=1, part=1), Plan(chunk=9, part=9)], ids=str)
+def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan) -> None:
+    case = small(num_words=TILE + 5)
+    whole, whole_head = through(case, divergence)
+    ours, head = through(case, divergence, plan=plan)
+    assert_close(ours.hidden_gradient_ND, whole.hidden_gradient_ND, rtol=1e-5, atol=1e-7)
+    assert_close(head.weight_VD, whole_head.weight_VD, rtol=1e-5, atol=1e-7)
+    assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
+
+
+@pytest.mark.parametrize("divergence", [None, FULL[1], FULL[3], ON_SUPPORT[0]], ids=str)
+def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | None) -> None:
+    """The kernel in two halves, the caller between them."""
+    case = small()
+
+    def coefficient(rows: slice, found: Statistics) -> Tensor:
+        assert found.reverse_kl_N is not None
+        return found.student_logp_N.exp() * found.reverse_kl_N / 7
+
+    asked = replace(case.asked(divergence), sampled=coefficient)
+    ours = divergence_head(case.student, case.teacher, asked, plan=SMALL, backend="triton")
+    found = expected(case, None)
+    fixed_N = found.student_logp_N.exp() * found.reverse_kl_N / 7
+    right = expected(replace(case, coefficient_N=fixed_N), divergence)
+    assert_close(ours.hidden_gradient_ND.double().cpu(), right.hidden_ND, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_teacher_only_the_sampled_words_count() -> None:
+    case = small()
+    into = room(case)
+    ours = divergence_head(
+        case.student, None, case.asked(None), into=into, plan=SMALL, backend="triton"
+    )
+    off = differences(ours, into, expected(case, None))
+    assert max(off.values()) < 2e-5 and ours.found is None
+    assert ours.statistics.teacher_logp_N is ours.statistics.reverse_kl_N is None
+
+
+def test_no_rows() -> None:
+    ours, into = through(make_case(num_rows=0).to(torch.float32, DEVICE), FULL[0])
+    assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
+
+
+def test_a_word_that_does_not_exist_is_nan_and_reads_nothing() -> None:
+    case = small()
+    case.ids_N[0] = 23
+    ours, _ = through(case, FULL[0], sampled=False)
+    assert bool(ours.statistics.student_logp_N[0].isnan())
+    assert bool(ours.hidden_gradient_ND.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "tiling", [{"num_warps": 2}, {"num_warps": 1, "lanes_per_thread": 2}], indirect=True
+)
+def test_tilings_do_not_change_anything() -> None:
+    case = small(num_words=3 * TILE + 5)
+    ours, into = through(case, FULL[0])
+    off = differences(ours, into, expected(case, FULL[0]))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("of", ["teacher", "student", "joint"])
+def test_a_support_of_every_word(of: Any) -> None:
+    """Of a joint one each word is listed twice, and counts once."""
+    case = small(num_words=6)
+    on = Support(k=6, of=of, form="renormalised")
+    ours, into = through(case, Divergence(name="reverse_kl", support=on))
+    off = differences(ours, into, expected(case, FULL[0]))
+    assert max(off.values()) < 2e-5, off
+
+
+def test_it_compiles_for_a_gpu_without_spilling(tmp_path: Path) -> None:
+    """In a process of its own: this one may have the interpreter in place of the compiler."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(courtside.__file__).parents[1])
+    script = Path(__file__).with_name("compile_kernels.py")
+    found = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,77 @@
+"""The fused head's memory: how many rows at once, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_reference import FULL, ON_SUPPORT, make_case, room
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from courtside.losses import fused
+from courtside.losses.fused import Plan, choose_backend, divergence_head, make_plan
+from courtside.losses.fused_records import Asked, Divergence, Projection, Support
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any operation gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[-1], None], ids=str)
+def test_no_more_than_a_chunk_of_logits_exists(divergence: Divergence | None) -> None:
+    case = make_case(num_rows=64, num_words=64, sizes=(3, 3))
+    with _Largest() as largest:
+        asked = case.asked(divergence)
+        plan = Plan(chunk=8, part=4)
+        divergence_head(case.student, case.teacher, asked, into=room(case), plan=plan)
+    assert largest.numel == 8 * 64
+
+
+@pytest.mark.parametrize("teacher", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 100, 1024, 100_000])
+def test_a_plan_keeps_to_its_budget(num_rows: int, trained: bool, teacher: bool) -> None:
+    student = Projection(
+        hidden_ND=torch.empty(num_rows, 0), weight_VD=torch.empty(49152, 0, dtype=torch.float32)
+    )
+    plan = make_plan(student, teacher=teacher, trained=trained)
+    held = plan.chunk + (plan.part if teacher else 0)
+    assert held * 49152 * 4 <= fused.CPU_BYTES
+    assert plan.chunk % plan.part == 0
+    num_chunks = -(-num_rows // plan.chunk)
+    assert plan.chunk * num_chunks < num_rows + num_chunks * 64, "chunks of about equal size"
+
+
+def test_torch_is_chosen_on_a_cpu() -> None:
+    assert choose_backend(torch.empty(2, 2)) == "torch"
+
+
+def test_refusals_say_why() -> None:
+    case = make_case()
+    half = case.to(torch.float16)
+    with pytest.raises(ValueError, match=r"float16.*bfloat16"):
+        divergence_head(half.student, half.teacher, half.asked(FULL[0]))
+    too_many = Divergence(name="reverse_kl", support=Support(k=24, of="teacher", form="tail"))
+    with pytest.raises(ValueError, match="k = 24: the vocabulary has 23 words"):
+        divergence_head(case.student, case.teacher, case.asked(too_many))
+    with pytest.raises(ValueError, match="jsd needs a beta"):
+        Divergence(name="jsd")
+    with pytest.raises(ValueError, match="the skewed ones need one"):
+        Divergence(name="reverse_kl", alpha=0.1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Divergence(name="jsd", beta=1.5)
+    with pytest.raises(AssertionError, match="needs a teacher"):
+        divergence_head(case.student, None, case.asked(FULL[0]))
+    with pytest.raises(AssertionError, match="has weights"):
+        Asked(ids_N=case.ids_N, temperature_N=case.temperature_N, divergence=FULL[0])
