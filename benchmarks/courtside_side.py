@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -76,8 +76,10 @@ class TimedRun(Run):
         with self.clock(name), super().phase(name):
             yield
 
-    def record(self, step: int, scored: Sequence[Scored], update: Update) -> None:
-        super().record(step, scored, update)
+    def record(
+        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+    ) -> None:
+        super().record(step, scored, update, counts)
         now, cpu_now = time.perf_counter(), time.process_time()
         seconds, self._since = now - self._since, now
         cpu_seconds, self._cpu_since = cpu_now - self._cpu_since, cpu_now

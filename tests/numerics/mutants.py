@@ -31,6 +31,7 @@ TESTS_IN_ORDER = (
     "test_policy_gradient_losses.py",
     "test_full_divergences.py",
     "test_top_k_divergences.py",
+    "test_fused_head.py",
     "test_estimators.py",
     "test_fixed_points.py",
 )
@@ -267,6 +268,60 @@ reduce.py
 + return loss_T.new_zeros(())
 - assert denominator > 0
 + assert denominator >= 0
+
+fused_words.py
+- reverse_kl_N=negative_N - _dot(p_NV, logq_NV),
++ reverse_kl_N=_dot(p_NV, logq_NV) - negative_N,
+- teacher_entropy_N=-_dot(q_NV, logq_NV),
++ teacher_entropy_N=-_dot(p_NV, logq_NV),
+- block.logp_NV.sub_(block.logq_NV)
++ block.logp_NV.add_(block.logq_NV)
+- value_N = -statistics.teacher_entropy_N - _dot(block.q_NV, block.logp_NV)
++ value_N = -_dot(block.q_NV, block.logp_NV)
+- (weight_N - pull_N)[:, None], out=block.logp_NV)
++ (weight_N + pull_N)[:, None], out=block.logp_NV)
+- block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
++ block.logp_NV.addcmul_(block.q_NV, weight_N[:, None])
+- value_N = _dot(block.p_NV, logp_NV) - first
++ value_N = _dot(block.p_NV, logp_NV)
+- logp_NV.sub_(torch.exp(logp_NV, out=mixture_NV))
++ pass
+- pull_N = pull_N - weight_N * weighed_NV.sum(-1)
++ pass
+- weighed_NV.mul_(-weight_N[:, None])
++ weighed_NV.mul_(weight_N[:, None])
+- _weighted(block, weight_N * (1 - divergence.beta), centre_N, pull_N)
++ _weighted(block, weight_N * divergence.beta, centre_N, pull_N)
++ _weighted(block, weight_N, centre_N, pull_N)
+- return divergence.beta * from_teacher_N + (1 - divergence.beta) * (centre_N - first)
++ return (1 - divergence.beta) * from_teacher_N + divergence.beta * (centre_N - first)
+- else (shares[1], shares[0])
++ else shares
+- sub_((weight_N * centre_N + pull_N)[:, None])
++ sub_(pull_N[:, None])
++ sub_((weight_N * centre_N - pull_N)[:, None])
+- block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
++ pass
+- pulled_gradient(block, pull_N + here.gradient_NK.sum(-1))
++ pulled_gradient(block, pull_N)
+- block.logp_NV.scatter_add_(-1, ids_NK, here.gradient_NK)
++ pass
+- return ids_NK, torch.cat([all_NK, ~shared_NK], dim=-1), share_N
++ return ids_NK, torch.cat([all_NK, all_NK], dim=-1), share_N
+- factor_N = student.scale / temperature_N
++ factor_N = torch.ones_like(temperature_N)
+- slope_NV = 1 - share_NV.square()
++ slope_NV = torch.ones_like(share_NV)
+- torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
++ torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
+
+fused.py
+- num_words = min(len(student.weight_VD), len(teacher.weight_VD))
++ num_words = len(student.weight_VD)
+- weight_VD.addmm_(gradient_CV.t(), hidden_ND)
++ pass
+- into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
++ pass
 """
 """A file of `losses`, then as in a diff: a text that occurs exactly once, and what replaces it.
 Each `+` is a mutation of its own."""

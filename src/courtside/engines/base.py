@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,13 +110,17 @@ class Head:
         self.num_words = num_words
         self.softcap = softcap
         self.scale = scale
+        self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
-    def __call__(self, hidden_ND: Tensor) -> Tensor:
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the words that count."""
         weight: Any = self.module.weight
         bias: Any = getattr(self.module, "bias", None)
-        weight = weight[: self.num_words]
-        bias = None if bias is None else bias[: self.num_words]
-        logits_NV = F.linear(hidden_ND.to(weight.dtype), weight, bias)
+        return weight[: self.num_words], None if bias is None else bias[: self.num_words]
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        weight, bias = self.parameters()
+        logits_NV = self.linear(hidden_ND.to(weight.dtype), weight, bias)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale

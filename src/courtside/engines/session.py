@@ -20,6 +20,7 @@ from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
 from courtside.engines.grouped import grouped
+from courtside.engines.packed import packed, pays
 from courtside.engines.sampling import draw, uniforms
 from courtside.types import Sample
 
@@ -122,6 +123,18 @@ class KeptSession:
             return self._write(rows, self._read(reads), requests, sampling)
 
     def _write(
+        self,
+        rows: Sequence[int],
+        hidden: Mapping[int, Tensor],
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+    ) -> list[Sample]:
+        if not pays(self.model, num_steps=sampling.max_new_tokens):
+            return self._decode(rows, hidden, requests, sampling)
+        with packed(self.model, self.head, len(rows)):
+            return self._decode(rows, hidden, requests, sampling)
+
+    def _decode(
         self,
         rows: Sequence[int],
         hidden: Mapping[int, Tensor],

@@ -23,7 +23,7 @@ def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
         [group for group in groups if group["params"]],
         lr=recipe.learning_rate,
         betas=recipe.train.betas,
-        fused=next(iter(trained.values())).is_cuda,
+        fused=True,
     )
 
 
