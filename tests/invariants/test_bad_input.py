@@ -118,7 +118,7 @@ MESSAGES = {
     "unknown student": r"'/nowhere/model': no such folder",
     "unknown teacher": r"'/nowhere/model': no such folder",
     "no model in folder": r"has no config\.json",
-    "no adapter": r"teacher\.adapter = .*no adapter_config\.json",
+    "no adapter": r"adapter .*no adapter_config\.json",
     "layers": r"student\.keep_layers = \[0, 7\]: give increasing numbers from 0 to 1",
     "targets": r"student\.lora\.targets",
     "broken line": r"prompts\.jsonl, line 3: not valid JSON",
