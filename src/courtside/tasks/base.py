@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 class TaskSource(Protocol):
-    num_dropped: int
-    """Prompts left out because they do not fit the context."""
+    @property
+    def num_dropped(self) -> int:
+        """Prompts left out so far because they do not fit the context."""
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         """The train tasks of one step: a pure function of (seed, step, size)."""
@@ -145,13 +146,27 @@ class Space:
     """A pure function of the number."""
 
 
+MISFITS = 1000
+"""Tasks in a row that do not fit, after which a space is given up."""
+
+
 class GeneratedSource:
-    """Tasks drawn from a space, anew for each step. Ends however small the space is."""
+    """Tasks drawn from a space, anew for each step. Ends however small the space is.
 
-    num_dropped = 0
+    Those that do not fit are passed over: others take their place.
+    """
 
-    def __init__(self, space: Space, *, seed: int, limit: int | None) -> None:
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        limit: int | None,
+        fits: Callable[[Task], bool] = lambda task: True,
+    ) -> None:
         self._space = space
+        self._fits = fits
+        self._misfits: set[str] = set()
         self._seed = seed
         first = self._first("train", limit or 1)
         if not first:
@@ -178,14 +193,31 @@ class GeneratedSource:
     def _walk(self, split: Split, key: str) -> Iterator[Task]:
         """The tasks of a split, each once, in the order that `key` names."""
         seen = set()
+        in_a_row = 0
         for place in range(self._space.size):
             index = shuffled(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
             task = self._space.task(index)
-            if task.id not in seen:
-                seen.add(task.id)
+            if task.id in seen:
+                continue
+            seen.add(task.id)
+            if self._fits(task):
+                in_a_row = 0
                 yield task
+                continue
+            self._misfits.add(task.id)
+            in_a_row += 1
+            if in_a_row == MISFITS:
+                raise TaskError(
+                    f"{self._space.name}: {MISFITS} tasks in a row do not fit the model's context. "
+                    "Make them shorter, or rollout.max_new_tokens"
+                )
+
+    @property
+    def num_dropped(self) -> int:
+        """Different ones that were passed over so far."""
+        return len(self._misfits)
 
     def _nothing(self, split: Split) -> TaskError:
         return TaskError(

@@ -66,12 +66,16 @@ def task_source(
 
 def _generated(space: Space, config: Tasks, seed: int, room: Room | None) -> TaskSource:
     def task(index: int) -> Task:
-        made = with_system(space.task(index), config.system)
-        if room is not None and room.length(made) > room.max_tokens:
-            raise _too_long(made, room, space.name)
-        return made
+        return with_system(space.task(index), config.system)
 
-    return GeneratedSource(replace(space, task=task), seed=seed, limit=config.limit)
+    def fits(made: Task) -> bool:
+        if room is None or room.length(made) <= room.max_tokens:
+            return True
+        if config.overlong == "error":
+            raise _too_long(made, room, space.name)
+        return False
+
+    return GeneratedSource(replace(space, task=task), seed=seed, limit=config.limit, fits=fits)
 
 
 def _finite(
