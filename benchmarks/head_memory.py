@@ -72,7 +72,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
 
     from courtside.engines.base import Head
     from courtside.student.components import Component
-    from courtside.student.head import backward_through_head, chunk_size
+    from courtside.student.fused_head import backward_through_head
     from courtside.student.rows import Rows
     from courtside.student.tally import Tally
 
@@ -100,9 +100,8 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
     )
     component = Component(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
     tally = Tally()
-    chunk = chunk_size(len(inputs.weight_VD), inputs.weight_VD.device)
     gradient_TD, _ = backward_through_head(
-        rows, head(inputs.weight_VD), [component], chunk=chunk, tally=tally
+        rows, head(inputs.weight_VD), [component], chunk=None, tally=tally
     )
     inputs.hidden_TD.grad = gradient_TD
     return tally.values["loss"]

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from courtside.chat.render import Renderer
-from courtside.config import (
-    Recipe,
-    teachers_of,
-)
+from courtside.config import ModelReader, Recipe, SeveralReaders, teachers_of
 from courtside.engines.base import Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError
@@ -100,6 +97,13 @@ class Parts:
                     suite.ask(teacher.write, who="teacher", step=step), self.engine
                 )
         return Measured(suite.evaluation(answers, who=who, step=step, metrics=metrics), answers)
+
+    @property
+    def reads_itself(self) -> bool:
+        """Whether the student is the model that reads its trajectories."""
+        reader = self.recipe.reader
+        readers = reader.readers if isinstance(reader, SeveralReaders) else [reader]
+        return any(isinstance(r, ModelReader) and r.endpoint is None for r in readers)
 
     def can_evaluate(self, split: Split) -> str | None:
         """None if it can, else why not."""

@@ -30,7 +30,7 @@ from courtside.report.screen import Screen
 from courtside.report.sinks import open_sinks
 from courtside.student import checkpoints
 from courtside.student.weights import StudentWeights
-from courtside.types import Evaluation, Scored, Split, Update
+from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 
 class Run:
@@ -116,7 +116,7 @@ class Run:
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
         self.num_steps = step + 1
-        self._count(scored)
+        self._count(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
             step,
@@ -226,7 +226,7 @@ class Run:
         if config.every and self.num_steps % config.every == 0:
             yield "student", "validation"
 
-    def _count(self, scored: Sequence[Scored]) -> None:
+    def _count(self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]) -> None:
         trained = sum(p.numel() for p in self.parts.student.weights.trained().values())
         size = self.parts.engine.num_parameters
         for s in scored:
@@ -237,12 +237,19 @@ class Run:
                 self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
                                tokens_out=s.trajectory.num_chosen,
                                flops=forward_flops(writer_size, length))  # fmt: skip
-            if s.target is not None:
-                seen = length + s.target.num_context_tokens
+            judged = any(hint.shift is not None for hint in s.hints)
+            if s.target is not None or judged:
+                seen = length + (s.target.num_context_tokens if s.target else 0)
                 self.meter.add("teacher", tokens_in=seen, flops=forward_flops(teacher_size, seen))
             if s.reference is not None:
                 self.meter.add("teacher", tokens_in=length, flops=forward_flops(size, length))
-            self.meter.add("update", tokens_in=length, flops=training_flops(size, length, trained))
+            read = _num_trained_on(s.trajectory, update.student_logp.get(s.trajectory.id))
+            if read:
+                self.meter.add("update", tokens_in=read, flops=training_flops(size, read, trained))
+        asked = {name: counts.get(f"model/{name}", 0) for name in ("tokens_in", "tokens_out")}
+        if any(asked.values()):
+            own = forward_flops(size, sum(asked.values()))
+            self.meter.add("reader", **asked, flops=own if self.parts.reads_itself else 0.0)
 
     def _count_evaluation(self, evaluation: Evaluation) -> None:
         written = round(
@@ -283,6 +290,15 @@ class Run:
                 f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
                 f"saved in {self.folder.path}. The same command goes on from there"
             )
+
+
+def _num_trained_on(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
+    """How many ids of a trajectory the update read: up to the last that a loss looked at."""
+    looked = [i for i, logp in enumerate(logps or ()) if logp == logp]
+    if not looked:
+        return 0
+    chosen = [i for i, chosen in enumerate(trajectory.chosen) if chosen]
+    return chosen[looked[-1]]
 
 
 def restore(parts: Parts, saved: checkpoints.Checkpoint) -> None:

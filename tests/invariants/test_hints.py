@@ -276,3 +276,35 @@ def test_limits_and_penalties_need_episodes(student: Path) -> None:
     loss = {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 1.0}
     with pytest.raises(RecipeError, match=r"turn_penalty needs an environment"):
         small_recipe(student, losses=[loss])
+
+
+def test_costs_are_of_what_was_read(student: Path, tmp_path: Path) -> None:
+    """One hint in the first turn of one trajectory: the update ends there, and skips the others."""
+    rule = {"detect": "pattern", "pattern": "^", "hint": "Look."}
+    recipe = tree(
+        student,
+        reader={"kind": "rules", "rules": [rule], "max_hints": 1},
+        train={"steps": 1, "prompts": 2},
+    )
+    run = train(recipe, tmp_path / "run")
+    stored = run.trajectories(step=0)
+    assert all([j.hint.turn for j in one.hints] == [1] for one in stored)
+    first = sum(
+        len(t.trajectory.turns[0].token_ids) + len(t.trajectory.turns[1].token_ids) - 1
+        for t in stored
+    )
+    costs = json.loads((run.path / "costs.json").read_text())
+    assert costs["update"]["tokens_in"] == first
+    whole = sum(len(t.trajectory.token_ids) for t in stored)
+    assert costs["teacher"]["tokens_in"] > whole > first
+    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
+    nothing = train(tree(student, reader=quiet, train={"steps": 1, "prompts": 2}), tmp_path / "no")
+    costs = json.loads((nothing.path / "costs.json").read_text())
+    assert costs["update"]["tokens_in"] == 0 and costs["teacher"]["tokens_in"] == 0
+
+
+def test_a_student_that_reads_itself_pays_for_it(student: Path, tmp_path: Path) -> None:
+    reader = {"kind": "model", "max_new_tokens": 8, "window": 1000, "overlap": 0, "shown": 100}
+    run = train(tree(student, reader=reader, train={"steps": 1, "prompts": 1}), tmp_path / "run")
+    reading = json.loads((run.path / "costs.json").read_text())["reader"]
+    assert reading["tokens_in"] > 0 and reading["tokens_out"] > 0 and reading["flops"] > 0

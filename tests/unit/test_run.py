@@ -288,7 +288,9 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
     assert costs["rollout"].flops == 2 * size * length
     assert costs["teacher"].tokens_in == 2 * length  # the teacher and the reference
     assert costs["teacher"].flops == 2 * (teacher_size + size) * length
-    assert costs["update"].flops == 6 * size * length
+    # The last token of each is predicted, not read.
+    assert costs["update"].tokens_in == length - len(stored)
+    assert costs["update"].flops == 6 * size * (length - len(stored))
     assert all(cost.seconds > 0 for cost in costs.values())
     # The last evaluation is in them too.
     asked = [e for e in folder.evaluations()]

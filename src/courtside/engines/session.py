@@ -120,21 +120,13 @@ class KeptSession:
         longest = max(self.length[row] + len(ids) for row, ids in reads.items())
         self._grow(longest + sampling.max_new_tokens)
         with self.casting():
-            return self._write(rows, self._read(reads), requests, sampling)
+            hidden = self._read(reads)
+            steps = sampling.max_new_tokens
+            copies = pays(self.model, num_steps=steps)
+            with packed(self.model, self.head, len(rows)) if copies else nullcontext():
+                return self._write(rows, hidden, requests, sampling)
 
     def _write(
-        self,
-        rows: Sequence[int],
-        hidden: Mapping[int, Tensor],
-        requests: Sequence[SampleRequest],
-        sampling: Sampling,
-    ) -> list[Sample]:
-        if not pays(self.model, num_steps=sampling.max_new_tokens):
-            return self._decode(rows, hidden, requests, sampling)
-        with packed(self.model, self.head, len(rows)):
-            return self._decode(rows, hidden, requests, sampling)
-
-    def _decode(
         self,
         rows: Sequence[int],
         hidden: Mapping[int, Tensor],
