@@ -1,19 +1,24 @@
 """The fused divergence head against its floor: the matrix products alone, timed in the same run.
 
-Reverse KL over all words from bfloat16 hidden states and heads to the gradients of both, on random
-data. Shapes (rows, hidden size, words): those of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
+From bfloat16 hidden states and heads to the gradients of both, on random data, for shapes of
+Qwen3-8B, 0.6B, 1.7B and SmolLM2-135M. Every time is a multiple of
 
     floor      logits of student and teacher, gradient by hidden states, gradient by the head:
-               four matrix products, the whole shape at once, nothing else
+               four matrix products (three for a frozen head), the whole shape at once, nothing else
+
     ours       `divergence_head`, the zeroing of the head's float32 gradient included
     plain      whole logits, log_softmax, autograd
-    liger      Liger's chunked loss, where `liger_kernel` can be imported
+    liger      Liger's chunked loss, where `liger_kernel` can be imported, compiled as it comes
 
-Before anything is timed, gradients of the first rows are compared with float64. Each time is a
-median; memory is the allocator's peak above the inputs, and above inputs and gradients.
+Before a shape is timed, gradients of its first rows are compared with float64; an error that is too
+large is printed, stored and ends the command with status 1 after everything was timed. Times are
+medians; memory is the allocator's peak above the inputs, and above inputs and gradients.
 
-    python benchmarks/head_gpu.py                      # everything, a few minutes
-    python benchmarks/head_gpu.py --shapes qwen3-8b --only ours liger
+Liger's compilations come last and take most of the time: those that would begin after `--seconds`
+are left out, and that is said.
+
+    python benchmarks/head_gpu.py                      # all shapes, less than a minute
+    python benchmarks/head_gpu.py --shapes qwen3-8b --no-liger
     TRITON_INTERPRET=1 python benchmarks/head_gpu.py --device cpu --backend triton --shapes tiny \\
         --liger-eager                                  # a dry run of all of it
 """
@@ -22,158 +27,70 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from head_variants import (
-    REVERSE,
+from gpu_machine import GIB, HERE, Clock, header
+from head_cases import (
+    KINDS,
+    MORE_KINDS,
     SHAPES,
     Inputs,
-    check,
-    check_far_rows,
+    errors_of,
+    far_rows_error,
+    gradient_bytes,
+    liger,
     make_inputs,
     products,
-    variants,
+    runs,
+    too_far,
 )
-from opd_step import GIB, HERE, commit, hardware
 from workload import SEED
 
-from courtside.losses import fused
 from courtside.losses.fused import make_plan
-from courtside.losses.fused_records import Raw
 
-TILINGS = [
-    {"num_warps": warps, "lanes_per_thread": lanes}
-    for warps in (4, 8, 16, 32) for lanes in (1, 2)
-]  # fmt: skip
+TARGETS = {"qwen3-8b": 1.20, "qwen3-0.6b": 1.50}
+"""Of `ours, reverse KL` over the floor."""
+LIGER_CHUNKS = (1024, 4096)
 
 
-# ── the clock ────────────────────────────────────────────────────────────────────────────────────
+def checked(inputs: Inputs, *, more: bool) -> tuple[dict[str, Any], list[str]]:
+    """`more`: also the kinds that are not timed; each takes kernels of its own."""
+    num_words = len(inputs.student.weight_VD)
+    kinds = {
+        name: kind
+        for name, kind in {**KINDS, **(MORE_KINDS if more else {})}.items()
+        if kind.support is None or kind.support.k < num_words
+    }
+    errors = errors_of(inputs, kinds)
+    for name, error in errors.items():
+        said = ", ".join(f"{what} {value:.1e}" for what, value in error.items())
+        print(f"  off by: {said}: {name}")
+    wrong = too_far(errors)
+    if wrong:
+        print(f"  WRONG: not as close to float64 as bfloat16 allows: {wrong}")
+    return errors, wrong
 
 
-class Clock:
-    def __init__(self, device: torch.device, *, warmup: int, repeats: int):
-        self.device, self.warmup, self.repeats = device, warmup, repeats
-
-    def measure(
-        self, run: Callable[[], Any], *, before: Callable[[], Any] | None = None
-    ) -> dict[str, Any]:
-        """Times in milliseconds and, on a GPU, the peak of memory above what was there."""
-        times = []
-        for repeat in range(self.warmup + self.repeats):
-            if before:
-                before()
-            seconds = self._once(run)
-            times += [seconds * 1000] if repeat >= self.warmup else []
-        return {"ms": median(times), "all_ms": times, "peak_gib": self._peak(run, before)}
-
-    def _once(self, run: Callable[[], Any]) -> float:
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000
-
-    def _peak(self, run: Callable[[], Any], before: Callable[[], Any] | None) -> float | None:
-        if self.device.type == "cpu":
-            return None
-        if before:
-            before()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - held) / GIB
+def timed(clock: Clock, label: str, floor_ms: float, gradients: int, run: Any) -> dict[str, Any]:
+    try:
+        found = clock.measure(run)
+    except torch.OutOfMemoryError:
+        print(f"  {label}: out of memory", flush=True)
+        return {"name": label, "out_of_memory": True}
+    row = {"name": label, "ratio": found["ms"] / floor_ms, **found}
+    if found["peak_gib"] is not None:
+        row["peak_above_gradients_gib"] = found["peak_gib"] - gradients / GIB
+    print(f"  {line(row)}", flush=True)
+    return row
 
 
-# ── one shape ────────────────────────────────────────────────────────────────────────────────────
-
-
-def tune(inputs: Inputs, clock: Clock) -> list[dict[str, Any]]:
-    """The kernel alone on one part, in several layouts; the best one is used from here on."""
-    from courtside.losses import fused_triton
-
-    plan = make_plan(inputs.student, teacher=True, trained=True)
-    few = inputs.first(plan.part)
-    logits = [side.hidden_ND @ side.weight_VD.t() for side in (few.student, few.teacher)]
-    student_NV = torch.empty_like(logits[0])
-    asked, rows = few.asked(REVERSE), []
-    launch = fused_triton.words_in_triton
-    for options in TILINGS:
-        tiling = fused_triton.Tiling(**options)
-
-        def run(tiling: Any = tiling) -> None:
-            sides = (
-                Raw(values_NV=values_NV, scale=1.0, softcap=None)
-                for values_NV in (student_NV, logits[1])
-            )
-            launch(*sides, asked, slice(0, len(student_NV)), tiling=tiling)
-
-        found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
-        moved = 5 * student_NV.numel() * student_NV.element_size()
-        rows.append({**options, "ms": found["ms"], "gb_per_s": moved / found["ms"] / 1e6})
-        print(f"  kernel, {options}: {found['ms']:.3f} ms, {rows[-1]['gb_per_s']:.0f} GB/s")
-    best = min(rows, key=lambda row: row["ms"])
-    best_tiling = fused_triton.Tiling(**{k: best[k] for k in TILINGS[0]})
-    fused_triton.words_in_triton = partial(launch, tiling=best_tiling)  # type: ignore[assignment]
-    print(f"  best: {best_tiling}; what ships: {fused_triton.TILING}")
-    return rows
-
-
-def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    shape = SHAPES[name]
-    print(f"{name}: {shape[0]} rows, hidden size {shape[1]}, {shape[2]} words", flush=True)
-    inputs = make_inputs(shape, clock.device, args.backend)
-    result: dict[str, Any] = {"shape": shape, "backend": inputs.backend, "errors": check(inputs)}
-    if inputs.backend == "triton" and "tune" in args.only:
-        result["tilings"] = tune(inputs, clock)
-    floors = {}
-    for floor, sides in (("four", {}), ("frozen", {"trained": False}),
-                         ("sampled", {"teacher": False})):  # fmt: skip
-        run = products(inputs, **sides)
-        floors[floor] = clock.measure(run)["ms"]
-        del run
-        print(f"  floor, {floor}: {floors[floor]:.2f} ms", flush=True)
-    result["floors_ms"], result["rows"] = floors, []
-    for label, (floor, gradients, run) in variants(
-        inputs, args.only, compiled=not args.liger_eager
-    ).items():
-        try:
-            found = clock.measure(run)
-        except torch.cuda.OutOfMemoryError:
-            print(f"  {label}: out of memory", flush=True)
-            result["rows"].append({"name": label, "out_of_memory": True})
-            continue
-        row = {"name": label, "floor": floor, "ratio": found["ms"] / floors[floor], **found}
-        if found["peak_gib"] is not None:
-            row["peak_above_gradients_gib"] = found["peak_gib"] - gradients / GIB
-        result["rows"].append(row)
-        print(f"  {_line(row)}", flush=True)
-        if clock.device.type == "cuda":
-            torch.cuda.empty_cache()
-    result["plan"] = str(make_plan(inputs.student, teacher=True, trained=True))
-    # Twice, first and last: how far the clock itself moved.
-    result["floor_again_ms"] = clock.measure(products(inputs))["ms"]
-    print(f"  floor again: {result['floor_again_ms']:.2f} ms", flush=True)
-    return result
-
-
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
+    if "ratio" not in row:
+        return f"out of memory: {row['name']}"
     memory = ""
     if row["peak_gib"] is not None:
         memory = (f", {row['peak_gib']:.2f} GiB above inputs, "
@@ -181,46 +98,119 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} x floor, {row['ms']:.2f} ms{memory}: {row['name']}"
 
 
-def main() -> None:
+def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+    shape = SHAPES[name]
+    print(f"{name}: {shape[0]} rows, hidden size {shape[1]}, {shape[2]} words", flush=True)
+    inputs = make_inputs(shape, clock.device, args.backend)
+    plan = make_plan(inputs.student, teacher=True, trained=True)
+    print(f"  {plan}")
+    errors, wrong = checked(inputs, more=name == args.shapes[0])
+    _tidy(clock)
+    floors = {}
+    for floor, trained in (("trained", True), ("frozen", False)):
+        run = products(inputs, trained=trained)
+        floors[floor] = clock.measure(run)["ms"]
+        del run
+    said = ", ".join(f"{floor} {ms:.2f} ms" for floor, ms in floors.items())
+    print(f"  floor: {said}", flush=True)
+    rows = []
+    for label, (floor, gradients, run) in runs(inputs).items():
+        _tidy(clock)
+        rows.append(timed(clock, label, floors[floor], gradients, run))
+    # Twice, first and last: how far the clock itself moved.
+    _tidy(clock)
+    again = clock.measure(products(inputs))["ms"]
+    print(f"  floor again: {again:.2f} ms", flush=True)
+    return {"shape": shape, "backend": inputs.backend, "plan": str(plan), "errors": errors,
+            "wrong": wrong, "floors_ms": floors, "floor_again_ms": again, "rows": rows}  # fmt: skip
+
+
+def run_liger(
+    name: str, chunk: int, floor_ms: float, args: argparse.Namespace, clock: Clock
+) -> dict[str, Any] | None:
+    label = f"liger, chunk {chunk}, reverse KL"
+    run = liger(chunk, compiled=not args.liger_eager)
+    if run is None:
+        print("liger: `liger_kernel` cannot be imported. Put it on PYTHONPATH to have it measured")
+        return None
+    if clock.elapsed > args.seconds:
+        print(f"{name}: {label}: left out, --seconds {args.seconds} have passed")
+        return {"name": label, "left_out": True}
+    print(name)
+    torch._dynamo.reset()  # else the second shape would be compiled for any shape
+    inputs = make_inputs(SHAPES[name], clock.device, args.backend)
+    gradients = gradient_bytes(inputs, narrow=True)
+    try:
+        return timed(clock, label, floor_ms, gradients, partial(run, inputs))
+    except RuntimeError as error:  # ours are measured already, and stay
+        print(f"  {label}: failed: {type(error).__name__}: {str(error)[:500]}")
+        return {"name": label, "failed": str(error)}
+
+
+def _tidy(clock: Clock) -> None:
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def summary(shapes: dict[str, Any]) -> None:
+    print("\nsummary: multiples of the matrix products alone")
+    for name, shape in shapes.items():
+        for row in shape["rows"]:
+            if "ratio" not in row:
+                continue
+            target = TARGETS.get(name) if row["name"] == "ours, reverse KL" else None
+            verdict = ""
+            if target is not None:
+                verdict = f" (target {target:.2f}: {'met' if row['ratio'] <= target else 'MISSED'})"
+            print(f"{name}: {line(row)}{verdict}")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ("tune", "ours", "torch", "plain", "liger")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES)[:3])
-    parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES)[:4])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", choices=("torch", "triton"), help="unset: as it is chosen")
+    parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--liger-eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--seconds", type=float, default=45, help="after which no Liger is begun")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "head_gpu.json")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     device = torch.device(args.device)
     clock = Clock(device, warmup=args.warmup, repeats=args.repeats)
-    machine = hardware()
-    if device.type == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
-    result = {
-        "benchmark": "head_gpu",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "hardware": machine,
-        "torch": torch.__version__,
-        "seed": SEED,
-        "budget_bytes": fused.CUDA_BYTES if device.type == "cuda" else fused.CPU_BYTES,
-        "shapes": {},
-    }
+    shapes: dict[str, Any] = {}
+    result = {**header("head_gpu", device), "seed": SEED, "shapes": shapes}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if device.type == "cuda":
-        result["far_rows_off"] = check_far_rows(device)
-        torch.cuda.empty_cache()
-    for name in args.shapes:
-        result["shapes"][name] = run_shape(name, args, clock)
+
+    def store() -> None:
+        result["seconds"] = clock.elapsed
         args.out.write_text(json.dumps(result, indent=1) + "\n")  # what there is, if time runs out
-    print("\nsummary (times are multiples of the matrix products alone)")
-    for name, shape in result["shapes"].items():
-        for row in shape["rows"]:
-            if "ratio" in row:
-                print(f"{name}: {_line(row)}")
+
+    wrong = []
+    if device.type == "cuda":
+        error = result["far_rows_off"] = far_rows_error(device)
+        print(f"rows past 2^31 logits: off by {error:.1e}")
+        wrong += [] if error < 1e-2 else ["rows past 2^31 logits"]
+        _tidy(clock)
+    for name in args.shapes:
+        shapes[name] = run_shape(name, args, clock)
+        wrong += [f"{name}: {kind}" for kind in shapes[name]["wrong"]]
+        store()
+    for name in () if args.no_liger else args.shapes:
+        for chunk in LIGER_CHUNKS:
+            floor_ms = shapes[name]["floors_ms"]["trained"]
+            row = run_liger(name, chunk, floor_ms, args, clock)
+            shapes[name]["rows"] += [] if row is None else [row]
+            store()
+    summary(shapes)
+    print(f"{clock.elapsed:.0f} s in all; results in {args.out}")
+    if wrong:
+        sys.exit(f"too far from float64: {wrong}")
 
 
 if __name__ == "__main__":

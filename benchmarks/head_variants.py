@@ -1,331 +1,150 @@
-"""What `head_gpu.py` times and checks: the divergence head in all its variants, and its peers."""
+"""Which layout of the kernel and which chunks are fastest: to choose what ships, shape by shape.
+
+    kernel     reverse KL and JSD on one part of the logits, in several layouts; bytes moved per
+               second beside the time (five passes over a row of each side, seven for JSD)
+    selection  the likeliest words of a part, by the kernels and by `torch.topk`
+    chunks     the whole head in several chunks and parts, with the memory each takes
+
+What ships is marked. Nothing begins after `--seconds`.
+
+    python benchmarks/head_variants.py                         # less than 40 s
+    TRITON_INTERPRET=1 python benchmarks/head_variants.py --device cpu --backend triton \\
+        --shapes tiny                                          # a dry run
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib.util import find_spec
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from workload import SEED
+from gpu_machine import HERE, Clock, header
+from head_cases import KINDS, REVERSE, SHAPES, Inputs, make_inputs, ours, products
 
-from courtside.losses.full import divergence as full
-from courtside.losses.fused import Plan, choose_backend, divergence_head, words_of
-from courtside.losses.fused_records import (
-    Asked,
-    Backend,
-    Divergence,
-    HeadGradient,
-    HeadLoss,
-    Projection,
-    Raw,
-    Support,
-)
-from courtside.losses.top_k import top_k_divergence, top_k_ids
+from courtside.losses.fused import Plan, make_plan
+from courtside.losses.fused_records import Raw
 
-SHAPES = {
-    "qwen3-8b": (8192, 4096, 151936),
-    "qwen3-0.6b": (4096, 1024, 151936),
-    "smollm2": (8192, 576, 49152),
-    "tiny": (32, 16, 200),
-}
-REVERSE = Divergence(name="reverse_kl")
-OTHERS = {
-    "forward KL": Divergence(name="forward_kl"),
-    "JSD 0.5": Divergence(name="jsd", beta=0.5),
-    "skewed reverse 0.1": Divergence(name="skew_reverse_kl", alpha=0.1),
-    "skewed forward 0.1": Divergence(name="skew_forward_kl", alpha=0.1),
-    "top 64 of the teacher, tail": Divergence(
-        name="reverse_kl", support=Support(k=64, of="teacher", form="tail")
-    ),
-    "top 64 of both, tail": Divergence(
-        name="reverse_kl", support=Support(k=64, of="joint", form="tail")
-    ),
-}
-PLANS = [(1024, 1024), (2048, 2048), (2048, 512), (4096, 512), (4096, 1024), (8192, 1024)]
-CHECKED_ROWS = 128
-LIMIT = 3e-2
-"""Of ‖ours − float64‖ / ‖float64‖: logits of bfloat16 have three digits, whoever computes them."""
-EXACT_LIMIT = 4e-3
-"""The same from the same logits: what is left is the rounding of the gradient to bfloat16."""
+TILINGS = [(warps, lanes) for lanes in (1, 2) for warps in (4, 8, 16, 32)]
+PASSES = {"reverse KL": 5, "JSD 0.5": 7}
+SELECTED = 64
+PLANS = [(1024, 1024), (1536, 384), (2048, 256), (2048, 512), (4096, 384), (4096, 512),
+         (4096, 1024), (8192, 512)]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    student: Projection
-    teacher: Projection
-    ids_N: Tensor
-    backend: Backend
+def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict[str, Any]]:
+    """The pass over the words alone, on one part."""
+    from courtside.losses import fused_triton
 
-    def asked(self, divergence: Divergence | None) -> Asked:
-        ones_N = torch.ones(len(self.ids_N), device=self.ids_N.device)
-        return Asked(
-            ids_N=self.ids_N,
-            temperature_N=ones_N,
-            divergence=divergence,
-            weight_N=None if divergence is None else ones_N / len(ones_N),
-            sampled=None if divergence is not None else -ones_N / len(ones_N),
-        )
+    part = make_plan(inputs.student, teacher=True, trained=True).part
+    few = inputs.first(part)
+    logits = [side.hidden_ND @ side.weight_VD.t() for side in (few.student, few.teacher)]
+    student_NV = torch.empty_like(logits[0])
+    asked, rows = few.asked(KINDS[kind]), []
+    for warps, lanes in TILINGS:
+        if clock.elapsed > seconds:
+            print(f"  the rest of the layouts: left out, --seconds {seconds} have passed")
+            break
+        tiling = fused_triton.Tiling(num_warps=warps, lanes_per_thread=lanes)
 
-    def first(self, num_rows: int) -> Inputs:
-        def cut(side: Projection) -> Projection:
-            return Projection(hidden_ND=side.hidden_ND[:num_rows], weight_VD=side.weight_VD)
+        def run(tiling: Any = tiling) -> None:
+            student, teacher = (
+                Raw(values_NV=values_NV, scale=1.0, softcap=None)
+                for values_NV in (student_NV, logits[1])
+            )
+            whole = slice(0, len(student_NV))
+            fused_triton.words_in_triton(student, teacher, asked, whole, tiling=tiling)
 
-        return replace(
-            self, student=cut(self.student), teacher=cut(self.teacher), ids_N=self.ids_N[:num_rows]
-        )
-
-
-def make_inputs(
-    shape: tuple[int, int, int], device: torch.device, backend: Backend | None
-) -> Inputs:
-    """Logits of a standard deviation of 2; a teacher that is another head on other states."""
-    num_rows, size, num_words = shape
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(SEED)
-
-    def normal(*dims: int, scale: float) -> Tensor:
-        return (torch.randn(*dims, generator=generator, device=device) * scale).to(dtype)
-
-    student, teacher = (
-        Projection(
-            hidden_ND=normal(num_rows, size, scale=1.0),
-            weight_VD=normal(num_words, size, scale=2.0 / size**0.5),
-        )
-        for _ in range(2)
-    )
-    ids_N = torch.randint(num_words, (num_rows,), generator=generator, device=device)
-    backend = backend or choose_backend(student.weight_VD)
-    return Inputs(student=student, teacher=teacher, ids_N=ids_N, backend=backend)
+        found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
+        moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()
+        row = {"kind": kind, "num_warps": warps, "lanes_per_thread": lanes, "ms": found["ms"],
+               "gb_per_s": moved / found["ms"] / 1e6}  # fmt: skip
+        rows.append(row)
+        ships = " <- ships" if tiling == fused_triton.TILING else ""
+        print(f"  {kind}, {part} rows, {warps} warps, {lanes} lanes a thread: {row['ms']:.3f} ms, "
+              f"{row['gb_per_s']:.0f} GB/s{ships}", flush=True)  # fmt: skip
+    return rows
 
 
-# ── what is timed ────────────────────────────────────────────────────────────────────────────────
+def selection(inputs: Inputs, clock: Clock) -> list[dict[str, Any]]:
+    """The 64 likeliest words of one side of one part: by the kernels, and by `torch.topk`."""
+    from courtside.losses.fused_select import fits, likeliest
 
-
-def products(inputs: Inputs, *, teacher: bool = True, trained: bool = True) -> Callable[[], None]:
-    """The floor, into memory that is there already."""
-    student, other = inputs.student, inputs.teacher
-    logits_NV = student.hidden_ND.new_empty(len(inputs.ids_N), len(student.weight_VD))
-    gradient_VD = torch.empty_like(student.weight_VD)
-    gradient_ND = torch.empty_like(student.hidden_ND)
-
-    def run() -> None:
-        torch.mm(student.hidden_ND, student.weight_VD.t(), out=logits_NV)
-        if teacher:
-            torch.mm(other.hidden_ND, other.weight_VD.t(), out=logits_NV)
-        torch.mm(logits_NV, student.weight_VD, out=gradient_ND)
-        if trained:
-            torch.mm(logits_NV.t(), student.hidden_ND, out=gradient_VD)
-
-    return run
-
-
-def ours(
-    inputs: Inputs,
-    divergence: Divergence | None = REVERSE,
-    *,
-    plan: Plan | None = None,
-    trained: bool = True,
-    backend: Backend | None = None,
-) -> tuple[HeadLoss, HeadGradient | None]:
-    into = None
-    if trained:
-        into = HeadGradient(
-            weight_VD=torch.zeros_like(inputs.student.weight_VD, dtype=torch.float32)
-        )
-    teacher = None if divergence is None else inputs.teacher
-    return divergence_head(
-        inputs.student,
-        teacher,
-        inputs.asked(divergence),
-        into=into,
-        plan=plan,
-        backend=backend or inputs.backend,
-    ), into
-
-
-def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    hidden_ND = inputs.student.hidden_ND.detach().requires_grad_()
-    weight_VD = inputs.student.weight_VD.detach().requires_grad_()
-    logp_NV = (hidden_ND @ weight_VD.t()).float().log_softmax(-1)
-    with torch.no_grad():
-        teacher_NV = inputs.teacher.hidden_ND @ inputs.teacher.weight_VD.t()
-        teacher_NV = teacher_NV.float().log_softmax(-1)
-    loss = (logp_NV.exp() * (logp_NV - teacher_NV)).sum(-1).mean()
-    gradients = torch.autograd.grad(loss, (hidden_ND, weight_VD))
-    return gradients[0], gradients[1]
-
-
-def liger(inputs: Inputs, *, loss: Any) -> tuple[Tensor, Tensor]:
-    hidden_ND = inputs.student.hidden_ND.detach().requires_grad_()
-    weight_VD = inputs.student.weight_VD.detach().requires_grad_()
-    value = loss(
-        hidden_ND, weight_VD, inputs.teacher.hidden_ND, inputs.teacher.weight_VD, inputs.ids_N
-    )
-    gradients = torch.autograd.grad(value, (hidden_ND, weight_VD))
-    return gradients[0], gradients[1]
-
-
-def liger_losses(
-    chunks: list[int], *, compiled: bool
-) -> dict[str, Callable[[Inputs], tuple[Tensor, Tensor]]]:
-    if find_spec("liger_kernel") is None:
-        print("liger: skipped, `liger_kernel` cannot be imported (put it on PYTHONPATH)")
-        return {}
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-
-    return {
-        f"liger, chunk {chunk}": partial(
-            liger,
-            # beta = 1 is its reverse KL; the loss on labels is off.
-            loss=LigerFusedLinearJSDLoss(
-                weight_hard_loss=0.0,
-                weight_soft_loss=1.0,
-                beta=1.0,
-                chunk_size=chunk,
-                compiled=compiled,
-            ),
-        )
-        for chunk in chunks
-    }
-
-
-# ── right before fast ────────────────────────────────────────────────────────────────────────────
-
-
-def low_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    student, teacher = inputs.student, inputs.teacher
-    return student.hidden_ND @ student.weight_VD.t(), teacher.hidden_ND @ teacher.weight_VD.t()
-
-
-def gradient_by_logits(
-    logits_NV: Tensor, teacher_NV: Tensor, inputs: Inputs, divergence: Divergence | None
-) -> Tensor:
-    """In float64, by autograd, on the support that low precision chooses: the other may differ."""
-    leaf_NV = logits_NV.double().requires_grad_()
-    logp_NV, logq_NV = leaf_NV.log_softmax(-1), teacher_NV.double().log_softmax(-1)
-    if divergence is None:
-        value_N = -logp_NV.gather(-1, inputs.ids_N[:, None])[:, 0]
-    elif divergence.support is None:
-        value_N = full(logp_NV, logq_NV, name=divergence.name, beta=divergence.beta,
-                       alpha=divergence.alpha)  # fmt: skip
-    else:
-        on = divergence.support
-        ids_NK, keep_NK = top_k_ids(*low_logits(inputs), k=on.k, of=on.of)
-        value_N = top_k_divergence(
-            logp_NV.gather(-1, ids_NK), logq_NV.gather(-1, ids_NK), keep_NK,
-            name=divergence.name, form=on.form,
-        )  # fmt: skip
-    (gradient_NV,) = torch.autograd.grad(value_N.mean(), leaf_NV)
-    return gradient_NV
-
-
-def reference(inputs: Inputs, divergence: Divergence | None) -> tuple[Tensor, Tensor]:
-    """Gradients by hidden states and head in float64."""
-    logits_NV, teacher_NV = (
-        side.hidden_ND.double() @ side.weight_VD.double().t()
-        for side in (inputs.student, inputs.teacher)
-    )
-    gradient_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
-    hidden_ND = gradient_NV @ inputs.student.weight_VD.double()
-    return hidden_ND, gradient_NV.t() @ inputs.student.hidden_ND.double()
-
-
-def relative(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right).norm() / right.norm())
-
-
-def off_from_logits(inputs: Inputs, divergence: Divergence | None) -> float:
-    """Of the pass over the words alone, from the very same logits."""
-    logits_NV, teacher_NV = low_logits(inputs)
-    right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
-    raws = (Raw(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV))
-    words_of(inputs.backend)(*raws, inputs.asked(divergence), slice(0, len(inputs.ids_N)))
-    return relative(logits_NV, right_NV)
-
-
-def check(inputs: Inputs) -> dict[str, dict[str, float]]:
-    """‖ours − float64‖ / ‖float64‖ of the gradients of a few rows; ends the run where it is off."""
-    few = inputs.first(CHECKED_ROWS)
-    right = reference(few, REVERSE)
-    found = plain(few)
-    errors = {
-        "plain": {"hidden": relative(found[0], right[0]), "head": relative(found[1], right[1])}
-    }
-    for name, divergence in {"reverse KL": REVERSE, **OTHERS, "cross-entropy": None}.items():
-        if divergence and divergence.support and divergence.support.k > len(few.student.weight_VD):
+    part = make_plan(inputs.student, teacher=True, trained=True).part
+    few = inputs.first(part)
+    logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
+    width = 16 // logits_NV.element_size()
+    rows = []
+    for warps in (4, 8, 16):
+        if not fits(logits_NV.shape[1], SELECTED, num_warps=warps, width=width):
             continue
-        # Chunks that do not divide the rows: the seams are checked too.
-        mine, into = ours(few, divergence, plan=Plan(chunk=96, part=40))
-        assert into is not None
-        right = reference(few, divergence)
-        errors[name] = {
-            "hidden": relative(mine.hidden_gradient_ND, right[0]),
-            "head": relative(into.weight_VD, right[1]),
-            "from the same logits": off_from_logits(few, divergence),
-        }
-    for name, error in errors.items():
-        said = ", ".join(f"{what} {value:.1e}" for what, value in error.items())
-        print(f"  off by: {said}: {name}")
-    wrong = [
-        name
-        for name, error in errors.items()
-        if not max(error.values()) < LIMIT or not error.get("from the same logits", 0) < EXACT_LIMIT
+        found = clock.measure(lambda warps=warps: likeliest(logits_NV, SELECTED, num_warps=warps))
+        rows.append({"by": f"kernels, {warps} warps", "ms": found["ms"]})
+    found = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
+    rows.append({"by": "torch.topk", "ms": found["ms"]})
+    for row in rows:
+        print(f"  top {SELECTED} of {part} rows: {row['ms']:.3f} ms by {row['by']}", flush=True)
+    return rows
+
+
+def chunks(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
+    floor = clock.measure(products(inputs))["ms"]
+    chosen = make_plan(inputs.student, teacher=True, trained=True)
+    plans = [chosen] + [
+        plan
+        for chunk, part in PLANS
+        if chunk <= len(inputs.ids_N) and (plan := Plan(chunk=chunk, part=part)) != chosen
     ]
-    if wrong:
-        raise SystemExit(f"not as close to float64 as bfloat16 allows: {wrong}. Nothing was timed")
-    return errors
+    rows = []
+    for plan in plans:
+        if clock.elapsed > seconds:
+            print(f"  the rest of the chunks: left out, --seconds {seconds} have passed")
+            break
+        if clock.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = clock.measure(lambda plan=plan: ours(inputs, REVERSE, plan=plan))
+        row = {"chunk": plan.chunk, "part": plan.part, "ratio": found["ms"] / floor, **found}
+        rows.append(row)
+        memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB above inputs"
+        ships = " <- ships" if plan == chosen else ""
+        print(f"  chunks of {plan.chunk}, parts of {plan.part}: {row['ratio']:.2f} x floor, "
+              f"{row['ms']:.2f} ms{memory}{ships}", flush=True)  # fmt: skip
+    return rows
 
 
-def check_far_rows(device: torch.device) -> float:
-    """Rows that begin past 2^31 logits, against the same rows alone."""
-    inputs = make_inputs((16384, 64, 151936), device, None)
-    whole, _ = ours(inputs, plan=Plan(chunk=16384, part=16384), trained=False)
-    last = replace(
-        inputs.first(0),
-        student=replace(inputs.student, hidden_ND=inputs.student.hidden_ND[-64:]),
-        teacher=replace(inputs.teacher, hidden_ND=inputs.teacher.hidden_ND[-64:]),
-        ids_N=inputs.ids_N[-64:],
-    )
-    alone, _ = ours(last, trained=False)
-    right_ND = alone.hidden_gradient_ND.double() * 64 / 16384
-    found = float((whole.hidden_gradient_ND[-64:] - right_ND).norm() / right_ND.norm())
-    print(f"rows past 2^31 logits: off by {found:.1e}")
-    if not found < LIMIT:
-        raise SystemExit("rows past 2^31 logits are wrong. Nothing was timed")
-    return found
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES)[:4])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", choices=("torch", "triton"), help="unset: as it is chosen")
+    parser.add_argument("--seconds", type=float, default=30, help="after which nothing is begun")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_variants.json")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    clock = Clock(device, warmup=1, repeats=5)
+    result: dict[str, Any] = {**header("head_variants", device), "shapes": {}}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.shapes:
+        if clock.elapsed > args.seconds:
+            print(f"{name}: left out, --seconds {args.seconds} have passed")
+            continue
+        print(f"{name}: {SHAPES[name]}", flush=True)
+        inputs = make_inputs(SHAPES[name], device, args.backend)
+        found: dict[str, Any] = {
+            "shape": SHAPES[name],
+            "chunks": chunks(inputs, clock, args.seconds),
+        }
+        if inputs.backend == "triton":
+            found["selection"] = selection(inputs, clock)
+            found["kernel"] = [
+                row for kind in PASSES for row in kernel(inputs, kind, clock, args.seconds)
+            ]
+        result["shapes"][name] = found
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        del inputs
+    print(f"{clock.elapsed:.0f} s in all; results in {args.out}")
 
 
-# ── all of them ──────────────────────────────────────────────────────────────────────────────────
-
-
-def variants(
-    inputs: Inputs, only: list[str], *, compiled: bool
-) -> dict[str, tuple[str, int, Callable[[], Any]]]:
-    """By name: (its floor, bytes of its gradients, what runs)."""
-    size, head = inputs.student.hidden_ND.numel(), inputs.student.weight_VD.numel()
-    item = inputs.student.hidden_ND.element_size()
-    mixed, low, frozen = size * item + head * 4, (size + head) * item, size * item
-    found: dict[str, tuple[str, int, Callable[[], Any]]] = {}
-    if "ours" in only:
-        found["ours"] = ("four", mixed, partial(ours, inputs))
-        for chunk, part in PLANS:
-            if chunk <= len(inputs.ids_N):
-                plan = Plan(chunk=chunk, part=part)
-                found[f"ours, {chunk}/{part}"] = ("four", mixed, partial(ours, inputs, plan=plan))
-        found["ours, head frozen"] = ("frozen", frozen, partial(ours, inputs, trained=False))
-        found["ours, sampled words only"] = ("sampled", mixed, partial(ours, inputs, None))
-        for name, divergence in OTHERS.items():
-            if not divergence.support or divergence.support.k <= len(inputs.student.weight_VD):
-                found[f"ours, {name}"] = ("four", mixed, partial(ours, inputs, divergence))
-    if "torch" in only:
-        found["ours without kernels"] = ("four", mixed, partial(ours, inputs, backend="torch"))
-    if "plain" in only:
-        found["plain"] = ("four", low, partial(plain, inputs))
-    if "liger" in only:
-        for name, run in liger_losses([1024, 4096], compiled=compiled).items():
-            found[name] = ("four", low, partial(run, inputs))
-    return found
+if __name__ == "__main__":
+    main()

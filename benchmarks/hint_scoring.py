@@ -22,21 +22,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from opd_step import GIB, HERE, commit, hardware
+from gpu_machine import GIB, HERE, header
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from workload import SEED
 
@@ -48,10 +43,9 @@ from courtside.engines.branches import (
     trunk_layers,
 )
 from courtside.engines.transformers import TransformersEngine
+from courtside.losses.fused import divergence_head
+from courtside.losses.fused_records import Asked, HeadGradient, Projection
 from courtside.types import Branch
-
-CHUNK = 512
-"""Positions whose logits exist at once."""
 
 
 def shape(kind: str) -> Any:
@@ -65,6 +59,10 @@ def shape(kind: str) -> Any:
         return LlamaForCausalLM(LlamaConfig(
             vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
             num_attention_heads=32, num_key_value_heads=8, **longest))  # fmt: skip
+    if kind == "tiny":
+        return Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, **longest))  # fmt: skip
     assert kind == "qwen3-0.6b"
     return Qwen3ForCausalLM(Qwen3Config(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
@@ -77,7 +75,8 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
         torch.manual_seed(SEED)
-        model = shape(args.model).to(self.device)
+        with self.device:  # drawn where they stay: a CPU takes its time over half a billion numbers
+            model = shape(args.model)
         if args.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -114,20 +113,30 @@ class Job:
         return self.request.branches[:num_hints]
 
     def training(self) -> None:
-        model, head = self.engine.model, self.engine.head
+        model = self.engine.model
         model.train()
         with self.engine.casting():
             out = model.base_model(input_ids=self.ids_1L, use_cache=False)
             hidden_ND = out.last_hidden_state[0, self.chosen_N - 1]
-            ids_N = self.ids_1L[0, self.chosen_N]
-            gradients = []
-            for part_ND, part_N in zip(hidden_ND.split(CHUNK), ids_N.split(CHUNK), strict=True):
-                leaf_ND = part_ND.detach().requires_grad_()
-                F.cross_entropy(head(leaf_ND), part_N, reduction="sum").backward()
-                gradients.append(leaf_ND.grad)
-            hidden_ND.backward(torch.cat(gradients))
+            hidden_ND.backward(self._through_head(hidden_ND.detach()))
         model.zero_grad(set_to_none=True)
         model.eval()
+
+    def _through_head(self, hidden_ND: Tensor) -> Tensor:
+        """A loss on the sampled tokens of all turns, as the student's step has it."""
+        weight_VD, _ = self.engine.head.parameters()
+        into = None
+        if weight_VD.requires_grad:
+            into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
+        dtype = self.engine.autocast or weight_VD.dtype
+        ones_N = torch.ones(len(hidden_ND), device=self.device)
+        found = divergence_head(
+            Projection(hidden_ND=hidden_ND, weight_VD=weight_VD.detach().to(dtype)),
+            None,
+            Asked(ids_N=self.ids_1L[0, self.chosen_N], temperature_N=ones_N, sampled=-ones_N),
+            into=into,
+        )
+        return found.hidden_gradient_ND
 
     @torch.no_grad()
     def trunk(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -261,7 +270,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--model", choices=("smollm2-135m", "qwen3-0.6b", "llama-1b"), default="smollm2-135m"
+        "--model",
+        choices=("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny"),
+        default="smollm2-135m",
     )
     parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
     parser.add_argument("--tokens", type=int, help="of the trunk; 16384 on a GPU, 2048 on a CPU")
@@ -291,17 +302,9 @@ def main() -> None:
     runs = measure(job, args)
     rows = summary(args, runs)
     print(table(runs, rows))
-    machine = hardware()
-    if args.device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
     result = {
-        "benchmark": "hint_scoring",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "hardware": machine,
+        **header("hint_scoring", job.device),
         "load_before": load,
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         "seed": SEED,
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "arithmetic": "bfloat16" if args.device == "cuda" else "float32",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,10 @@ def assemble(recipe: Recipe) -> Parts:
         rollout = _agent(recipe, environment, engine, turns)
         if turns.note is not None:
             notes.append(turns.note)
+    if engine.passes.problem is not None:
+        notes.append(f"{name}: passes are padded ({engine.passes.problem})")
+    if engine.device.type == "cuda" and not engine.in_slots:
+        notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
     return Parts(
@@ -227,7 +233,11 @@ def _agent(
         )
 
     def demonstrate(task: Task, id: str) -> Trajectory:
-        spoken = [{"role": m.role, "content": m.content} for m in expert(task)]
+        messages = expert(task)
+        # Something may stand above the first reply that the task itself does not begin with.
+        begun = tuple(takewhile(lambda message: message.role != "assistant", messages))
+        task = replace(task, messages=begun)
+        spoken = [{"role": m.role, "content": m.content} for m in messages]
         return recorded(task, spoken, turns, id=id, temperature=recipe.rollout.temperature)
 
     return AgentRollout(

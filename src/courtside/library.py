@@ -63,6 +63,12 @@ def find_recipe(name: str) -> Path:
     return built_in_file(name)
 
 
+def adapter_folder(path: Path) -> Path:
+    """The folder itself, or one that lies beside a built-in recipe, as `targeted-hints/warm`."""
+    beside = recipes_folder() / path
+    return beside if not path.is_dir() and beside.is_dir() else path
+
+
 def recipe_name(file: Path) -> str:
     """`shared-rule` for `recipes/shared-rule/recipe.toml`, `mine` for `mine.toml`."""
     return file.resolve().parent.name if file.name == RECIPE else file.stem

@@ -1,4 +1,4 @@
-"""Compiles the fused head's kernel for a GPU, on a machine without one; Triton brings the compiler.
+"""Compiles the fused head's kernels for a GPU, on a machine without one, with Triton's compiler.
 
     python tests/numerics/compile_kernels.py [--all]
 
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
+from courtside.losses.fused_select import crowded_kernel, select_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [
@@ -61,15 +62,32 @@ def resources(
         "LANES": 32 * warps * lanes,
         "WIDTH": 8 if dtype == "bf16" else 4,
     }
-    names = rows_kernel.arg_names
-    types = {name: "fp32" for name in names} | {name: "*fp32" for name in PER_ROW}
+    types = {name: "fp32" for name in rows_kernel.arg_names} | {name: "*fp32" for name in PER_ROW}
     types |= {"ids": "*i64", "student": f"*{dtype}", "teacher": f"*{dtype}", "num_rows": "i32"}
     types |= {"student_stride": "i32", "teacher_stride": "i32"}
-    types |= dict.fromkeys(constants, "constexpr")
     aligned = ("student", "teacher", "student_stride", "teacher_stride")
+    return used(rows_kernel, types, constants, aligned, warps)
+
+
+def select_resources(kernel: Any, *, dtype: str = "bf16", num_words: int = 151936) -> str:
+    constants = {"NUM_WORDS": num_words, "ROOM": 256, "LANES": 256,
+                 "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
+    types = dict.fromkeys(("stride", "num_rows", "k"), "i32")
+    types |= {"values": f"*{dtype}", "keys": "*i64", "counts": "*i32", "bounds": "*i32"}
+    return used(kernel, types, constants, ("values", "keys", "stride"), 8)
+
+
+def used(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...],
+    warps: int,
+) -> str:
+    names = kernel.arg_names
     source = ASTSource(
-        fn=rows_kernel,
-        signature=types,
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
@@ -90,6 +108,11 @@ def main() -> None:
         found = resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"{options}: {found}")
+    for kernel in (select_kernel, crowded_kernel):
+        for options in ({}, {"dtype": "fp32", "num_words": 151669}):
+            found = select_resources(kernel, **options)
+            spills += "STACK:0" not in found or "LOCAL:0" not in found
+            print(f"{kernel.__name__}, {options}: {found}")
     sys.exit(1 if spills else 0)
 
 

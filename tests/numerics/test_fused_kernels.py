@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import courtside
+from courtside.errors import RunError
 from courtside.losses.fused import Plan, divergence_head
 from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Statistics, Support
 
@@ -247,6 +248,15 @@ def test_tilings_do_not_change_anything() -> None:
     assert max(off.values()) < 2e-5, off
 
 
+@pytest.mark.parametrize("divergence", ON_SUPPORT[::4], ids=label)
+def test_a_support_out_of_many_words(divergence: Divergence) -> None:
+    """So many that the likeliest are found by the kernels, too."""
+    case = small(num_words=4 * TILE + 90, num_rows=4)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
 @pytest.mark.parametrize("of", ["teacher", "student", "joint"])
 def test_a_support_of_every_word(of: Any) -> None:
     """Of a joint one each word is listed twice, and counts once."""
@@ -255,6 +265,24 @@ def test_a_support_of_every_word(of: Any) -> None:
     ours, into = through(case, Divergence(name="reverse_kl", support=on))
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, triton.errors.TritonError])
+def test_a_kernel_that_cannot_run_says_so(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never goes another way in silence."""
+
+    class Broken:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def start(*args: Any, **options: Any) -> None:
+                raise error("no such target")
+
+            return start
+
+    monkeypatch.setattr(fused_triton, "rows_kernel", Broken())
+    with pytest.raises(RunError, match=r"could not be compiled.*no such target.*C compiler"):
+        through(small(), FULL[0])
 
 
 def test_it_compiles_for_a_gpu_without_spilling(tmp_path: Path) -> None:

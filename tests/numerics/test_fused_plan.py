@@ -46,11 +46,43 @@ def test_a_plan_keeps_to_its_budget(num_rows: int, trained: bool, teacher: bool)
         hidden_ND=torch.empty(num_rows, 0), weight_VD=torch.empty(49152, 0, dtype=torch.float32)
     )
     plan = make_plan(student, teacher=teacher, trained=trained)
-    held = plan.chunk + (plan.part if teacher else 0)
-    assert held * 49152 * 4 <= fused.CPU_BYTES
-    assert plan.chunk % plan.part == 0
+    assert held(plan, teacher) * 49152 * 4 <= fused.CPU_BYTES
+    check_chunks(plan, num_rows, tile=16)
+
+
+def held(plan: Plan, teacher: bool) -> int:
+    """Rows of logits that exist at once."""
+    return plan.chunk + (plan.part if teacher else 0)
+
+
+def check_chunks(plan: Plan, num_rows: int, *, tile: int) -> None:
+    assert plan.part <= plan.chunk and plan.chunk % tile == 0
     num_chunks = -(-num_rows // plan.chunk)
-    assert plan.chunk * num_chunks < num_rows + num_chunks * 64, "chunks of about equal size"
+    assert plan.chunk * num_chunks < num_rows + num_chunks * tile, "chunks of about equal size"
+
+
+@pytest.mark.parametrize("teacher", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 4096, 8192, 100_000])
+@pytest.mark.parametrize(
+    ("size", "num_words"), [(4096, 151936), (2048, 151669), (1024, 151936), (576, 49152)]
+)
+def test_a_plan_for_a_gpu(
+    size: int, num_words: int, num_rows: int, trained: bool, teacher: bool
+) -> None:
+    """At most 1024 rows of logits beside a copy of the head, as adding its gradient up through a
+    temporary would take; a head that is small for a GPU gets half a GiB."""
+    student = Projection(
+        hidden_ND=torch.empty(num_rows, size, device="meta", dtype=torch.bfloat16),
+        weight_VD=torch.empty(num_words, size, device="meta", dtype=torch.bfloat16),
+    )
+    plan = make_plan(student, teacher=teacher, trained=trained, device="cuda")
+    row_bytes = 2 * (-(-num_words // 64) * 64)
+    allowed = row_bytes * (1024 + (size if trained else 1024))
+    assert held(plan, teacher) * row_bytes <= max(allowed, 2**29)
+    check_chunks(plan, num_rows, tile=128)
+    if teacher and trained and num_rows == 100_000:
+        assert plan.chunk >= 3 * plan.part, "most of the memory is for what adds to the gradient"
 
 
 def test_torch_is_chosen_on_a_cpu() -> None:

@@ -25,8 +25,8 @@ class Train(Part):
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip_norm: PositiveFloat = 1.0
     micro_batch_tokens: PositiveInt | None = None
-    """Padded tokens in one forward and backward pass; they do not change the update. Unset: 256 on
-    a CPU, where small batches of equal lengths waste least, 16384 on a GPU."""
+    """Tokens in one forward and backward pass; they do not change the update. Unset: 256 on a CPU,
+    16384 on a GPU."""
     chunk_tokens: PositiveInt | None = None
     """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
 

@@ -23,7 +23,8 @@ class Student(Part):
     model: str
     """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
     adapter: Path | None = None
-    """A LoRA adapter's folder, merged into `model` before anything else: where training starts."""
+    """A LoRA adapter's folder, or one that comes with a recipe (`targeted-hints/warm`). It is
+    merged into `model` before anything else: where training starts."""
     lora: Lora | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -146,11 +146,18 @@ class ToolboxTasks(TasksBase):
     common_share: Share | None = None
     """How often a tool is listed under its common name (`get_weather`). Unset: as often as under
     any other name."""
+    made_up_share: Share = 0.0
+    """How often a tool is listed under two words that say nothing (`amber_lantern`), whatever
+    `names` says. Nobody knows those by heart: a warm start on some of them learns to read."""
     call_format: Literal["json", "plain"] = "json"
     """json: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. plain: `name(argument="…")`."""
     habit_share: Share = 0.0
     """Of the calls in the environment's own demonstrations: made under the common name whatever the
     list says. A habit to plant, for something to unlearn."""
+    reminder_share: Share = 0.0
+    """Of the calls in these demonstrations, the first of an episode excepted: made below a reminder
+    of the listed names, where a hint would stand, and there never by habit. Also planted: a small
+    model must be taught that such words are worth reading."""
     retries: NonNegativeInt = 0
     """How many more replies a request gets that was not solved. 0: the next request follows."""
     reward: Literal["share", "all"] = "share"

@@ -25,6 +25,11 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some words cannot be drawn although the model gives them a chance."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
@@ -158,4 +163,5 @@ class Engine(Protocol):
         self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
     ) -> list[BranchScores]: ...
 
-    def session(self, num_rows: int) -> Session: ...
+    def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
+        """`num_places`: ids that a row is expected to have in the end, where that is known."""

@@ -1,15 +1,17 @@
-"""Grouping sequences by length, so that padding wastes little and memory stays bounded."""
+"""Grouping sequences into passes, so that little is wasted and memory stays bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def pass_tokens(device: torch.device) -> int:
-    """Tokens of one forward pass that keep the device busy; on a CPU more would only pad more."""
+    """Tokens of one forward pass that keep the device busy. On a CPU more are no faster, and where
+    passes are padded they would only pad more."""
     return 16384 if device.type == "cuda" else 256
 
 
@@ -30,11 +32,37 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     return groups
 
 
+def full_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in groups whose sizes add up to at most `max_tokens`: each goes, largest first, into
+    the first group with room for it. What is larger than the budget gets a group of its own.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[index]
+        place = next((g for g, left in enumerate(room) if size <= left), None)
+        if place is None:
+            groups.append([])
+            room.append(max_tokens)
+            place = len(groups) - 1
+        groups[place].append(index)
+        room[place] -= size
+    return groups
+
+
+def placed(values: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on the device, without waiting for what that is doing."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
     """Under causal attention no real token sees what stands to its right: no mask is needed."""
     longest = max(len(ids) for ids in sequences)
     rows = [list(ids) + [pad_id] * (longest - len(ids)) for ids in sequences]
-    return torch.tensor(rows, dtype=torch.long, device=device)
+    return placed(rows, dtype=torch.long, device=device)
 
 
 def pad_left(

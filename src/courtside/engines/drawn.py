@@ -25,19 +25,29 @@ class Drawn:
             self.logp[row].append(logp)
             if token in self.eos:
                 self.ended[row] = "eos"
-            elif self.sampling.stop and any(s in self._text(row) for s in self.sampling.stop):
+            elif self.stops(self.ids[row]):
                 self.ended[row] = "stop_string"
             else:
                 going.append(position)
         return going
 
-    def _text(self, row: int) -> str:
-        return str(self.tokenizer.decode(self.ids[row], skip_special_tokens=True))
+    def extend(self, row: int, ids: list[int], logps: list[float]) -> None:
+        """Several tokens of one row, up to where it stops."""
+        for token, logp in zip(ids, logps, strict=True):
+            if not self.add([row], [token], [logp]):
+                break
+
+    def stops(self, ids: list[int]) -> bool:
+        """Whether there is a stop string in a text."""
+        return bool(self.sampling.stop) and any(s in self._text(ids) for s in self.sampling.stop)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def samples(self) -> list[Sample]:
         out = []
         for row, ids in enumerate(self.ids):
-            text = self._text(row)
+            text = self._text(ids)
             cut = [text.find(s) for s in self.sampling.stop if s in text]
             out.append(
                 Sample(

@@ -1,71 +1,127 @@
-"""Decoding on a GPU as a replayed CUDA graph: one launch a token instead of hundreds.
+"""One step of decoding for all rows at once, replayed as a CUDA graph: one launch a token instead
+of a thousand.
 
 The whole step is in the graph: model, head, draw, and writing the token where the next step reads
-it. Shapes are fixed, so finished rows idle along until the batch is done, and whether all rows have
-ended is looked at every few tokens only. The numbers are those of the eager loop up to rounding.
+it. A row counts its own tokens and stops by itself, so rows may begin at any time. On a CPU the
+step is simply called: the same logic, for tests.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from courtside.engines.base import Head, Sampling
-from courtside.engines.sampling import draw
+from courtside.engines.ragged import ragged
+from courtside.engines.sampling import draw, uniforms
 
-ROW_STEP = 16
-SLOT_STEP = 64
-"""Rows and cache slots are rounded up to these, so that batches of about one size share a graph."""
-LOOK_EVERY = 16
-"""Tokens between looks at what was drawn: a look waits for the GPU."""
-KEPT = 4
-"""Graphs kept, each with its cache."""
-
-
-class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values at addresses that never change; `slot` says where the next ones go."""
-
-    def __init__(self, slot: Tensor, room_k: Tensor, room_v: Tensor):
-        super().__init__()
-        self.slot, self.keys, self.values = slot, room_k, room_v
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.slot, key_states)
-        self.values.index_copy_(2, self.slot, value_states)
-        return self.keys, self.values
+LOOK_EVERY = 4
+"""Tokens between looks at which rows have ended: a look waits for the GPU."""
 
 
 class Decoder:
-    """One graph, for batches of at most `rows` samples and `slots` positions."""
+    """Rows that write, over keys and values that stay where they are."""
 
     def __init__(
-        self, model: Any, head: Head, rooms: list[tuple[Tensor, Tensor]], sampling: Sampling
+        self,
+        model: Any,
+        head: Head,
+        cache: Cache,
+        length_B: Tensor,
+        sampling: Sampling,
+        eos: Sequence[int],
+        pool: Any = None,
     ):
-        rows, _, slots, _ = rooms[0][0].shape
-        device = rooms[0][0].device
-        self.rows, self.slots = rows, slots
-        self.ids_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.position_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.slot = torch.zeros(1, dtype=torch.long, device=device)
-        self.seen_BL = torch.zeros(rows, slots, dtype=torch.bool, device=device)
-        self.step = torch.zeros(1, dtype=torch.long, device=device)
-        self.uniform_NB = torch.zeros(slots, rows, dtype=torch.float64, device=device)
-        self.drawn_NB = torch.zeros(slots, rows, dtype=torch.long, device=device)
-        self.logp_NB = torch.zeros(slots, rows, dtype=torch.float32, device=device)
-        self.cache = Cache(layers=[FixedLayer(self.slot, k, v) for k, v in rooms])
-        self.model, self.head, self.sampling = model, head, sampling
-        # On a CPU the step is simply called: the same logic, for tests.
-        self.replay = self._capture() if device.type == "cuda" else self._step
+        self.model, self.head, self.cache, self.sampling = model, head, cache, sampling
+        self.length_B = length_B
+        """Ids in each row's keys and values, of the session."""
+        self.device = length_B.device
+        B, N = len(length_B), sampling.max_new_tokens
+        self.ids_B1 = self._zeros(B, 1)
+        self.count_B = self._zeros(B)
+        """Tokens that a row has drawn."""
+        self.active_B = self._zeros(B, dtype=torch.bool)
+        # One column more than tokens: there rows write that have nothing to say.
+        self.uniform_BN = self._zeros(B, N + 1, dtype=torch.float64)
+        self.drawn_BN = self._zeros(B, N + 1)
+        self.logp_BN = self._zeros(B, N + 1, dtype=torch.float32)
+        self.eos_E = torch.tensor(sorted(eos), device=self.device)
+        self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        """For models that would build one; `ragged` looks at lengths instead."""
+        self._replay: Callable[[], None] | None = None if self.device.type == "cuda" else self._step
+        self._pool = pool
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def begin(self, rows: Sequence[int], hidden_BD: Tensor, seeds: Sequence[int]) -> None:
+        """These rows have read their prompts: draw their first token and let them go on."""
+        N = self.sampling.max_new_tokens
+        where_B = torch.tensor(rows, device=self.device)
+        uniform_BN = torch.stack([uniforms(seed, N) for seed in seeds]).to(self.device)
+        ids_B, logp_B = drawn(self.head(hidden_BD), uniform_BN[:, 0], self.sampling)
+        self.uniform_BN[where_B, :N] = uniform_BN
+        self.drawn_BN[where_B, 0] = ids_B
+        self.logp_BN[where_B, 0] = logp_B.float()
+        self.ids_B1[where_B, 0] = ids_B
+        self.count_B[where_B] = 1
+        self.active_B[where_B] = ~self._ends(ids_B) if N > 1 else False
+
+    def stop(self, rows: Sequence[int] | None = None) -> None:
+        """These rows write no more; all of them, if not said."""
+        if rows is None:
+            self.active_B.zero_()
+        else:
+            self.active_B[torch.tensor(rows, device=self.device)] = False
+
+    def go(self) -> list[bool]:
+        """A few tokens for every row that is active; says which still are."""
+        if self._replay is None:
+            self._replay = self._capture()
+        for _ in range(LOOK_EVERY):
+            self._replay()
+        going: list[bool] = self.active_B.tolist()
+        return going
+
+    def written(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """Ids and log-probs of each row so far."""
+        where_B = torch.tensor(rows, device=self.device)
+        counts = self.count_B[where_B].tolist()
+        most = max(counts)
+        ids, logps = self.drawn_BN[where_B, :most].tolist(), self.logp_BN[where_B, :most].tolist()
+        return [(i[:n], p[:n]) for i, p, n in zip(ids, logps, counts, strict=True)]
+
+    def _ends(self, ids_B: Tensor) -> Tensor:
+        return (ids_B[:, None] == self.eos_E).any(-1)
+
+    def _step(self) -> None:
+        """Read each row's last token, draw the next, leave it where the next step reads it."""
+        with ragged(self.model, self.length_B + 1):
+            out = self.model.base_model(
+                input_ids=self.ids_B1,
+                attention_mask=self.mask,
+                position_ids=self.length_B[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
+        logits_BV = self.head(out.last_hidden_state[:, -1])
+        ids_B, logp_B = drawn(logits_BV, uniform_B, self.sampling)
+        last = self.sampling.max_new_tokens
+        where_B1 = torch.where(self.active_B, self.count_B, last)[:, None]
+        self.drawn_BN.scatter_(1, where_B1, ids_B[:, None])
+        self.logp_BN.scatter_(1, where_B1, logp_B[:, None].float())
+        self.ids_B1.copy_(torch.where(self.active_B, ids_B, self.ids_B1[:, 0])[:, None])
+        self.length_B.add_(self.active_B)
+        self.count_B.add_(self.active_B)
+        self.active_B.logical_and_(~self._ends(ids_B) & (self.count_B < last))
 
     def _capture(self) -> Callable[[], None]:
+        kept = [t.clone() for t in self._state()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -73,94 +129,23 @@ class Decoder:
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             self._step()
+        for tensor, before in zip(self._state(), kept, strict=True):
+            tensor.copy_(before)
         return graph.replay
 
-    def _step(self) -> None:
-        """Read the last token, draw the next, leave it where the next replay reads it."""
-        self.seen_BL.index_fill_(1, self.slot, True)
-        out = self.model.base_model(
-            input_ids=self.ids_B1,
-            attention_mask=self.seen_BL[:, None, None, :],
-            position_ids=self.position_B1,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        uniform_B = self.uniform_NB.index_select(0, self.step)[0]
-        ids_B, logp_B = draw(self.head(out.last_hidden_state[:, -1]), uniform_B, self.sampling)
-        self.drawn_NB.index_copy_(0, self.step, ids_B[None])
-        self.logp_NB.index_copy_(0, self.step, logp_B[None])
-        self.ids_B1.copy_(ids_B[:, None])
-        self.position_B1.add_(1)
-        self.slot.add_(1)
-        self.step.add_(1)
-
-    def load(
-        self,
-        rooms: list[tuple[Tensor, Tensor]],
-        *,
-        mask_BL: Tensor,
-        ids_B: Tensor,
-        uniform_BN: Tensor,
-    ) -> None:
-        """Start from prompts that were read and a first token that was drawn for each row."""
-        B, L = mask_BL.shape
-        for layer, (k, v) in zip(self.cache.layers, rooms, strict=True):
-            layer.keys[:B, :, :L] = k[:, :, :L]
-            layer.values[:B, :, :L] = v[:, :, :L]
-        self.seen_BL.zero_()
-        self.seen_BL[:B, :L] = mask_BL.bool()
-        self.seen_BL[B:, 0] = True  # idle rows must see something, or their softmax is NaN
-        self.ids_B1.zero_()
-        self.ids_B1[:B, 0] = ids_B
-        self.position_B1.zero_()
-        self.position_B1[:B, 0] = mask_BL.sum(-1)
-        self.slot.fill_(L)
-        self.step.fill_(1)
-        self.uniform_NB.zero_()
-        self.uniform_NB[: uniform_BN.shape[1], :B] = uniform_BN.T
-
-    def run(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens 2 … num_tokens in portions (ids_NB, logp_NB); stop asking to stop decoding."""
-        done = 1
-        while done < num_tokens:
-            portion = min(LOOK_EVERY, num_tokens - done)
-            for _ in range(portion):
-                self.replay()
-            yield self.drawn_NB[done : done + portion], self.logp_NB[done : done + portion]
-            done += portion
+    def _state(self) -> list[Tensor]:
+        """What trial steps change. Keys and values they write are written again, equal."""
+        return [
+            self.ids_B1, self.length_B, self.count_B, self.active_B, self.drawn_BN, self.logp_BN,
+        ]  # fmt: skip
 
 
-class Decoders:
-    """The graphs of one model, by shape, sampling and the weights they were captured with."""
+def drawn(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """`draw`, by a kernel where there is one for it."""
+    if logits_BV.is_cuda and sampling.temperature > 0 and not sampling.truncates:
+        from courtside.engines.decode_kernels import pick  # needs Triton, which CPUs do without
 
-    def __init__(self, model: Any, head: Head):
-        self.model, self.head = model, head
-        self._kept: OrderedDict[Any, Decoder] = OrderedDict()
-
-    def get(self, rooms: list[tuple[Tensor, Tensor]], sampling: Sampling) -> Decoder:
-        rows, _, slots, _ = rooms[0][0].shape
-        rows, slots = _up(rows, ROW_STEP), _up(slots, SLOT_STEP)
-        key = (rows, slots, sampling, self._weights())
-        if key not in self._kept:
-            while len(self._kept) >= KEPT:
-                self._kept.popitem(last=False)
-            fixed = [(_room(k, rows, slots), _room(v, rows, slots)) for k, v in rooms]
-            self._kept[key] = Decoder(self.model, self.head, fixed, sampling)
-        self._kept.move_to_end(key)
-        return self._kept[key]
-
-    def _weights(self) -> int:
-        """Where the weights lie and whether adapters are on: a graph holds both for good."""
-        places = tuple(p.data_ptr() for p in self.model.parameters())
-        off = tuple(bool(getattr(m, "disable_adapters", False)) for m in self.model.modules())
-        return hash((places, off))
-
-
-def _room(like: Tensor, rows: int, slots: int) -> Tensor:
-    return like.new_zeros(rows, like.shape[1], slots, like.shape[3])
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+        return pick(logits_BV, uniform_B, sampling.temperature)
+    return draw(logits_BV, uniform_B, sampling)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from courtside.errors import ModelError
+from courtside.library import adapter_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,19 +83,21 @@ def load_model(
 def _merge(model: Any, adapter: Path, name: str) -> Any:
     from peft import PeftModel
 
-    if not (adapter / "adapter_config.json").is_file():
+    folder = adapter_folder(adapter)
+    if not (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"adapter {str(adapter)!r}: no adapter_config.json there. Give the folder that "
             "`courtside export --adapter` wrote"
         )
     try:
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except (RuntimeError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"adapter {str(adapter)!r} does not fit model {name!r}: {reason}. Give the model that "
             "it was trained on"
         ) from None
+    return merged.requires_grad_(True)  # PEFT froze what the adapter lay on
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

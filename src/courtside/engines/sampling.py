@@ -31,7 +31,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tens
 
 def truncated(logp_BV: Tensor, sampling: Sampling) -> Tensor:
     """top-k, then top-p, then min-p, renormalised; the input itself when none is on."""
-    if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+    if not sampling.truncates:
         return logp_BV
     if 0 < sampling.top_k < logp_BV.shape[-1]:
         least_B1 = logp_BV.topk(sampling.top_k, dim=-1).values[:, -1:]

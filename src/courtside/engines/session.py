@@ -167,7 +167,9 @@ class KeptSession:
         readers = [row for row in reads if row not in follows]
         front = self._in_order(readers, {row: len(reads[row]) for row in readers})
         hidden: dict[int, Tensor] = {}
-        for first, rows in _cut([len(reads[row]) for row in front], front, self.device):
+        for first, rows in portions(
+            [len(reads[row]) for row in front], front, pass_tokens(self.device)
+        ):
             lengths = [len(reads[row]) for row in rows]
             ids_BN = pad_right([reads[row] for row in rows], 0, self.device)
             hidden_BND = self._forward(ids_BN, rows, lengths, first=first)
@@ -243,8 +245,8 @@ class KeptSession:
         return self.order[: len(rows)]
 
 
-def _cut(
-    lengths: Sequence[int], rows: Sequence[int], device: torch.device
+def portions(
+    lengths: Sequence[int], rows: Sequence[int], max_tokens: int
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Neighbours in portions of at most a pass's tokens with their padding, and where each begins.
 
@@ -254,11 +256,12 @@ def _cut(
     first, longest = 0, 0
     for place, length in enumerate(lengths):
         longest = max(longest, length)
-        full = longest * (place - first + 1) > pass_tokens(device)
+        full = longest * (place - first + 1) > max_tokens
         if place > first and (full or 2 * length < longest):
             yield first, rows[first:place]
             first, longest = place, length
-    yield first, rows[first:]
+    if rows:
+        yield first, rows[first:]
 
 
 class RereadingSession:

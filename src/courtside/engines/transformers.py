@@ -1,7 +1,7 @@
 """The engine in process: any causal language model of transformers, on CPU or GPU.
 
 Sampling: each distinct prompt is read once and its keys and values serve all its samples; finished
-rows leave the batch. Scoring: sequences are sorted by length and padded on the right, and logits
+rows leave the batch. Scoring: sequences are packed into passes without padding, and logits
 exist for a chunk of scored positions at a time; turns with hints are scored as branches of one
 trunk. Training happens elsewhere, on the same model.
 """
@@ -27,13 +27,17 @@ from courtside.engines.base import (
     Sampling,
     ScoreRequest,
     Scores,
+    Session,
 )
-from courtside.engines.batching import batches_by_length, pad_left, pad_right, pass_tokens
+from courtside.engines.batching import batches_by_length, pad_left, pass_tokens
 from courtside.engines.branches import branching_problem, read_branches, score_branches_separately
 from courtside.engines.drawn import Drawn
-from courtside.engines.graphs import Decoders
+from courtside.engines.lent import LentWeights
+from courtside.engines.packing import Passes, packing_problem
 from courtside.engines.sampling import draw, uniforms
+from courtside.engines.scoring import scores_of
 from courtside.engines.session import KeptSession, RereadingSession
+from courtside.engines.slots import PLACE_STEP, RoomPool, SlotSession
 from courtside.errors import ModelError
 from courtside.types import Sample
 
@@ -63,56 +67,47 @@ class TransformersEngine:
         self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
         self.eos_ids = eos_ids(model, tokenizer)
         self.pad_id = min(self.eos_ids)
-        self.decoders = Decoders(model, self.head) if self.device.type == "cuda" else None
 
     def casting(self) -> Any:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
 
+    def _casting_anew(self) -> Any:
+        """Without keeping rounded weights: a graph that held one would decode with old ones."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
+
     # ── sampling ─────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.prompt_ids, []).append(index)
-        prompts = list(groups)
-        for prompt in prompts:
-            self._check_length(len(prompt) + sampling.max_new_tokens)
-        samples: list[Sample | None] = [None] * len(requests)
-        # On a GPU, a graph decodes a batch that is read in one piece.
-        in_session = self.decoders is None and self.rereads is None
-        for rows in self._decode_batches(prompts, groups, sampling):
-            if in_session:
-                asked = [requests[row] for row in rows]
-                written = self.session(len(rows)).sample(range(len(rows)), asked, sampling)
-            else:
-                with self.casting():
-                    written = self._decode(rows, requests, sampling)
-            for index, sample in zip(rows, written, strict=True):
-                samples[index] = sample
-        return [sample for sample in samples if sample is not None]
+        lengths = [len(r.prompt_ids) + sampling.max_new_tokens for r in requests]
+        for length in lengths:
+            self._check_length(length)
+        # Longest first, and samples of one prompt as neighbours: their prompt is read once.
+        order = sorted(range(len(requests)), key=lambda i: (-lengths[i], requests[i].prompt_ids, i))
+        asked = [requests[i] for i in order]
+        written: list[Sample] = []
+        if asked and self.in_slots:
+            num_rows = min(len(asked), max(1, self.max_batch_tokens // max(lengths)))
+            written = self._slots(num_rows, max(lengths)).sample_all(asked, sampling)
+        else:
+            batches = batches_by_length([lengths[i] for i in order], self.max_batch_tokens)
+            for batch in batches:
+                part = [asked[i] for i in batch]
+                if self.rereads is None:
+                    written += self.session(len(part)).sample(range(len(part)), part, sampling)
+                else:
+                    with self.casting():
+                        written += self._decode(part, sampling)
+        found = dict(zip(order, written, strict=True))
+        return [found[i] for i in range(len(requests))]
 
-    def _decode_batches(
-        self,
-        prompts: list[tuple[int, ...]],
-        groups: dict[tuple[int, ...], list[int]],
-        sampling: Sampling,
-    ) -> list[list[int]]:
-        # Samples of one prompt stay neighbours, so that their prompt is read once.
-        order = sorted(prompts, key=lambda prompt: (-len(prompt), prompt))
-        indices = [index for prompt in order for index in groups[prompt]]
-        lengths = [len(p) + sampling.max_new_tokens for p in order for _ in groups[p]]
-        return [
-            [indices[i] for i in batch]
-            for batch in batches_by_length(lengths, self.max_batch_tokens)
-        ]
-
-    def _decode(
-        self, rows: list[int], requests: Sequence[SampleRequest], sampling: Sampling
-    ) -> list[Sample]:
-        prompts = list(dict.fromkeys(requests[row].prompt_ids for row in rows))
+    def _decode(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
+        """For models whose keys and values have a will of their own: one padded batch, eagerly."""
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
         ids_PL, mask_PL = pad_left(prompts, self.pad_id, self.device)
         cache: Any = _roomy_cache(self.model.config, ids_PL.shape[1] + sampling.max_new_tokens)
         out = self.model.base_model(
@@ -124,7 +119,7 @@ class TransformersEngine:
         )
         # From here on a row is a sample: the prompt's cache is handed to each of its samples.
         of_prompt = {prompt: i for i, prompt in enumerate(prompts)}
-        take = torch.tensor([of_prompt[requests[row].prompt_ids] for row in rows])
+        take = torch.tensor([of_prompt[request.prompt_ids] for request in requests])
         take = take.to(self.device)
         hidden_BD = out.last_hidden_state[:, -1][take]
         cache.batch_select_indices(take)
@@ -132,15 +127,10 @@ class TransformersEngine:
         length_B = mask_BL.sum(-1)
         padded = not bool(mask_PL.all())
 
-        uniform_BN = torch.stack(
-            [uniforms(requests[r].seed, sampling.max_new_tokens) for r in rows]
-        )
+        uniform_BN = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests])
         uniform_BN = uniform_BN.to(self.device)
-        drawn = self._record(len(rows), sampling)
-        if self.decoders is not None and all(type(x) is _RoomyLayer for x in cache.layers):
-            self._replay(cache, hidden_BD, mask_BL, uniform_BN, sampling, drawn)
-            return drawn.samples()
-        alive = list(range(len(rows)))
+        drawn = self._record(len(requests), sampling)
+        alive = list(range(len(requests)))
         for n in range(sampling.max_new_tokens):
             ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[alive, n], sampling)
             going = drawn.add(alive, ids_B.tolist(), logp_B.tolist())
@@ -163,37 +153,6 @@ class TransformersEngine:
             hidden_BD = out.last_hidden_state[:, -1]
         return drawn.samples()
 
-    def _replay(
-        self,
-        cache: Any,
-        hidden_BD: Tensor,
-        mask_BL: Tensor,
-        uniform_BN: Tensor,
-        sampling: Sampling,
-        drawn: Drawn,
-    ) -> None:
-        """The same loop as a CUDA graph."""
-        assert self.decoders is not None
-        ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[:, 0], sampling)
-        alive = list(range(len(ids_B)))
-        alive = [alive[i] for i in drawn.add(alive, ids_B.tolist(), logp_B.tolist())]
-        rooms = [(layer.room_k, layer.room_v) for layer in cache.layers]
-        # Casts of the weights belong into the graph: a cached one would be of another step.
-        with torch.autocast(
-            self.device.type,
-            dtype=self.autocast or torch.bfloat16,
-            enabled=self.autocast is not None,
-            cache_enabled=False,
-        ):
-            decoder = self.decoders.get(rooms, sampling)
-            decoder.load(rooms, mask_BL=mask_BL, ids_B=ids_B, uniform_BN=uniform_BN)
-            for ids_NB, logp_NB in decoder.run(sampling.max_new_tokens):
-                for ids, logps in zip(ids_NB.tolist(), logp_NB.tolist(), strict=True):
-                    going = drawn.add(alive, [ids[i] for i in alive], [logps[i] for i in alive])
-                    alive = [alive[i] for i in going]
-                if not alive:
-                    break
-
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
@@ -206,23 +165,56 @@ class TransformersEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         lengths = [len(request.token_ids) for request in requests]
-        with self.casting():
-            for batch in batches_by_length(lengths, self.score_batch_tokens):
-                ids_BL = pad_right([requests[i].token_ids for i in batch], self.pad_id, self.device)
-                out = self.model.base_model(input_ids=ids_BL, use_cache=False)
-                for row, index in enumerate(batch):
-                    results[index] = self._scores(
-                        out.last_hidden_state[row], requests[index], hidden=hidden, top_k=top_k
-                    )
+        passes = self.passes
+        with self.casting(), passes.attention():
+            for batch in passes.batches(lengths, self.score_batch_tokens):
+                asked = [requests[i] for i in batch]
+                hidden_ND, starts = passes.hidden([request.token_ids for request in asked])
+                found = scores_of(self.head, hidden_ND, starts, asked, hidden=hidden, top_k=top_k)
+                results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
 
-    def session(self, num_rows: int) -> KeptSession | RereadingSession:
+    @cached_property
+    def passes(self) -> Passes:
+        """How sequences become passes of the model; its `problem` says why they are padded."""
+        with self.casting():
+            problem = packing_problem(self.model)
+        return Passes(model=self.model, pad_id=self.pad_id, problem=problem)
+
+    def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""
         if self.rereads is not None:
             return RereadingSession(self.sample, num_rows=num_rows, note=self.rereads)
+        if self.in_slots:
+            return self._slots(num_rows, num_places or PLACE_STEP)
         return KeptSession(
             self.model, self.head, num_rows=num_rows, record=self._record, casting=self.casting
         )
+
+    def _slots(self, num_rows: int, num_places: int) -> SlotSession:
+        return SlotSession(
+            self.model,
+            self.head,
+            pool=self._pool,
+            lent=self._lent,
+            num_rows=num_rows,
+            num_places=num_places,
+            record=self._record,
+            casting=self._casting_anew,
+        )
+
+    @cached_property
+    def in_slots(self) -> bool:
+        """Whether decoding replays a graph: on a GPU, where keys and values are plain ones."""
+        return self.device.type == "cuda" and self.rereads is None
+
+    @cached_property
+    def _pool(self) -> RoomPool:
+        return RoomPool(self.model, self.autocast)
+
+    @cached_property
+    def _lent(self) -> LentWeights:
+        return LentWeights(self.model, self.head, self.autocast)
 
     @cached_property
     def rereads(self) -> str | None:
@@ -264,27 +256,8 @@ class TransformersEngine:
     def _scores(
         self, hidden_LD: Tensor, request: ScoreRequest, *, hidden: bool, top_k: int
     ) -> Scores:
-        where = [i for i, scored in enumerate(request.scored) if scored]
-        before_T = torch.tensor(where, dtype=torch.long, device=self.device) - 1
-        ids_T = torch.tensor([request.token_ids[i] for i in where], device=self.device)
-        hidden_TD = hidden_LD[before_T]
-        logp: list[Tensor] = []
-        top: list[Any] = []
-        for part_ND, part_N in zip(
-            hidden_TD.split(_CHUNK), ids_T.long().split(_CHUNK), strict=True
-        ):
-            logits_NV = self.head(part_ND) / request.temperature
-            total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-            logp.append((logits_NV.gather(-1, part_N[:, None]) - total_N1).squeeze(-1))
-            if top_k:
-                best = logits_NV.topk(top_k, dim=-1)
-                top.append((best.indices, best.values - total_N1))
-        return Scores(
-            logp_T=torch.cat(logp) if logp else hidden_LD.new_zeros(0, dtype=torch.float32),
-            hidden_TD=hidden_TD if hidden else None,
-            top_ids_TK=torch.cat([ids for ids, _ in top]) if top else None,
-            top_logp_TK=torch.cat([logps for _, logps in top]) if top else None,
-        )
+        (scores,) = scores_of(self.head, hidden_LD, [0], [request], hidden=hidden, top_k=top_k)
+        return scores
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:
@@ -292,10 +265,6 @@ class TransformersEngine:
                 f"{length} tokens do not fit the context of {self.name} ({self.context_length}). "
                 "Shorten the prompts or rollout.max_new_tokens; nothing is cut silently"
             )
-
-
-_CHUNK = 512
-"""Positions whose logits exist at once while scoring."""
 
 
 def head_of(model: Any, *, num_words: int | None = None) -> Head:

@@ -35,10 +35,15 @@ from courtside.losses.fused_records import (
 )
 from courtside.losses.fused_words import words_in_torch
 
-CUDA_BYTES = 21 * 2**26
-"""For the logits of one chunk: 4096 + 512 rows of 151936 words in bfloat16."""
 CPU_BYTES = 9 * 2**24
-"""The same on a CPU: 512 + 256 rows of 49152 words in float32, where the products run well."""
+"""For the logits of one chunk: 512 + 256 rows of 49152 words in float32. Products run well."""
+CUDA_ROWS = 1024
+"""On a GPU: so many rows of logits, and as much again as a copy of the head where it trains. Adding
+up its gradient chunk by chunk through a temporary would hold the same."""
+CUDA_BYTES = 2**29
+"""But at least this: a chunk of a small head must be worth its launches."""
+CUDA_PART_BYTES = 2**27
+"""The teacher's part of it: 441 rows of 151936 words in bfloat16. Smaller products run worse."""
 
 
 Words = Callable[[Raw, Raw | None, Asked, slice], tuple[Statistics, Found | None]]
@@ -84,10 +89,11 @@ def divergence_head(
     with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
         for start in range(0, max(1, num_rows), plan.chunk):
             end = min(start + plan.chunk, num_rows)
+            own = _logits(student, slice(start, end), chunk_CV)
             for first in range(start, max(start + 1, end), plan.part):
                 rows = slice(first, min(first + plan.part, end))
                 here, there = words(
-                    _logits(student, rows, chunk_CV[first - start :]),
+                    replace(own, values_NV=own.values_NV[first - start : rows.stop - start]),
                     None if teacher is None else _logits(teacher, rows, teacher_PV),
                     asked,
                     rows,
@@ -108,20 +114,34 @@ def choose_backend(weight_VD: Tensor) -> Backend:
     return "triton" if fits and find_spec("triton") is not None else "torch"
 
 
-def make_plan(student: Projection, *, teacher: bool, trained: bool) -> Plan:
-    """As many rows as the budget of the device allows, in chunks of about equal size."""
-    num_words, num_rows = len(student.weight_VD), max(1, len(student.hidden_ND))
-    on_gpu = student.weight_VD.is_cuda
-    budget, tile = (CUDA_BYTES, 128) if on_gpu else (CPU_BYTES, 16)
+def make_plan(
+    student: Projection, *, teacher: bool, trained: bool, device: str | None = None
+) -> Plan:
+    """As many rows as the budget allows, in chunks of about equal size. `device`: a kind of device
+    other than the student's own."""
+    num_words, size = student.weight_VD.shape
+    num_rows = max(1, len(student.hidden_ND))
     row_bytes = student.weight_VD.element_size() * _padded(num_words)
+    if (device or student.weight_VD.device.type) == "cuda":
+        tile, part_bytes = 128, CUDA_PART_BYTES
+        held = max(CUDA_ROWS + (size if trained else CUDA_ROWS), CUDA_BYTES // row_bytes)
+    else:
+        tile, part_bytes = 16, CPU_BYTES
+        held = CPU_BYTES // row_bytes
     # A trained head wants large chunks; its teacher's logits can come in smaller parts.
-    num_parts = (8 if on_gpu else 2) if trained and teacher else 1
-    shares = num_parts + 1 if teacher else num_parts
-    # Whole tiles of the matrix products: first as many as fit, then no more than are needed.
-    part = max(1, budget // (row_bytes * shares * tile)) * tile
-    num_chunks = -(-num_rows // (part * num_parts))
-    part = -(-num_rows // (num_chunks * num_parts * tile)) * tile
-    return Plan(chunk=part * num_parts, part=part)
+    part = 0
+    if teacher:
+        part = min(held // 3, part_bytes // row_bytes) if trained else held // 2
+        part = _whole_tiles(part, tile)
+    most = _whole_tiles(held - part, tile)
+    num_chunks = -(-num_rows // most)
+    chunk = -(-num_rows // (num_chunks * tile)) * tile
+    return Plan(chunk=chunk, part=min(part, chunk) if teacher else chunk)
+
+
+def _whole_tiles(num_rows: int, tile: int) -> int:
+    """Of the matrix products: as many as fit, but one."""
+    return max(1, num_rows // tile) * tile
 
 
 def _same_words(
@@ -202,21 +222,28 @@ def _through_head(
     into: HeadGradient | None,
 ) -> None:
     """From the gradient by logits to those by hidden states (set) and by the head (added)."""
-    dtype = student.weight_VD.dtype
-    if gradient_ND.dtype == dtype:
-        torch.mm(gradient_CV, student.weight_VD, out=gradient_ND[rows])
+    head_VD = student.weight_VD
+    if gradient_ND.dtype == head_VD.dtype:
+        torch.mm(gradient_CV, head_VD, out=gradient_ND[rows])
+    elif _widens(head_VD, gradient_ND):
+        torch.mm(gradient_CV, head_VD, out_dtype=torch.float32, out=gradient_ND[rows])
     else:
-        gradient_ND[rows] = torch.mm(gradient_CV, student.weight_VD)
+        gradient_ND[rows] = torch.mm(gradient_CV, head_VD)
     if into is None:
         return
     num_words = gradient_CV.shape[-1]
-    weight_VD, hidden_ND = into.weight_VD[:num_words], student.hidden_ND[rows].to(dtype)
-    if weight_VD.dtype == dtype:
+    weight_VD, hidden_ND = into.weight_VD[:num_words], student.hidden_ND[rows].to(head_VD.dtype)
+    if weight_VD.dtype == head_VD.dtype:
         weight_VD.addmm_(gradient_CV.t(), hidden_ND)
-    elif weight_VD.is_cuda:
+    elif _widens(head_VD, weight_VD):
         # One product that reads, adds and writes float32, from operands that stay small.
-        torch.addmm(weight_VD, gradient_CV.t(), hidden_ND, out_dtype=weight_VD.dtype, out=weight_VD)
+        torch.addmm(weight_VD, gradient_CV.t(), hidden_ND, out_dtype=torch.float32, out=weight_VD)
     else:
         weight_VD.addmm_(gradient_CV.t().to(weight_VD.dtype), hidden_ND.to(weight_VD.dtype))
     if into.bias_V is not None:
         into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
+
+
+def _widens(operand: Tensor, result: Tensor) -> bool:
+    """Whether there is a matrix product of such operands that gives such a result."""
+    return operand.is_cuda and operand.dtype == torch.bfloat16 and result.dtype == torch.float32

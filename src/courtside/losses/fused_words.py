@@ -237,10 +237,22 @@ def support_ids(
 
     From anything that orders the words as the log-probs do.
     """
-    if support.k > student_NV.shape[-1]:
-        raise ValueError(f"k = {support.k}: the vocabulary has {student_NV.shape[-1]} words only")
-    student_NK = student_NV.topk(support.k, dim=-1).indices
-    teacher_NK = teacher_NV.topk(support.k, dim=-1).indices
+    refuse_too_many(support.k, student_NV.shape[-1])
+    student_NK, teacher_NK = (
+        values_NV.topk(support.k, dim=-1).indices for values_NV in (student_NV, teacher_NV)
+    )
+    return support_of(student_NK, teacher_NK, support)
+
+
+def refuse_too_many(k: int, num_words: int) -> None:
+    if k > num_words:
+        raise ValueError(f"k = {k}: the vocabulary has {num_words} words only")
+
+
+def support_of(
+    student_NK: Tensor, teacher_NK: Tensor, support: Support
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, from the likeliest words of each side."""
     shared_NK = (student_NK.unsqueeze(-1) == teacher_NK.unsqueeze(-2)).any(-1)
     all_NK = torch.ones_like(shared_NK)
     share_N = shared_NK.sum(-1) / support.k

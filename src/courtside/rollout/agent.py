@@ -120,10 +120,11 @@ class AgentRollout:
         self, starts: Sequence[Start], sampling: Sampling, *, version: int
     ) -> list[Trajectory]:
         """Episodes from their beginning to their end, in order."""
-        size = self._num_rows(starts, sampling)
+        num_places = self._num_places(starts, sampling)
+        size = max(1, self.config.max_batch_tokens // num_places)  # held at once
         played: list[Trajectory] = []
         for first in range(0, len(starts), size):
-            played += self._play_some(starts[first : first + size], sampling, version)
+            played += self._play_some(starts[first : first + size], sampling, version, num_places)
         return played
 
     def _corrected(self, played: Trajectory) -> Iterator[Trajectory]:
@@ -148,19 +149,19 @@ class AgentRollout:
                 grade=None,
             )
 
-    def _num_rows(self, starts: Sequence[Start], sampling: Sampling) -> int:
-        """Episodes whose keys and values are held at once."""
+    def _num_places(self, starts: Sequence[Start], sampling: Sampling) -> int:
+        """Ids that an episode is expected to have in the end, at most."""
         prompts = [len(self.turns.prompt(start.task.messages).token_ids) for start in starts]
         turns = self.limits.turns or EXPECTED_TURNS
         expected = max(prompts, default=0) + turns * (
             sampling.max_new_tokens + EXPECTED_OBSERVATION
         )
-        return max(1, self.config.max_batch_tokens // min(expected, self.max_tokens))
+        return min(expected, self.max_tokens)
 
     def _play_some(
-        self, starts: Sequence[Start], sampling: Sampling, version: int
+        self, starts: Sequence[Start], sampling: Sampling, version: int, num_places: int
     ) -> list[Trajectory]:
-        session = self.engine.session(len(starts))
+        session = self.engine.session(len(starts), num_places=num_places)
         playing = [self._begun(start) for start in starts]
         while going := [row for row, one in enumerate(playing) if self._may_write(one, sampling)]:
             requests = [

@@ -1,8 +1,12 @@
 """The losses over the vocabulary through the fused head, where its closed forms cover them.
 
-Same contract as `head.backward_through_head`, which takes what is left: a cap on each of all words,
-extrapolated targets, the entropy-aware term, two divergences on one position. Positions are grouped
-by the divergence they train; those that train none need no teacher's logits.
+Same contract as `head.backward_through_head`, which takes what is left, on any device: a cap on
+each of all words, extrapolated targets, the entropy-aware term, two divergences on one position, a
+baseline where a divergence is against the reference. Positions are grouped by the divergence they
+train; those that train none need no teacher's logits.
+
+Which positions train what is asked of the GPU once. All products and kernels of all groups are
+under way before anything is read back for the tally.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from courtside.config import DivergenceLoss, Loss
 from courtside.engines.base import Head
+from courtside.engines.batching import placed
 from courtside.losses.fused import Plan, divergence_head
 from courtside.losses.fused_records import (
     Asked,
@@ -33,15 +38,24 @@ from courtside.student.rows import Rows
 from courtside.student.sampled import sampled_loss, watch
 from courtside.student.tally import Tally
 
+Heads = dict[tuple[int, int], tuple[Tensor, Tensor | None]]
+"""Weight and bias by module and number of words, in the dtype of the arithmetic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """Positions with the same divergence, or with none."""
 
-    on_N: Tensor
+    places_M: Tensor | None
+    """Which of the rows, in order, on their device; None: all."""
     divergence: Component | None
     against: str | None
     """Whose logits are needed: "teacher", "reference" or nobody's."""
+    sampled: tuple[Component, ...]
+    """Losses of the sampled tokens that train here, on some positions at least."""
+
+    def own(self, rows: Rows) -> Rows:
+        return rows if self.places_M is None else rows.only(self.places_M)
 
 
 def backward_through_head(
@@ -49,28 +63,40 @@ def backward_through_head(
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
     student's log-probs of the tokens. `chunk` = None: as many rows as a memory budget allows."""
-    # On a GPU the kernels have yet to be run and measured: benchmarks/gpu.sh.
-    groups = None if rows.hidden_ND.is_cuda else _groups(rows, components)
+    groups = _groups(rows, components)
     if groups is None:
         size = chunk or autograd.chunk_size(head.num_words, rows.hidden_ND.device)
         return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
-    gradient_ND = torch.empty_like(rows.hidden_ND)
-    logp_N = rows.temperature_N.new_empty(len(rows))
     plan = None if chunk is None else Plan(chunk=chunk, part=chunk)
-    student = _projection(head, rows.hidden_ND)
+    heads: Heads = {}
     into = _into(head)
+    results = []
     for group in groups:
-        own = rows if bool(group.on_N.all()) else rows.only(group.on_N)
+        own = group.own(rows)
         found = divergence_head(
-            replace(student, hidden_ND=own.hidden_ND),
-            _other(own, group.against),
-            _asked(own, group, components),
+            _projection(head, own.hidden_ND, heads),
+            _other(own, group.against, heads),
+            _asked(own, group),
             into=into,
             plan=plan,
         )
-        gradient_ND[group.on_N] = found.hidden_gradient_ND
-        logp_N[group.on_N] = found.statistics.student_logp_N.to(logp_N.dtype)
-        _tell(own, group, components, found, tally)
+        results.append((own, group, found))
+    gradient_ND, logp_N = _in_place(rows, [(group, found) for _, group, found in results])
+    for own, group, found in results:
+        _tell(own, group, found, tally)
+    return gradient_ND, logp_N
+
+
+def _in_place(rows: Rows, results: Sequence[tuple[_Group, HeadLoss]]) -> tuple[Tensor, Tensor]:
+    """Gradients and log-probs of all groups in the order of the rows."""
+    gradient_ND = torch.empty_like(rows.hidden_ND)
+    logp_N = rows.temperature_N.new_empty(len(rows))
+    for group, found in results:
+        found_logp_M = found.statistics.student_logp_N.to(logp_N.dtype)
+        if group.places_M is None:
+            return found.hidden_gradient_ND, found_logp_M
+        gradient_ND[group.places_M] = found.hidden_gradient_ND
+        logp_N[group.places_M] = found_logp_M
     return gradient_ND, logp_N
 
 
@@ -86,43 +112,54 @@ def _covered(loss: Loss) -> bool:
 
 def _groups(rows: Rows, components: Sequence[Component]) -> list[_Group] | None:
     """None: some position trains something that has no closed form here."""
-    taken_N = torch.zeros_like(rows.by_student_N)
-    groups = []
-    for component in components:
-        on_N = rows.weight_CN[component.name] > 0
-        if component.loss.kind != "divergence" or not bool(on_N.any()):
+    # To the CPU in one piece: asked one by one, each answer would wait for the GPU.
+    on_CN = torch.stack([rows.weight_CN[c.name] > 0 for c in components]).cpu()
+    taken_N, needed_N = torch.zeros_like(on_CN[0]), torch.zeros_like(on_CN[0])
+    found: list[tuple[Tensor, Component | None, str | None]] = []
+    for component, on_N in zip(components, on_CN, strict=True):
+        loss = component.loss
+        if loss.kind == "policy_gradient" and loss.baseline:
+            needed_N = needed_N | on_N
+        if loss.kind != "divergence" or not bool(on_N.any()):
             continue
-        if not _covered(component.loss) or bool((taken_N & on_N).any()):
+        if not _covered(loss) or bool((taken_N & on_N).any()):
             return None
         taken_N = taken_N | on_N
-        groups.append(_Group(on_N=on_N, divergence=component, against=component.loss.against))
-    needed_N = torch.zeros_like(taken_N)
-    for component in components:
-        if component.loss.kind == "policy_gradient" and component.loss.baseline:
-            needed_N = needed_N | (rows.weight_CN[component.name] > 0)
-    if any(g.against != "teacher" and bool((g.on_N & needed_N).any()) for g in groups):
+        found.append((on_N, component, loss.against))
+    if any(against != "teacher" and bool((on_N & needed_N).any()) for on_N, _, against in found):
         return None  # a baseline is against the teacher
-    for on_N, against in ((needed_N & ~taken_N, "teacher"), (~needed_N & ~taken_N, None)):
-        if bool(on_N.any()):
-            groups.append(_Group(on_N=on_N, divergence=None, against=against))
-    return groups
-
-
-def _asked(rows: Rows, group: _Group, components: Sequence[Component]) -> Asked:
-    sampled = [
-        c
-        for c in components
-        if c.loss.kind != "divergence" and bool((rows.weight_CN[c.name] > 0).any())
+    found += [(needed_N & ~taken_N, None, "teacher"), (~needed_N & ~taken_N, None, None)]
+    return [
+        _Group(
+            places_M=_places(on_N, rows.hidden_ND.device),
+            divergence=divergence,
+            against=against,
+            sampled=tuple(
+                c
+                for c, own_N in zip(components, on_CN, strict=True)
+                if c.loss.kind != "divergence" and bool((on_N & own_N).any())
+            ),
+        )
+        for on_N, divergence, against in found
+        if bool(on_N.any())
     ]
 
+
+def _places(on_N: Tensor, device: torch.device) -> Tensor | None:
+    if bool(on_N.all()):
+        return None
+    return placed(on_N.nonzero().squeeze(-1).tolist(), dtype=torch.long, device=device)
+
+
+def _asked(rows: Rows, group: _Group) -> Asked:
     def coefficient(part: slice, found: Statistics) -> Tensor:
-        return _coefficient(rows.cut(part.start, part.stop), sampled, found)
+        return _coefficient(rows.cut(part.start, part.stop), group.sampled, found)
 
     fixed_N = None
-    if sampled and all(_is_linear(c.loss) for c in sampled):
+    if group.sampled and all(_is_linear(c.loss) for c in group.sampled):
         zeros_N = torch.zeros_like(rows.temperature_N)
         zeros = Statistics(student_logp_N=zeros_N, student_entropy_N=zeros_N)
-        fixed_N = _coefficient(rows, sampled, zeros)
+        fixed_N = _coefficient(rows, group.sampled, zeros)
     weight_N = None
     if group.divergence is not None:
         loss = group.divergence.loss
@@ -133,7 +170,7 @@ def _asked(rows: Rows, group: _Group, components: Sequence[Component]) -> Asked:
         temperature_N=rows.temperature_N,
         divergence=None if group.divergence is None else _divergence(group.divergence.loss),
         weight_N=weight_N,
-        sampled=(fixed_N if fixed_N is not None else coefficient) if sampled else None,
+        sampled=(fixed_N if fixed_N is not None else coefficient) if group.sampled else None,
     )
 
 
@@ -171,40 +208,38 @@ def _sampled_means(
 ) -> Iterator[tuple[Component, Tensor]]:
     """Each loss on sampled tokens over its denominator, from its own rows only."""
     for component in components:
-        on_N = rows.weight_CN[component.name] > 0
-        if component.loss.kind == "divergence" or not bool(on_N.any()):
-            continue
-        own = rows if bool(on_N.all()) else rows.only(on_N)
-        picked = _picked(found, on_N)
-        loss_M = sampled_loss(component, own, picked.student_logp_N, picked.reverse_kl_N)
-        yield (
-            component,
-            reduce_sum_over(loss_M, own.weight_CN[component.name], component.denominator),
-        )
+        weight_N = rows.weight_CN[component.name]
+        own, logp_N, kl_N = _silenced(rows, found, weight_N > 0)
+        loss_N = sampled_loss(component, own, logp_N, kl_N)
+        yield component, reduce_sum_over(loss_N, weight_N, component.denominator)
 
 
-def _picked(found: Statistics, on_N: Tensor) -> Statistics:
-    kl_N = found.reverse_kl_N
-    return Statistics(
-        student_logp_N=found.student_logp_N[on_N],
-        student_entropy_N=found.student_entropy_N[on_N],
-        reverse_kl_N=None if kl_N is None else kl_N[on_N],
+def _silenced(rows: Rows, found: Statistics, on_N: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
+    """Zeros for the sampled tokens of other rows, before the loss sees them: they may hold NaN, and
+    a NaN that is masked out afterwards is still NaN in the gradient. Which rows stays unasked."""
+
+    def own(values_N: Tensor) -> Tensor:
+        return torch.where(on_N, values_N, 0.0)
+
+    silenced = replace(
+        rows,
+        sampler_logp_N=own(rows.sampler_logp_N),
+        teacher_logp_N=own(rows.teacher_logp_N),
+        reference_logp_N=own(rows.reference_logp_N),
+        advantage_CN={name: own(values_N) for name, values_N in rows.advantage_CN.items()},
     )
+    kl_N = found.reverse_kl_N
+    return silenced, own(found.student_logp_N), None if kl_N is None else own(kl_N)
 
 
 # ── the two heads ────────────────────────────────────────────────────────────────────────────────
 
 
-def _projection(head: Head, hidden_ND: Tensor) -> Projection:
-    weight_VD: Tensor = head.module.weight[: head.num_words].detach()  # type: ignore[index]
-    bias: Tensor | None = getattr(head.module, "bias", None)
-    bias_V = None if bias is None else bias[: head.num_words].detach()
-    device = weight_VD.device.type
-    if torch.is_autocast_enabled(device):
-        # Once for all chunks: what autocast would do for each of them.
-        dtype = torch.get_autocast_dtype(device)
-        weight_VD = weight_VD.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
+def _projection(head: Head, hidden_ND: Tensor, heads: Heads) -> Projection:
+    key = (id(head.module), head.num_words)
+    if key not in heads:
+        heads[key] = _in_arithmetic(*head.parameters())
+    weight_VD, bias_V = heads[key]
     return Projection(
         hidden_ND=hidden_ND.detach(),
         weight_VD=weight_VD,
@@ -214,14 +249,25 @@ def _projection(head: Head, hidden_ND: Tensor) -> Projection:
     )
 
 
-def _other(rows: Rows, against: str | None) -> Projection | None:
+def _in_arithmetic(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Once for all chunks and groups, and once where a teacher has the student's own head: what
+    autocast would do for each of them."""
+    weight_VD, bias_V = weight_VD.detach(), None if bias_V is None else bias_V.detach()
+    device = weight_VD.device.type
+    if not torch.is_autocast_enabled(device):
+        return weight_VD, bias_V
+    dtype = torch.get_autocast_dtype(device)
+    return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+
+
+def _other(rows: Rows, against: str | None, heads: Heads) -> Projection | None:
     if against is None:
         return None
     hidden_ND, head = rows.teacher_hidden_ND, rows.teacher_head
     if against == "reference":
         hidden_ND, head = rows.reference_hidden_ND, rows.reference_head
     assert hidden_ND is not None and head is not None, "no loss asks where nobody spoke"
-    return _projection(head, hidden_ND)
+    return _projection(head, hidden_ND, heads)
 
 
 def _into(head: Head) -> HeadGradient | None:
@@ -241,12 +287,10 @@ def _into(head: Head) -> HeadGradient | None:
 
 
 @torch.no_grad()
-def _tell(
-    rows: Rows, group: _Group, components: Sequence[Component], found: HeadLoss, tally: Tally
-) -> None:
+def _tell(rows: Rows, group: _Group, found: HeadLoss, tally: Tally) -> None:
     statistics = found.statistics
     watch(rows, statistics.student_logp_N, tally)
-    for component, mean in _sampled_means(rows, components, statistics):
+    for component, mean in _sampled_means(rows, group.sampled, statistics):
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
             tally.value(component.name, mean)
     if group.against == "teacher":

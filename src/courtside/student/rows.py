@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from courtside.engines.batching import placed
 from courtside.student.components import Component
 from courtside.types import Scored, Target
 
@@ -47,7 +48,7 @@ class Rows:
         return self._pick(slice(start, end))
 
     def only(self, on_N: Tensor) -> Rows:
-        """The rows where `on_N` is True."""
+        """The rows where `on_N` is True, or those at the places that it names."""
         return self._pick(on_N)
 
     def _pick(self, which: slice | Tensor) -> Rows:
@@ -72,50 +73,67 @@ def rows_of(
     device = hidden_ND.device
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     counts = [s.trajectory.num_chosen for s in group]
-
-    def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    def spread(values: list[float]) -> Tensor:
-        """One value a trajectory to one a position."""
-        return floats(values).repeat_interleave(torch.tensor(counts, device=device))
-
-    def stream(values: Mapping[str, tuple[float, ...]]) -> Tensor:
-        """Values by trajectory, one a position; 0 where there are none."""
-        nothing = ((0.0,) * count for count in counts)
-        return floats(
-            [
-                value
-                for s, zeros in zip(group, nothing, strict=True)
-                for value in values.get(s.trajectory.id, zeros)
-            ]
-        )
-
-    sampler: list[float] = []
-    for s, count in zip(group, counts, strict=True):
-        sampler += s.trajectory.sampler_logp or [float("nan")] * count
+    # Columns are made on the host and travel together: a GPU is waited for nowhere here.
+    columns = _columns(group, components, counts)
+    values_KN = placed(list(columns.values()), dtype=dtype, device=device)
+    column = dict(zip(columns, values_KN.unbind(), strict=True))
     ids = [token for s in group for token in s.trajectory.chosen_ids]
     targets = [s.target for s in group]
     references = [s.reference for s in group]
     rows = Rows(
         hidden_ND=hidden_ND[:0],  # put in when the others are picked
-        ids_N=torch.tensor(ids, dtype=torch.long, device=device),
-        temperature_N=spread([s.trajectory.temperature for s in group]),
-        sampler_logp_N=floats(sampler),
-        by_student_N=spread([float(s.trajectory.source == "student") for s in group]).bool(),
+        ids_N=placed(ids, dtype=torch.long, device=device),
+        temperature_N=column["temperature", ""],
+        sampler_logp_N=column["sampler", ""],
+        by_student_N=column["by_student", ""] > 0,
         teacher_logp_N=_logps(targets, counts, device).to(dtype),
         reference_logp_N=_logps(references, counts, device).to(dtype),
         teacher_hidden_ND=_hiddens(targets, counts, device),
         reference_hidden_ND=_hiddens(references, counts, device),
-        weight_CN={c.name: stream(c.weight) for c in components},
-        advantage_CN={c.name: stream(c.advantage) for c in components if c.advantage},
+        weight_CN={name: v for (kind, name), v in column.items() if kind == "weight"},
+        advantage_CN={name: v for (kind, name), v in column.items() if kind == "advantage"},
         teacher_head=_head(targets),
         reference_head=_head(references),
     )
-    kept = [wanted for s in group for wanted in trained[s.trajectory.id]]
-    if not all(kept):
-        rows = rows.only(torch.tensor(kept, device=device))
+    wanted = [wanted for s in group for wanted in trained[s.trajectory.id]]
+    if not all(wanted):
+        kept = [i for i, looked_at in enumerate(wanted) if looked_at]
+        rows = rows.only(placed(kept, dtype=torch.long, device=device))
     return replace(rows, hidden_ND=hidden_ND)
+
+
+def _columns(
+    group: Sequence[Scored], components: Sequence[Component], counts: Sequence[int]
+) -> dict[tuple[str, str], list[float]]:
+    """Numbers of all chosen tokens, by what they are and, where it has one, its component."""
+
+    def spread(values: list[float]) -> list[float]:
+        """One value a trajectory to one a position."""
+        pairs = zip(values, counts, strict=True)
+        return [value for value, count in pairs for _ in range(count)]
+
+    def stream(values: Mapping[str, tuple[float, ...]], missing: float = 0.0) -> list[float]:
+        """Values by trajectory, one a position."""
+        found: list[float] = []
+        for s, count in zip(group, counts, strict=True):
+            found += values.get(s.trajectory.id) or [missing] * count
+        return found
+
+    sampled = {
+        s.trajectory.id: tuple(s.trajectory.sampler_logp)
+        for s in group
+        if s.trajectory.sampler_logp
+    }
+    columns = {
+        ("temperature", ""): spread([s.trajectory.temperature for s in group]),
+        ("sampler", ""): stream(sampled, missing=float("nan")),
+        ("by_student", ""): spread([float(s.trajectory.source == "student") for s in group]),
+    }
+    for c in components:
+        columns["weight", c.name] = stream(c.weight)
+        if c.advantage:
+            columns["advantage", c.name] = stream(c.advantage)
+    return columns
 
 
 def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torch.device) -> Tensor:
@@ -152,7 +170,7 @@ def _spread(values: Tensor, where: tuple[int, ...] | None, count: int, fill: flo
         assert len(values) == count
         return values
     spread = values.new_full((count, *values.shape[1:]), fill)
-    spread[torch.tensor(where, dtype=torch.long, device=values.device)] = values
+    spread[placed(where, dtype=torch.long, device=values.device)] = values
     return spread
 
 

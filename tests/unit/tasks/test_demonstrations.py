@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_tokenizer
 
+from courtside.chat.hints import branch, cumulative
+from courtside.chat.recorded import recorded
+from courtside.chat.render import Renderer
+from courtside.chat.turns import Turns
 from courtside.config import ToolboxTasks
+from courtside.config.reader import VETTED_RULES
 from courtside.tasks.environments.calls import ToolCall, parse_call
 from courtside.tasks.environments.toolbox.demonstrations import demonstration_rows, demonstrations
 from courtside.tasks.environments.toolbox.names import NAMES
 from courtside.tasks.environments.toolbox.plan import plan
+from courtside.tasks.environments.toolbox.reminders import REMINDERS
 from courtside.tasks.environments.toolbox.world import Toolbox
 from courtside.tasks.jsonl import jsonl_tasks
+from courtside.types import Hint, Message, Task, Trajectory
 
 
 def toolbox(**changes: Any) -> Toolbox:
@@ -79,6 +89,103 @@ def test_with_a_larger_share_habits_are_added_and_none_is_lost() -> None:
     ]
     for less, more in zip(habits[:40], habits[40:], strict=True):
         assert less <= more
+
+
+def roles_of(conversation: list[Message]) -> str:
+    """One letter a message, with r for a reminder."""
+    forms = (".+".join(map(re.escape, form.split("{tools}"))) for form in REMINDERS)
+    is_reminder = re.compile("|".join(forms))
+    return "".join("r" if is_reminder.fullmatch(m.content) else m.role[0] for m in conversation)
+
+
+def test_reminders_stand_right_above_calls_that_are_right() -> None:
+    box = toolbox(common_share=0.2, turns=(3, 6))
+    num_reminded = num_others = num_habits = 0
+    for number, conversation in enumerate(demonstrations(box, range(150), 0.5, 0.4)):
+        planned = plan(box.config, number)
+        roles = roles_of(conversation)
+        assert re.fullmatch("sur?a(tur?a)*", roles), roles
+        requests = iter(planned.requests)
+        for place, role in enumerate(roles):
+            if role != "a":
+                continue
+            request, said = next(requests), conversation[place - 1].content
+            call = parse_call(conversation[place].content, "json")
+            assert isinstance(call, ToolCall)
+            right = call.name == planned.tools[request.capability]
+            if roles[place - 1] == "r":
+                assert right and ", ".join(planned.tools.values()) in said
+            else:
+                num_others += 1
+                num_habits += not right
+            num_reminded += roles[place - 1] == "r"
+    assert num_reminded / (num_reminded + num_others) == pytest.approx(0.4, abs=0.05)
+    assert num_habits / num_others == pytest.approx(0.5 * 0.8, abs=0.07)
+
+
+def test_a_recipe_asks_for_reminders_and_more_of_them_only_add() -> None:
+    few, many = (toolbox(turns=6, habit_share=0.5, reminder_share=share) for share in (0.3, 0.7))
+    for number in range(40):
+        task = few.task(number)
+        assert task == many.task(number), "what the student is asked does not depend on it"
+        less, more = few.demonstrate(task), many.demonstrate(task)
+        assert less == few.demonstrate(task)
+        reminded = [{m.content for m in c if roles_of([m]) == "r"} for c in (less, more)]
+        assert reminded[0] <= reminded[1]
+        assert few.demonstrate(task, 0.0, 0.0) == toolbox(turns=6).demonstrate(task)
+
+
+def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
+    box = toolbox(turns=6, reminder_share=0.5)
+    found: set[str] = set()
+    for task in map(box.task, range(40)):
+        tools = task.privileged["tools"]
+        for message in box.demonstrate(task):
+            if message.role == "user":
+                found.add(message.content.replace(tools, "{tools}"))
+    assert set(REMINDERS) <= found
+    assert not set(REMINDERS) & {rule.template for rule in VETTED_RULES}
+
+
+@pytest.mark.parametrize("tool_role", [True, False])
+def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> None:
+    """The same conversation without its reminders, with each put in again as a hint."""
+    tokenizer = tiny_tokenizer()
+    turns = Turns(Renderer(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id]))
+    box = toolbox(turns=6, reminder_share=0.5, habit_share=0.5, tool_role=tool_role)
+
+    def trajectory(task: Task, conversation: list[Message]) -> Trajectory:
+        first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
+        spoken = [{"role": m.role, "content": m.content} for m in conversation]
+        begun = replace(task, messages=tuple(conversation[:first]))
+        return recorded(begun, spoken, turns, id=task.id)
+
+    num_hints = 0
+    for task in map(box.task, range(12)):
+        conversation = box.demonstrate(task)
+        roles = roles_of(conversation)
+        plain = [m for m, role in zip(conversation, roles, strict=True) if role != "r"]
+        trunk, whole = trajectory(task, plain), trajectory(task, conversation)
+        # An assistant's turn and what answers it: call n is turn 2n + 1.
+        hints = [
+            Hint(
+                trajectory=task.id,
+                turn=2 * roles[:place].count("a") + 1,
+                text=conversation[place].content,
+                source="demonstration",
+            )
+            for place, role in enumerate(roles)
+            if role == "r"
+        ]
+        assert cumulative(trunk, hints, turns, role="user", max_tokens=400).token_ids == (
+            whole.token_ids
+        )
+        num_hints += len(hints)
+        if hints:  # The first one alone, as hints are by default.
+            one = branch(trunk, hints[0], turns, place="above", role="user", max_tokens=400)
+            ids = trunk.token_ids[: one.splice] + one.token_ids
+            assert ids == whole.token_ids[: len(ids)] and len(ids) > len(one.token_ids)
+    assert num_hints > 12
 
 
 def test_rows_are_tasks_with_the_call_to_imitate(tmp_path: Path) -> None:

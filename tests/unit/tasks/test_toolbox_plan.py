@@ -17,7 +17,7 @@ from courtside.config import CapabilityName, ToolboxTasks
 from courtside.errors import TaskError
 from courtside.tasks.environments.calls import CallFormat
 from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.names import NAMES
+from courtside.tasks.environments.toolbox.names import MADE_UP, NAMES
 from courtside.tasks.environments.toolbox.plan import Plan, plan
 from courtside.tasks.environments.toolbox.tool import Request
 from courtside.tasks.environments.toolbox.world import Toolbox
@@ -245,3 +245,21 @@ def test_a_task_of_other_settings_is_refused() -> None:
         Toolbox(config(turns=5)).start(task)
     with pytest.raises(TaskError, match="not one of this toolbox"):
         Toolbox(config()).start(courtside.Task(id="x", split="train", messages=task.messages))
+
+
+def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
+    known = {name for names in NAMES.values() for name in (*names.seen, *names.held_out)}
+    assert not known & set(MADE_UP) and len(set(MADE_UP)) == 1600
+    mixed = config(num_tools=8, made_up_share=0.5)
+    num_made_up = 0
+    for number in range(200):
+        listed = list(plan(mixed, number).tools.values())
+        assert len(set(listed)) == 8
+        num_made_up += sum(name in MADE_UP for name in listed)
+    assert num_made_up / 1600 == pytest.approx(0.5, abs=0.04)
+    plain = config(num_tools=8)
+    for number in range(20):  # the others keep the names that they had
+        before, now = plan(plain, number).tools, plan(mixed, number).tools
+        assert all(now[one] in (before[one], *MADE_UP) for one in now)
+    tags = {Toolbox(mixed).task(number).tags[-1] for number in range(20)}
+    assert tags <= {"mixed names", "made-up names", "seen names"} and "mixed names" in tags

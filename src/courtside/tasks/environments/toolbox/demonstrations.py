@@ -1,6 +1,7 @@
 """What an expert does, for a warm start; and with a habit, for something to unlearn.
 
-The habit is to call a tool by its common name whatever the list says.
+The habit is to call a tool by its common name whatever the list says. A reminder of the listed
+names above a call keeps the habit away.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from courtside.types import Message
 
 
 def demonstrations(
-    toolbox: Toolbox, indices: Iterable[int], habit_share: float = 0.0
+    toolbox: Toolbox,
+    indices: Iterable[int],
+    habit_share: float = 0.0,
+    reminder_share: float = 0.0,
 ) -> Iterator[list[Message]]:
-    """Whole conversations, each up to the last call. `habit_share` of the calls are made by habit:
-    the tool is not found unless its common name is the listed one."""
+    """Whole conversations, each up to the last call. `reminder_share` of the calls behind the first
+    stand below a reminder and are right. `habit_share` of the others are made by habit: the tool is
+    not found unless its common name is the listed one."""
     for index in indices:
-        yield toolbox.demonstrate(toolbox.task(index), habit_share)
+        yield toolbox.demonstrate(toolbox.task(index), habit_share, reminder_share)
 
 
 def demonstration_rows(
-    toolbox: Toolbox, indices: Iterable[int], habit_share: float = 0.0
+    toolbox: Toolbox,
+    indices: Iterable[int],
+    habit_share: float = 0.0,
+    reminder_share: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """The same as lines for `tasks.kind = "jsonl"`: one for each call, the call its completion."""
     for index in indices:
         task = toolbox.task(index)
-        conversation = toolbox.demonstrate(task, habit_share)
+        conversation = toolbox.demonstrate(task, habit_share, reminder_share)
         for place, message in enumerate(conversation):
             if message.role == "assistant":
                 yield {

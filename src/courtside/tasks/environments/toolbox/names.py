@@ -90,3 +90,16 @@ NAMES: Mapping[str, Names] = {
         "shout_text big_letters raise_case",
     ),
 }
+
+_FIRST = (
+    "amber basalt birch brass cedar cinder cobalt copper coral crimson dusty ember fern flint "
+    "frost golden granite hazel indigo ivory jade juniper lilac linen maple marble mossy ochre "
+    "olive onyx pearl pine plum quartz rust saffron sandy silver slate velvet"
+)
+_SECOND = (
+    "anchor arch badger barrel beacon bell bridge candle canyon compass crane delta engine falcon "
+    "garden hammer harbor island kettle ladder lantern meadow mirror needle orchard otter paddle "
+    "piano rocket saddle sparrow spindle summit teapot tunnel valley violin wagon willow window"
+)
+MADE_UP = tuple(f"{one}_{other}" for one in _FIRST.split() for other in _SECOND.split())
+"""Names that say nothing, for lists that can only be read."""

@@ -13,7 +13,7 @@ from courtside.config import ToolboxTasks
 from courtside.tasks.base import split_of
 from courtside.tasks.environments.dice import Dice
 from courtside.tasks.environments.toolbox import dates, measures, notes, tables, texts
-from courtside.tasks.environments.toolbox.names import NAMES
+from courtside.tasks.environments.toolbox.names import MADE_UP, NAMES
 from courtside.tasks.environments.toolbox.tool import Drawn, Request, Tool, World
 from courtside.types import Split
 
@@ -49,7 +49,7 @@ def plan(config: ToolboxTasks, number: int) -> Plan:
         world.notes.update(_first_notes(split, Dice(f"{key} notes")))
     return Plan(
         split=split,
-        tools={one: _name(config, one, Dice(f"{key} name of {one}")) for one in capabilities},
+        tools=_names(config, capabilities, key),
         notes=dict(world.notes),
         requests=tuple(
             _request(capabilities, split, Dice(f"{key} request {turn}"), world)
@@ -65,6 +65,16 @@ def _listed(config: ToolboxTasks, dice: Dice) -> list[str]:
         others = [place for place, one in enumerate(listed) if one != "delete_note"]
         listed[dice.one_of(others)] = "write_note"
     return listed
+
+
+def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str, str]:
+    made_up = iter(Dice(f"{key} made-up names").some_of(MADE_UP, len(capabilities)))
+    return {
+        one: next(made_up)
+        if Dice(f"{key} made-up name of {one}").chance(config.made_up_share)
+        else _name(config, one, Dice(f"{key} name of {one}"))
+        for one in capabilities
+    }
 
 
 def _name(config: ToolboxTasks, capability: str, dice: Dice) -> str:

@@ -13,6 +13,7 @@ from courtside.tasks.environments.toolbox.episode import ToolboxEpisode
 from courtside.tasks.environments.toolbox.names import NAMES
 from courtside.tasks.environments.toolbox.plan import Plan, plan, split_of_number
 from courtside.tasks.environments.toolbox.prompt import FORMATS, first_messages, signature
+from courtside.tasks.environments.toolbox.reminders import reminder
 from courtside.types import Message, Split, Task
 
 
@@ -55,13 +56,20 @@ class Toolbox:
             )
         return ToolboxEpisode(plan(self.config, number), self.config)
 
-    def demonstrate(self, task: Task, habit_share: float | None = None) -> list[Message]:
-        """The whole conversation of an expert with the habit of the recipe, or this one."""
-        share = self.config.habit_share if habit_share is None else habit_share
+    def demonstrate(
+        self, task: Task, habit_share: float | None = None, reminder_share: float | None = None
+    ) -> list[Message]:
+        """The whole conversation of an expert with the habit and the reminders of the recipe, or
+        with these."""
+        habits = self.config.habit_share if habit_share is None else habit_share
+        reminders = self.config.reminder_share if reminder_share is None else reminder_share
         episode = self.start(task)
         conversation = list(task.messages)
         for turn in count():
-            by_habit = Dice(f"habit {task.id} {turn}").chance(share)
+            is_reminded = Dice(f"reminder {task.id} {turn}").chance(reminders)
+            if is_reminded:
+                conversation.append(reminder(task, turn))
+            by_habit = not is_reminded and Dice(f"habit {task.id} {turn}").chance(habits)
             reply = episode.habitual() if by_habit else episode.expert()
             conversation.append(Message(role="assistant", content=reply))
             observation = episode.step(reply)
@@ -84,5 +92,12 @@ def _identity(config: ToolboxTasks, planned: Plan) -> str:
 
 
 def _names_tag(planned: Plan) -> str:
-    held_out = [name in NAMES[capability].held_out for capability, name in planned.tools.items()]
-    return "held-out names" if all(held_out) else "mixed names" if any(held_out) else "seen names"
+    kinds = {
+        "seen"
+        if name in NAMES[capability].seen
+        else "held-out"
+        if name in NAMES[capability].held_out
+        else "made-up"
+        for capability, name in planned.tools.items()
+    }
+    return f"{kinds.pop() if len(kinds) == 1 else 'mixed'} names"

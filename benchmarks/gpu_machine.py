@@ -1,0 +1,117 @@
+"""The machine that the GPU benchmarks run on, and their clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+GIB = 2**30
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / GIB, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def header(benchmark: str, device: torch.device) -> dict[str, Any]:
+    """What every result says first."""
+    versions = {}
+    for name in ("torch", "triton", "transformers", "peft", "liger-kernel"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": machine(device),
+        "versions": versions,
+    }
+
+
+def commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "no git here"
+    command = [git, "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "not a checkout"
+
+
+class Clock:
+    """Medians of device time; on a CPU, of wall time."""
+
+    def __init__(self, device: torch.device, *, warmup: int, repeats: int):
+        self.device, self.warmup, self.repeats = device, warmup, repeats
+        self.started = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this clock was made."""
+        return time.perf_counter() - self.started
+
+    def measure(
+        self, run: Callable[[], Any], *, before: Callable[[], Any] | None = None
+    ) -> dict[str, Any]:
+        """Milliseconds and, on a GPU, the peak of memory above what was there."""
+        times = []
+        for repeat in range(self.warmup + self.repeats):
+            if before:
+                before()
+            seconds = self._once(run)
+            times += [seconds * 1000] if repeat >= self.warmup else []
+        return {"ms": median(times), "all_ms": times, "peak_gib": self._peak(run, before)}
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        run()
+        last.record()
+        torch.cuda.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def _peak(self, run: Callable[[], Any], before: Callable[[], Any] | None) -> float | None:
+        if self.device.type == "cpu":
+            return None
+        if before:
+            before()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - held) / GIB

@@ -1,0 +1,315 @@
+"""What `head_gpu.py` and `head_variants.py` run: inputs, the floor, ours, the peers, the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from workload import SEED
+
+from courtside.losses.full import divergence as full
+from courtside.losses.fused import Plan, choose_backend, divergence_head, words_of
+from courtside.losses.fused_records import (
+    Asked,
+    Backend,
+    Divergence,
+    HeadGradient,
+    HeadLoss,
+    Projection,
+    Raw,
+    Support,
+)
+from courtside.losses.top_k import top_k_divergence
+
+SHAPES = {
+    "qwen3-8b": (8192, 4096, 151936),
+    "qwen3-0.6b": (4096, 1024, 151936),
+    "qwen3-1.7b": (8192, 2048, 151936),
+    "smollm2": (16384, 576, 49152),
+    "tiny": (48, 16, 200),
+}
+"""Rows, hidden size, words."""
+REVERSE = Divergence(name="reverse_kl")
+KINDS = {
+    "reverse KL": REVERSE,
+    "forward KL": Divergence(name="forward_kl"),
+    "JSD 0.5": Divergence(name="jsd", beta=0.5),
+    "top 64, tail": Divergence(name="reverse_kl", support=Support(k=64, of="teacher", form="tail")),
+}
+MORE_KINDS = {
+    "skewed reverse 0.1": Divergence(name="skew_reverse_kl", alpha=0.1),
+    "skewed forward 0.1": Divergence(name="skew_forward_kl", alpha=0.1),
+    "top 64 of both, tail": Divergence(
+        name="reverse_kl", support=Support(k=64, of="joint", form="tail")
+    ),
+}
+CHECKED_ROWS = 128
+LIMIT = 3e-2
+"""Of ‖ours − float64‖ / ‖float64‖: logits of bfloat16 have three digits, whoever computes them."""
+EXACT_LIMIT = 4e-3
+"""The same from the same logits: what is left is the rounding of the gradient to bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    student: Projection
+    teacher: Projection
+    ids_N: Tensor
+    backend: Backend
+
+    def asked(self, divergence: Divergence | None) -> Asked:
+        ones_N = torch.ones(len(self.ids_N), device=self.ids_N.device)
+        return Asked(
+            ids_N=self.ids_N,
+            temperature_N=ones_N,
+            divergence=divergence,
+            weight_N=None if divergence is None else ones_N / len(ones_N),
+            sampled=None if divergence is not None else -ones_N / len(ones_N),
+        )
+
+    def first(self, num_rows: int) -> Inputs:
+        def cut(side: Projection) -> Projection:
+            return Projection(hidden_ND=side.hidden_ND[:num_rows], weight_VD=side.weight_VD)
+
+        return replace(
+            self, student=cut(self.student), teacher=cut(self.teacher), ids_N=self.ids_N[:num_rows]
+        )
+
+
+def make_inputs(
+    shape: tuple[int, int, int], device: torch.device, backend: Backend | None = None
+) -> Inputs:
+    """Logits of a standard deviation of 2; a teacher that is another head on other states."""
+    num_rows, size, num_words = shape
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def normal(*dims: int, scale: float) -> Tensor:
+        return (torch.randn(*dims, generator=generator, device=device) * scale).to(dtype)
+
+    student, teacher = (
+        Projection(
+            hidden_ND=normal(num_rows, size, scale=1.0),
+            weight_VD=normal(num_words, size, scale=2.0 / size**0.5),
+        )
+        for _ in range(2)
+    )
+    ids_N = torch.randint(num_words, (num_rows,), generator=generator, device=device)
+    backend = backend or choose_backend(student.weight_VD)
+    return Inputs(student=student, teacher=teacher, ids_N=ids_N, backend=backend)
+
+
+# ── what is timed ────────────────────────────────────────────────────────────────────────────────
+
+
+def products(inputs: Inputs, *, trained: bool = True) -> Callable[[], None]:
+    """The floor, into memory that is there already."""
+    student, other = inputs.student, inputs.teacher
+    logits_NV = student.hidden_ND.new_empty(len(inputs.ids_N), len(student.weight_VD))
+    gradient_VD = torch.empty_like(student.weight_VD)
+    gradient_ND = torch.empty_like(student.hidden_ND)
+
+    def run() -> None:
+        torch.mm(student.hidden_ND, student.weight_VD.t(), out=logits_NV)
+        torch.mm(other.hidden_ND, other.weight_VD.t(), out=logits_NV)
+        torch.mm(logits_NV, student.weight_VD, out=gradient_ND)
+        if trained:
+            torch.mm(logits_NV.t(), student.hidden_ND, out=gradient_VD)
+
+    return run
+
+
+def ours(
+    inputs: Inputs,
+    divergence: Divergence | None = REVERSE,
+    *,
+    plan: Plan | None = None,
+    trained: bool = True,
+    narrow: bool = False,
+) -> tuple[HeadLoss, HeadGradient | None]:
+    """`narrow`: the head's gradient in the dtype of the head, as the peers have it."""
+    weight_VD, into = inputs.student.weight_VD, None
+    if trained:
+        dtype = weight_VD.dtype if narrow else torch.float32
+        into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=dtype))
+    return divergence_head(
+        inputs.student,
+        None if divergence is None else inputs.teacher,
+        inputs.asked(divergence),
+        into=into,
+        plan=plan,
+        backend=inputs.backend,
+    ), into
+
+
+def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    hidden_ND = inputs.student.hidden_ND.detach().requires_grad_()
+    weight_VD = inputs.student.weight_VD.detach().requires_grad_()
+    logp_NV = (hidden_ND @ weight_VD.t()).float().log_softmax(-1)
+    with torch.no_grad():
+        teacher_NV = inputs.teacher.hidden_ND @ inputs.teacher.weight_VD.t()
+        teacher_NV = teacher_NV.float().log_softmax(-1)
+    loss = (logp_NV.exp() * (logp_NV - teacher_NV)).sum(-1).mean()
+    gradients = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return gradients[0], gradients[1]
+
+
+def liger(chunk: int, *, compiled: bool) -> Callable[[Inputs], tuple[Tensor, Tensor]] | None:
+    """Its reverse KL in chunks of so many rows; None: `liger_kernel` cannot be imported."""
+    if find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    # beta = 1 is its reverse KL; the loss on labels is off.
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=chunk, compiled=compiled
+    )
+
+    def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        hidden_ND = inputs.student.hidden_ND.detach().requires_grad_()
+        weight_VD = inputs.student.weight_VD.detach().requires_grad_()
+        value = loss(
+            hidden_ND, weight_VD, inputs.teacher.hidden_ND, inputs.teacher.weight_VD, inputs.ids_N
+        )
+        gradients = torch.autograd.grad(value, (hidden_ND, weight_VD))
+        return gradients[0], gradients[1]
+
+    return run
+
+
+def gradient_bytes(inputs: Inputs, *, trained: bool = True, narrow: bool = False) -> int:
+    """Of what a run gives back."""
+    hidden_ND, weight_VD = inputs.student.hidden_ND, inputs.student.weight_VD
+    item = hidden_ND.element_size()
+    return hidden_ND.numel() * item + trained * weight_VD.numel() * (item if narrow else 4)
+
+
+# ── right before fast ────────────────────────────────────────────────────────────────────────────
+
+
+def low_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    student, teacher = inputs.student, inputs.teacher
+    return student.hidden_ND @ student.weight_VD.t(), teacher.hidden_ND @ teacher.weight_VD.t()
+
+
+def gradient_by_logits(
+    logits_NV: Tensor, teacher_NV: Tensor, inputs: Inputs, divergence: Divergence | None
+) -> Tensor:
+    """In float64, by autograd, on the support that low precision chooses: the other may differ."""
+    leaf_NV = logits_NV.double().requires_grad_()
+    logp_NV, logq_NV = leaf_NV.log_softmax(-1), teacher_NV.double().log_softmax(-1)
+    if divergence is None:
+        value_N = -logp_NV.gather(-1, inputs.ids_N[:, None])[:, 0]
+    elif divergence.support is None:
+        value_N = full(logp_NV, logq_NV, name=divergence.name, beta=divergence.beta,
+                       alpha=divergence.alpha)  # fmt: skip
+    else:
+        on = divergence.support
+        # Of equal logits, which in bfloat16 are many, the word with the lower number.
+        sides = (x.sort(dim=-1, descending=True, stable=True).indices for x in low_logits(inputs))
+        student_NK, teacher_NK = (ids_NV[:, : on.k] for ids_NV in sides)
+        ids_NK, keep_NK = teacher_NK, torch.ones_like(teacher_NK, dtype=torch.bool)
+        if on.of == "joint":
+            shared_NK = (student_NK[:, :, None] == teacher_NK[:, None, :]).any(-1)
+            ids_NK = torch.cat([teacher_NK, student_NK], -1)
+            keep_NK = torch.cat([keep_NK, ~shared_NK], -1)
+        value_N = top_k_divergence(
+            logp_NV.gather(-1, ids_NK), logq_NV.gather(-1, ids_NK), keep_NK,
+            name=divergence.name, form=on.form,
+        )  # fmt: skip
+    (gradient_NV,) = torch.autograd.grad(value_N.mean(), leaf_NV)
+    return gradient_NV
+
+
+def reference(inputs: Inputs, divergence: Divergence | None) -> tuple[Tensor, Tensor]:
+    """Gradients by hidden states and head in float64."""
+    logits_NV, teacher_NV = (
+        side.hidden_ND.double() @ side.weight_VD.double().t()
+        for side in (inputs.student, inputs.teacher)
+    )
+    gradient_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
+    hidden_ND = gradient_NV @ inputs.student.weight_VD.double()
+    return hidden_ND, gradient_NV.t() @ inputs.student.hidden_ND.double()
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+def off_from_logits(inputs: Inputs, divergence: Divergence | None) -> float:
+    """Of the pass over the words alone, from the very same logits."""
+    logits_NV, teacher_NV = low_logits(inputs)
+    right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
+    raws = (Raw(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV))
+    words_of(inputs.backend)(*raws, inputs.asked(divergence), slice(0, len(inputs.ids_N)))
+    return relative(logits_NV, right_NV)
+
+
+def errors_of(inputs: Inputs, kinds: dict[str, Divergence]) -> dict[str, dict[str, float]]:
+    """‖found − float64‖ / ‖float64‖ of the gradients of a few rows, by kind."""
+    few = inputs.first(CHECKED_ROWS)
+    right, found = reference(few, REVERSE), plain(few)
+    errors = {
+        "plain": {"hidden": relative(found[0], right[0]), "head": relative(found[1], right[1])}
+    }
+    checked: dict[str, Divergence | None] = {**kinds, "cross-entropy": None}
+    for name, divergence in checked.items():
+        # Chunks that do not divide the rows: the seams are checked too.
+        mine, into = ours(few, divergence, plan=Plan(chunk=96, part=40))
+        assert into is not None
+        right = reference(few, divergence)
+        errors[name] = {
+            "hidden": relative(mine.hidden_gradient_ND, right[0]),
+            "head": relative(into.weight_VD, right[1]),
+            "from the same logits": off_from_logits(few, divergence),
+        }
+    return errors
+
+
+def too_far(errors: dict[str, dict[str, float]]) -> list[str]:
+    """Which of them are not as close to float64 as bfloat16 allows. Where few words count, one that
+    is nearly as likely as the last of them may take its place: that has no limit here."""
+    return [
+        name
+        for name, error in errors.items()
+        if not error.get("from the same logits", 0) < EXACT_LIMIT
+        or not ("top" in name or max(error.values()) < LIMIT)
+    ]
+
+
+def far_rows_error(device: torch.device) -> float:
+    """Rows that begin past 2^31 logits, against the same rows alone."""
+    inputs = make_inputs((16384, 64, 151936), device)
+    whole, _ = ours(inputs, plan=Plan(chunk=16384, part=16384), trained=False)
+    last = replace(
+        inputs,
+        student=replace(inputs.student, hidden_ND=inputs.student.hidden_ND[-64:]),
+        teacher=replace(inputs.teacher, hidden_ND=inputs.teacher.hidden_ND[-64:]),
+        ids_N=inputs.ids_N[-64:],
+    )
+    alone, _ = ours(last, trained=False)
+    right_ND = alone.hidden_gradient_ND.double() * 64 / 16384
+    return float((whole.hidden_gradient_ND[-64:] - right_ND).norm() / right_ND.norm())
+
+
+def runs(inputs: Inputs) -> dict[str, tuple[str, int, Callable[[], Any]]]:
+    """By name: (its floor, bytes of its gradients, what runs)."""
+    whole = gradient_bytes(inputs)
+    found: dict[str, tuple[str, int, Callable[[], Any]]] = {}
+    for name, divergence in KINDS.items():
+        if divergence.support is None or divergence.support.k < len(inputs.student.weight_VD):
+            found[f"ours, {name}"] = ("trained", whole, partial(ours, inputs, divergence))
+    found["ours, reverse KL, gradient as narrow as the head"] = (
+        "trained", gradient_bytes(inputs, narrow=True), partial(ours, inputs, narrow=True),
+    )  # fmt: skip
+    found["ours, reverse KL, head frozen"] = (
+        "frozen", gradient_bytes(inputs, trained=False), partial(ours, inputs, trained=False),
+    )  # fmt: skip
+    narrow = gradient_bytes(inputs, narrow=True)
+    found["plain logits, reverse KL"] = ("trained", narrow, partial(plain, inputs))
+    return found

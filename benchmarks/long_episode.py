@@ -1,0 +1,262 @@
+"""One whole step of targeted hints on one long episode: score with hints, update. Time and memory.
+
+An episode of 32768 tokens in 100 turns of the assistant, 20 of which get a hint; the shape of
+Qwen3-0.6B with random weights, all of them trained, the student itself as its teacher. The classes
+are those of a run: `Teacher` with its `HintScorer`, then `Student.step` with the reverse KL over
+all words on the hinted turns and the policy gradient on all turns. Only the model is drawn here
+instead of loaded, and the episode is made up. The first step compiles and is not counted.
+
+    python benchmarks/long_episode.py --device cuda                 # less than a minute
+    python benchmarks/long_episode.py --model tiny --tokens 1500 --turns 8 --hints 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_machine import GIB, HERE, header
+from hint_scoring import shape
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from workload import SEED
+
+from courtside.chat.render import Renderer
+from courtside.chat.turns import Turns
+from courtside.config import Recipe
+from courtside.engines.transformers import TransformersEngine
+from courtside.recipe_file import recipe_from
+from courtside.student import weights as student_weights
+from courtside.student.step import Student
+from courtside.student.weights import StudentWeights
+from courtside.teacher.hinted import HintScorer
+from courtside.teacher.model import Teacher
+from courtside.teacher.scoring import Scoring
+from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|begin|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+HINT = "Reminder: the tool of that name is not here. Read the list of tools again before you call."
+ANSWER_SHARE = 0.4
+"""Of an assistant's turn and what the environment says to it: the part that the assistant wrote."""
+
+
+def byte_tokenizer() -> Any:
+    """A token a byte: texts have the lengths that they are given."""
+    words = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=words[0], eos_token=words[1], pad_token=words[1]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_recipe(args: argparse.Namespace) -> Recipe:
+    student: dict[str, Any] = {
+        "model": args.model,
+        "device": args.device,
+        "gradient_checkpointing": not args.no_checkpointing,
+    }
+    if args.lora:
+        student["lora"] = {"rank": args.lora}
+    return recipe_from(
+        {
+            "student": student,
+            "tasks": {"kind": "toolbox"},
+            "reader": {"kind": "rules"},
+            "hints": {"min_shift": -1e9},  # of random weights: every hint is to train
+            "teacher": {"kind": "self", "weights": "live"},
+            "losses": [
+                {"kind": "divergence", "on": "hinted_turns"},
+                {"kind": "policy_gradient", "advantage": "reward"},
+            ],
+        }
+    )
+
+
+class Job:
+    """The parts of a run and an episode for them."""
+
+    def __init__(self, args: argparse.Namespace):
+        recipe = make_recipe(args)
+
+        def draw(name: str, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
+            torch.manual_seed(SEED)
+            with device:
+                return shape(name).to(dtype).eval()
+
+        with patch.object(student_weights, "load_model", draw):
+            self.weights = StudentWeights(recipe.student, seed=SEED)
+        tokenizer = byte_tokenizer()
+        self.engine = TransformersEngine(
+            self.weights.model, tokenizer, name=args.model, autocast=self.weights.autocast
+        )
+        renderer = Renderer(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
+        turns = Turns(renderer)
+        length = self.engine.context_length
+        teacher = Teacher(
+            name="self:live",
+            engine=self.engine,
+            renderer=renderer,
+            context_length=length,
+            hidden=True,
+            hints=HintScorer(self.engine, turns, recipe.hints, context_length=length),
+        )
+        self.scoring = Scoring(teacher, None, hinted=True)
+        self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
+        self.trajectory = episode(turns, args.tokens, args.turns)
+        spoken = [i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"]
+        every = [spoken[(2 * n + 1) * len(spoken) // (2 * args.hints)] for n in range(args.hints)]
+        self.hints = [
+            Hint(trajectory=self.trajectory.id, turn=turn, text=HINT, source="made up")
+            for turn in every
+        ]
+
+    def score(self) -> list[Scored]:
+        scored = self.scoring([self.trajectory], self.hints)
+        dropped = [j.dropped for s in scored for j in s.hints if j.dropped is not None]
+        if dropped:
+            raise SystemExit(f"hints were dropped ({dropped}): nothing to measure")
+        return scored
+
+
+def episode(turns: Turns, num_tokens: int, num_turns: int) -> Trajectory:
+    """About so many tokens, in so many turns of the assistant, by the real renderer."""
+    draw = random.Random(SEED)
+
+    def text(size: int) -> str:
+        return "".join(draw.choice("abcdefghij klmnopqrs tuvwxyz .,") for _ in range(size))
+
+    task = Task(id="long", split="train", messages=(Message(role="user", content=text(40)),))
+    made = [turns.prompt_turn(task)]
+    frame = len(
+        turns.environment_turn((Message(role="tool", content="x"),), closing=False).token_ids
+    )
+    each = (num_tokens - len(made[0].token_ids)) // num_turns
+    size = max(2, int(ANSWER_SHARE * each))
+    if each - size - frame < 1:
+        raise SystemExit(f"--tokens {num_tokens}: too few for {num_turns} turns")
+    for number in range(num_turns):
+        said = text(size - 1)
+        ids = (*turns.renderer.tokenizer(said, add_special_tokens=False)["input_ids"], 1)
+        logp = tuple(draw.uniform(-6, -1) for _ in ids)
+        made.append(turns.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=said)))
+        if number + 1 < num_turns:
+            heard = (Message(role="tool", content=text(each - size - frame)),)
+            made.append(turns.environment_turn(heard, closing=False))
+    return Trajectory(
+        id="episode", task=task, turns=tuple(made), source="student", policy_version=0,
+        temperature=1.0, stop="done", grade=Grade(score=1.0, passed=True, feedback=""),
+    )  # fmt: skip
+
+
+def timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    start = time.perf_counter()
+    result = call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    row = {"seconds": time.perf_counter() - start}
+    if on_gpu:
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        row["peak_above_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
+    else:
+        row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return result, row
+
+
+def said(name: str, row: dict[str, float]) -> str:
+    above = f", {row['peak_above_gib']:.2f} above what was held" if "peak_above_gib" in row else ""
+    return f"{name:>7}: {row['seconds']:.3f} s, peak {row['peak_gib']:.2f} GiB{above}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=("qwen3-0.6b", "tiny"), default="qwen3-0.6b")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--turns", type=int, default=100, help="of the assistant")
+    parser.add_argument("--hints", type=int, default=20)
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser.add_argument(
+        "--no-checkpointing", action="store_true", help="keep all activations of the forward pass"
+    )
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not 0 < args.hints <= args.turns:
+        parser.error(f"--hints {args.hints}: at least one, at most one for each of the turns")
+    args.out = args.out or HERE / "results" / f"long_episode_{args.device}.json"
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device(args.device)
+    job = Job(args)
+    trajectory = job.trajectory
+    num_read = len(trajectory.token_ids)
+    print(
+        f"{args.model}: {num_read} tokens, {trajectory.num_chosen} of them chosen, {args.turns} "
+        f"turns, {args.hints} hints",
+        flush=True,
+    )
+    steps = []
+    for number in range(args.repeats + 1):
+        scored, scoring = timed(device, job.score)
+        update, stepping = timed(
+            device, lambda step=number, its=scored: job.student.step(step, its)
+        )
+        steps.append({"score": scoring, "update": stepping})
+        print("first, not counted:" if not number else f"step {number}:")
+        for name, row in steps[-1].items():
+            print(said(name, row), flush=True)
+    (target,) = (s.target for s in scored)
+    assert target is not None
+    best = {
+        name: min((step[name] for step in steps[1:]), key=lambda row: row["seconds"])
+        for name in steps[0]
+    }
+    whole = sum(row["seconds"] for row in best.values())
+    share = best["score"]["seconds"] / whole
+    print(
+        f"best: {whole:.3f} s a step, {num_read / whole:.0f} tokens/s; {share:.0%} of it to score "
+        f"{args.hints} hints ({target.num_context_tokens} tokens of branches); "
+        f"peak {max(row['peak_gib'] for row in best.values()):.2f} GiB"
+    )
+    print(f"divergence {update.components['divergence']:.3g}, {update.num_tokens}")
+    result = {
+        **header("long_episode", device),
+        "seed": SEED,
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "num_tokens": num_read,
+        "num_chosen": trajectory.num_chosen,
+        "num_branch_tokens": target.num_context_tokens,
+        "num_trained": dict(update.num_tokens),
+        "arithmetic": str(job.weights.autocast or torch.float32),
+        "steps": steps,
+        "best": best,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

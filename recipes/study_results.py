@@ -1,0 +1,226 @@
+"""What the runs of a study measured, and what that says of its arms. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+Outcome = dict[str, Any]
+"""What one run measured, as `outcome` reads it and a JSON file keeps it."""
+
+# Two-sided 95% quantiles of Student's t, by degrees of freedom.
+T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+RATE, KL, ERRORS = 2, 3, 4
+"""Columns of a run's `validation`, behind step and trained tokens."""
+COLUMNS = {"rate": RATE, "kl": KL, "errors": ERRORS}
+LESS_IS_BETTER = ("kl", "errors")
+
+MEASURES = ("kl_estimate", "forward_kl_estimate", "errors", "drift", "drift/wrong")
+"""What a table has of an evaluation's metrics, and all `events/…`."""
+
+
+# ── one run ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def outcome(run: Path) -> Outcome:
+    """Before and after on test tasks and on each suite; validation along trained tokens."""
+    evaluations = _lines(run / "evaluations.jsonl")
+    tokens, total = {0: 0}, 0
+    shifts: list[float] = []
+    for row in _lines(run / "metrics.jsonl"):
+        total += sum(value for key, value in row.items() if key.startswith("tokens/"))
+        tokens[row["step"] + 1] = total
+        shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
+    own = [e for e in evaluations if e["who"] == "student"]
+    suites: dict[str, list[Any]] = {}
+    for e in evaluations:
+        if e["who"].startswith("student:") and e["split"] == "test":
+            suites.setdefault(e["who"].partition(":")[2], []).append(e)
+    teacher = [e["rate"] for e in evaluations if e["who"] == "teacher"]
+    costs = json.loads((run / "costs.json").read_text())
+    return {
+        **_before_and_after([e for e in own if e["split"] == "test"]),
+        "suites": {name: _before_and_after(found) for name, found in suites.items()},
+        "teacher": teacher[0] if teacher else None,
+        "trained_tokens": total,
+        "validation": [
+            [
+                e["step"],
+                tokens[e["step"]],
+                e["rate"],
+                e["metrics"].get("kl_estimate"),
+                e["metrics"].get("errors"),
+            ]
+            for e in own
+            if e["split"] == "validation"
+        ],
+        "shift": [shifts[0], shifts[-1]] if shifts else None,
+        "seconds": {phase: cost["seconds"] for phase, cost in costs.items()},
+        "costs": {
+            phase: {key: value for key, value in cost.items() if key != "seconds"}
+            for phase, cost in costs.items()
+        },
+        "environment": json.loads((run / "environment.json").read_text()),
+    }
+
+
+def _before_and_after(evaluations: Sequence[Mapping[str, Any]]) -> Outcome:
+    first, last = evaluations[0], evaluations[-1]
+    return {
+        "before": first["rate"],
+        "after": last["rate"],
+        "metrics_before": first["metrics"],
+        "metrics_after": last["metrics"],
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measures(run: Outcome) -> dict[str, float]:
+    """Every number of a run that is compared, by name: `after`, `errors_before`,
+    `held_out/errors_after`, …"""
+    found: dict[str, float] = {}
+    for prefix, part in (("", run), *((f"{name}/", one) for name, one in run["suites"].items())):
+        before, after = (part[f"metrics_{when}"] for when in ("before", "after"))
+        events = {key for key in (*before, *after) if key.startswith("events/")}
+        for when, metrics in (("before", before), ("after", after)):
+            found[f"{prefix}{when}"] = part[when]
+            for name in (*MEASURES, *sorted(events)):
+                if name in metrics:
+                    found[f"{prefix}{name}_{when}"] = metrics[name]
+                elif name in events:
+                    found[f"{prefix}{name}_{when}"] = 0.0  # an event that did not occur is not told
+    return found
+
+
+def at_tokens(run: Outcome, budget: float, column: int = RATE) -> float:
+    """A validation number at a number of trained tokens, between the evaluations around it."""
+    curve = [(row[1], row[column]) for row in run["validation"]]
+    for (t0, r0), (t1, r1) in pairwise(curve):
+        if t0 <= budget <= t1:
+            return float(r0 + (r1 - r0) * (budget - t0) / max(t1 - t0, 1))
+    return float(curve[-1][1])
+
+
+def tokens_until(run: Outcome, rate: float) -> int | None:
+    """Trained tokens at the first validation that reaches `rate`; None: none did."""
+    return next((row[1] for row in run["validation"] if row[RATE] >= rate), None)
+
+
+def merit(run: Outcome, choose_by: str) -> float:
+    """Of a learning rate, on the last validation: more is better."""
+    value = float(run["validation"][-1][COLUMNS[choose_by]])
+    return -value if choose_by in LESS_IS_BETTER else value
+
+
+# ── over seeds ───────────────────────────────────────────────────────────────────────────────────
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, float]:
+    """Mean and 95% interval; that of one seed has no width, which says nothing."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return {"mean": mean, "low": mean, "high": mean, "seeds": len(values)}
+    half = _t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": len(values)}
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Mean of `one` minus mean of `other`, by Welch; the degrees of freedom are rounded down."""
+    mean = statistics.fmean(one) - statistics.fmean(other)
+    parts = [statistics.variance(values) / len(values) for values in (one, other)]
+    if sum(parts) == 0:
+        return {"mean": mean, "low": mean, "high": mean}
+    weights = zip(parts, (one, other), strict=True)
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in weights)
+    half = _t95(freedom) * math.sqrt(sum(parts))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def _t95(freedom: float) -> float:
+    # Rounded down, but 1.9999999 is a 2 that was computed.
+    return T95[min(max(int(freedom + 1e-9), 1), max(T95))]
+
+
+def _common(runs: Sequence[Mapping[str, float]]) -> list[str]:
+    """The measures that all of them have."""
+    return [name for name in runs[0] if all(name in run for run in runs)]
+
+
+# ── arms ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compared(arms: Mapping[str, Sequence[Outcome]], goals: Sequence[float]) -> dict[str, Any]:
+    """Arms of the same variant side by side; `arms`: each one's runs, a seed each."""
+    budget = min(run["trained_tokens"] for runs in arms.values() for run in runs)
+    return {
+        "equal_tokens": budget,
+        "arms": {name: _arm(runs, budget, goals) for name, runs in arms.items()},
+        "differences": _differences(arms),
+    }
+
+
+def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict[str, Any]:
+    found = [measures(run) for run in runs]
+    events = {name for m in found for name in m if "events/" in name}  # in some runs only: 0 there
+    names = [*_common(found), *sorted(events - set(_common(found)))]
+    row: dict[str, Any] = {name: over_seeds([m.get(name, 0.0) for m in found]) for name in names}
+    for name, column in COLUMNS.items():
+        curves = [[(r[0], r[column]) for r in run["validation"]] for run in runs]
+        if not all(curves) or any(value is None for curve in curves for _, value in curve):
+            continue
+        prefix = "" if name == "rate" else f"{name}_"
+        row[f"{prefix}at_equal_tokens"] = over_seeds([at_tokens(r, budget, column) for r in runs])
+        row[f"{prefix}curve"] = [
+            {"step": points[0][0], **over_seeds([value for _, value in points])}
+            for points in zip(*curves, strict=True)
+        ]
+    row["trained_tokens"] = over_seeds([run["trained_tokens"] for run in runs])
+    row["seconds"] = over_seeds([sum(run["seconds"].values()) for run in runs])
+    row["tokens_until"] = {f"{goal:g}": [tokens_until(run, goal) for run in runs] for goal in goals}
+    row["runs"] = [
+        {key: value for key, value in run.items() if key not in ("environment", "recipe")}
+        for run in runs
+    ]
+    return row
+
+
+def _differences(arms: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    """Of every two arms, in each measure after training that both have; events are in the rows."""
+    found: dict[str, Any] = {}
+    for a, b in combinations(arms, 2):
+        two = [[measures(run) for run in arms[name]] for name in (a, b)]
+        if min(map(len, two)) < 2:
+            continue
+        found[f"{a} minus {b}"] = {
+            name.removesuffix("_after"): difference(*[[m[name] for m in own] for own in two])
+            for name in _common([m for own in two for m in own])
+            if name.endswith("after") and "events/" not in name
+        }
+    return found
+
+
+def told(results: Mapping[str, Any]) -> Iterable[str]:
+    """A few lines for people."""
+    sections = results.get("variants") or {"": results}
+    for variant, section in sections.items():
+        for arm, row in section["arms"].items():
+            name = f"{variant} {arm}".strip()
+            rate = f"lr {results['learning_rates'][arm]:g}"
+            told = [f"{name:<24} {rate:<9} {row['after']['seeds']} seeds"]
+            for measure in ("", "errors_", "held_out/errors_", "drift_"):
+                if f"{measure}after" in row:
+                    before, after = row.get(f"{measure}before"), row[f"{measure}after"]
+                    was = "" if before is None else f"{before['mean']:.4f} → "
+                    ends = f"({after['low']:.4f} to {after['high']:.4f})"
+                    label = measure.rstrip("_") or "rate"
+                    told.append(f"{label} {was}{after['mean']:.4f} {ends}")
+            yield "   ".join(told)

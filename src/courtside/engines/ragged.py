@@ -1,0 +1,73 @@
+"""Attention of one new token a row over rows of different lengths, in room of one size.
+
+For the time of a step the model's attention is this one; `Ragged.length_B` says how much of each
+row is there. On a GPU a kernel reads just that; elsewhere, for tests, a mask hides the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from courtside.errors import ModelError
+
+NAME = "courtside_ragged"
+PLAIN = frozenset(["dropout", "is_causal", "position_ids", "cache_position", "use_cache",
+                   "sliding_window", "output_attentions", "past_key_values"])  # fmt: skip
+"""What a model may tell its attention without asking for another one than the usual."""
+
+_length_of_rows: list[Tensor] = []
+"""Of the step under way: places of each row that are to be read, the new one included."""
+
+
+def ragged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """[B, heads, 1, D] and room [B, shared heads, L, D] to [B, 1, heads, D]."""
+    del module, attention_mask
+    special = sorted(k for k, v in settings.items() if v is not None and k not in PLAIN)
+    if special or settings.get("sliding_window") is not None:
+        raise ModelError(f"an attention with {special[0] if special else 'a window'}")
+    (length_B,) = _length_of_rows
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query = query.to(key.dtype)  # autocast would do it for torch's own attention
+    if query.is_cuda:
+        from courtside.engines.decode_kernels import attend  # needs Triton, which CPUs do without
+
+        return attend(query[:, :, 0], key, value, length_B, scale)[:, None], None
+    seen_BL = torch.arange(key.shape[2], device=key.device) < length_B[:, None]
+    found = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_BL[:, None, None], scale=scale, enable_gqa=True
+    )
+    return found.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, ragged_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def ragged(model: Any, length_B: Tensor) -> Iterator[None]:
+    """Steps of the model in here read `length_B` places of each row."""
+    config = model.config
+    own = config._attn_implementation
+    config._attn_implementation = NAME
+    _length_of_rows.append(length_B)
+    try:
+        yield
+    finally:
+        _length_of_rows.pop()
+        config._attn_implementation = own

@@ -1,0 +1,72 @@
+"""From the hidden states of a pass to scores of tokens, a chunk of positions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from courtside.engines.base import Head, ScoreRequest, Scores
+from courtside.engines.batching import placed
+
+
+def chunk_size(num_words: int, device: torch.device) -> int:
+    """Positions whose logits exist at once: 16 MiB of float32 on a CPU, 256 on a GPU."""
+    elements = 2**26 if device.type == "cuda" else 2**22
+    return max(16, elements // num_words)
+
+
+def scores_of(
+    head: Head,
+    hidden_ND: Tensor,
+    starts: Sequence[int],
+    requests: Sequence[ScoreRequest],
+    *,
+    hidden: bool,
+    top_k: int,
+) -> list[Scores]:
+    """Of each request; `starts` says where in `hidden_ND` its sequence begins.
+
+    Positions of all requests go through the head together: sequences may be short.
+    """
+    device = hidden_ND.device
+    places = [[i for i, scored in enumerate(r.scored) if scored] for r in requests]
+    counts = [len(its) for its in places]
+    before_T, ids_T = placed(
+        [
+            [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its],
+            [r.token_ids[i] for r, its in zip(requests, places, strict=True) for i in its],
+        ],
+        dtype=torch.long,
+        device=device,
+    )
+    hidden_TD = hidden_ND[before_T]
+    temperature_T = placed(
+        [r.temperature for r, count in zip(requests, counts, strict=True) for _ in range(count)],
+        dtype=torch.promote_types(hidden_ND.dtype, torch.float32),
+        device=device,
+    )
+    size = chunk_size(head.num_words, device)
+    logps: list[Tensor] = []
+    top: list[Any] = []
+    for part_ND, ids_N, temperature_N in zip(
+        hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
+    ):
+        logits_NV = head(part_ND) / temperature_N[:, None]
+        total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+        logps.append((logits_NV.gather(-1, ids_N[:, None]) - total_N1).squeeze(-1))
+        if top_k:
+            best = logits_NV.topk(top_k, dim=-1)
+            top.append((best.indices, best.values - total_N1))
+    columns = [
+        torch.cat(logps).split(counts),
+        hidden_TD.split(counts) if hidden else [None] * len(counts),
+        torch.cat([ids for ids, _ in top]).split(counts) if top else [None] * len(counts),
+        torch.cat([values for _, values in top]).split(counts) if top else [None] * len(counts),
+    ]
+    return [
+        Scores(logp_T=logp_T, hidden_TD=own_TD, top_ids_TK=ids_TK, top_logp_TK=values_TK)
+        for logp_T, own_TD, ids_TK, values_TK in zip(*columns, strict=True)
+    ]

@@ -1,0 +1,25 @@
+"""Words like those of a hint, for demonstrations in which they are heeded.
+
+Nothing here is what a reader writes: a student that has learned to read these has not seen the
+hints that it is taught with later.
+"""
+
+from __future__ import annotations
+
+from courtside.tasks.environments.dice import Dice
+from courtside.types import Message, Task
+
+REMINDERS = (
+    "Only these tools exist: {tools}.",
+    "Look at the list again. It has {tools}.",
+    "Note that the tools are called {tools} in this conversation.",
+    "Use one of {tools}, under exactly that name.",
+    "Careful, other names will not be found. Listed are {tools}.",
+    "You can call {tools} and nothing else.",
+)
+
+
+def reminder(task: Task, turn: int) -> Message:
+    """The one for the call of this turn; a message as `hints.place = "above"` makes it."""
+    words = Dice(f"words {task.id} {turn}").one_of(REMINDERS)
+    return Message(role="user", content=words.format(tools=task.privileged["tools"]))

@@ -1,0 +1,35 @@
+"""Tests that want a GPU; without one nothing here is collected.
+
+python -m pytest -p no:cacheprovider tests/gpu
+COURTSIDE_TEST_DEVICE=cpu python -m pytest tests/gpu     # the same bodies, without a GPU
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = os.environ.get("COURTSIDE_TEST_DEVICE") or (
+    "cuda" if torch.cuda.is_available() else "none"
+)
+collect_ignore_glob = ["test_*.py"] if DEVICE == "none" else []
+if DEVICE == "cuda":
+    # Kernels are compiled here, whatever a folder above thought of the machine.
+    told = os.environ.pop("TRITON_INTERPRET", "0")
+    assert told != "1" or "triton" not in sys.modules, "Triton interprets already: too late"
+# For `gpu_models`, and for the references of the numerics.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,72 @@
+"""Small random models with the shapes of real ones, and their numbers in float64 on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import tiny_tokenizer
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+NUM_WORDS = 258
+"""Those of `tiny_tokenizer`."""
+
+
+def qwen3(
+    *,
+    seed: int = 0,
+    size: int = 64,
+    layers: int = 2,
+    tied: bool = True,
+    num_words: int = NUM_WORDS,
+    spread: float = 0.15,
+) -> Any:
+    """A Qwen3: norms on queries and keys, grouped heads, tied embeddings."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=num_words,
+        hidden_size=size,
+        intermediate_size=2 * size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        initializer_range=spread,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def saved(folder: Path, **options: Any) -> Path:
+    """A model folder as a user would have it."""
+    qwen3(**options).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def in_float64(model: Any) -> Any:
+    """A copy on the CPU, in float64 throughout: norms would compute in float32 otherwise."""
+    twin = copy.deepcopy(model).cpu().double()
+    for module in twin.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(_norm, module)
+    return twin
+
+
+def _norm(layer: Any, hidden: Tensor) -> Tensor:
+    size = hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon
+    return layer.weight * hidden * size.rsqrt()
+
+
+def off(found: Tensor, right: Tensor) -> float:
+    """‖found − right‖ / ‖right‖; inf where something is not finite."""
+    error = (found.detach().cpu().double() - right.double()).norm() / right.double().norm()
+    return float(error) if bool(error.isfinite()) else float("inf")

@@ -1,0 +1,153 @@
+"""The engine on the device: what it draws, what it scores, and branches off one trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import in_float64, qwen3
+from tiny import tiny_tokenizer
+
+from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
+from courtside.engines.branches import score_branches_separately
+from courtside.engines.transformers import TransformersEngine
+from courtside.types import Branch, Sample
+
+PROMPTS = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(70))]
+REQUESTS = [SampleRequest(prompt_ids=PROMPTS[n % 4], seed=n) for n in range(12)]
+AUTOCAST: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "autocast": {"autocast": torch.bfloat16},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+def engine(
+    device: torch.device, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> TransformersEngine:
+    model = qwen3().to(device, dtype)
+    return TransformersEngine(model, tiny_tokenizer(), name="small", **options)
+
+
+def scored_again(
+    made: TransformersEngine, samples: Sequence[Sample], temperature: float
+) -> list[torch.Tensor]:
+    requests = [
+        ScoreRequest(
+            token_ids=r.prompt_ids + s.token_ids,
+            scored=(False,) * len(r.prompt_ids) + (True,) * len(s.token_ids),
+            temperature=temperature,
+        )
+        for r, s in zip(REQUESTS, samples, strict=True)
+    ]
+    return [scores.logp_T.float().cpu() for scores in made.score(requests)]
+
+
+@pytest.mark.parametrize("arithmetic", AUTOCAST)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_samples_are_those_of_scoring_them(
+    arithmetic: str, temperature: float, device: torch.device
+) -> None:
+    made = engine(device, **AUTOCAST[arithmetic])
+    samples = made.sample(REQUESTS, Sampling(max_new_tokens=24, temperature=temperature))
+    limit = 1e-3 if arithmetic == "float32" else 0.25
+    found = scored_again(made, samples, temperature)
+    for sample, logp_T in zip(samples, found, strict=True):
+        torch.testing.assert_close(torch.tensor(sample.logp), logp_T, atol=limit, rtol=0)
+    gap_T = torch.cat([torch.tensor(s.logp) - x for s, x in zip(samples, found, strict=True)])
+    assert float(gap_T.abs().mean()) < (1e-4 if arithmetic == "float32" else 0.03)
+    assert len({s.token_ids for s in samples}) == len(samples), "every seed has its own numbers"
+
+
+def test_scores_are_those_of_float64(device: torch.device) -> None:
+    made = engine(device)
+    samples = made.sample(REQUESTS, Sampling(max_new_tokens=24))
+    exact = in_float64(made.model)
+    for request, sample, logp_T in zip(
+        REQUESTS, samples, scored_again(made, samples, 1.0), strict=True
+    ):
+        ids_L = torch.tensor(request.prompt_ids + sample.token_ids)
+        with torch.no_grad():
+            logp_LV = exact(input_ids=ids_L[None]).logits[0].log_softmax(-1)
+        start = len(request.prompt_ids)
+        right_T = logp_LV[start - 1 : -1].gather(-1, ids_L[start:, None]).squeeze(-1)
+        torch.testing.assert_close(logp_T.double(), right_T, atol=1e-3, rtol=0)
+
+
+def test_greedy_is_what_generate_gives(device: torch.device) -> None:
+    made = engine(device)
+    samples = made.sample(REQUESTS[:4], Sampling(max_new_tokens=20, temperature=0.0))
+    for request, sample in zip(REQUESTS, samples, strict=False):
+        ids_1L = torch.tensor([request.prompt_ids], device=device)
+        out = made.model.generate(
+            ids_1L, attention_mask=torch.ones_like(ids_1L), do_sample=False, max_new_tokens=20,
+            eos_token_id=sorted(made.eos_ids), pad_token_id=made.pad_id,
+        )  # fmt: skip
+        assert sample.token_ids == tuple(out[0, ids_1L.shape[1] :].tolist())
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    made = engine(device)
+    sampling = Sampling(max_new_tokens=16)
+    together = made.sample(REQUESTS, sampling)
+    for number in (0, 3, 7):
+        (alone,) = made.sample([REQUESTS[number]], sampling)
+        assert alone.token_ids == together[number].token_ids
+
+
+def test_a_session_goes_on_where_it_was(device: torch.device) -> None:
+    made = engine(device)
+    sampling = Sampling(max_new_tokens=8, temperature=0.0)
+    session = made.session(3)
+    first = session.sample([0, 1, 2], REQUESTS[:3], sampling)
+    after = [(*sample.token_ids[-1:], 50, 51, 52) for sample in first]
+    again = [SampleRequest(prompt_ids=ids, seed=9) for ids in after]
+    second = session.sample([0, 1, 2], again, sampling)
+    for number in range(3):
+        ids = (*PROMPTS[number], *first[number].token_ids, 50, 51, 52)
+        (whole,) = made.sample([SampleRequest(prompt_ids=ids, seed=9)], sampling)
+        assert second[number].token_ids == whole.token_ids
+
+
+# ── branches ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def branch(splice: int, ids: Sequence[int]) -> Branch:
+    scored = (False,) + (True,) * (len(ids) - 1)
+    return Branch(trajectory="t", turn=1, splice=splice, token_ids=tuple(ids), scored=scored)
+
+
+def requests() -> list[BranchRequest]:
+    made = []
+    for length, places in ((200, (190, 120, 120, 37)), (90, (45, 0)), (150, ())):
+        ids = tuple(3 + (7 * i * i) % 250 for i in range(length))
+        scored = tuple(i % 3 == 1 for i in range(length))
+        branches = tuple(
+            branch(splice, [3 + (11 * i + n) % 250 for i in range(9 + 5 * n)])
+            for n, splice in enumerate(places)
+        )
+        made.append(BranchRequest(token_ids=ids, branches=branches, scored=scored, temperature=0.9))
+    return made
+
+
+@pytest.mark.parametrize("arithmetic", AUTOCAST)
+def test_branches_in_one_pass_are_those_of_separate_passes(
+    arithmetic: str, device: torch.device
+) -> None:
+    made = engine(device, **AUTOCAST[arithmetic])
+    together = made.score_branches(requests(), hidden=True)
+    apart = score_branches_separately(made, requests(), hidden=True)
+    limit = 1e-3 if arithmetic == "float32" else 0.25
+    gaps = []
+    for one, other in zip(together, apart, strict=True):
+        assert one.note is None, "they were to share a pass"
+        assert one.trunk is not None and other.trunk is not None
+        pairs = [(one.trunk, other.trunk), *zip(one.branches, other.branches, strict=True)]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours.logp_T, theirs.logp_T, atol=limit, rtol=0)
+            gaps.append((ours.logp_T - theirs.logp_T).abs())
+            assert ours.hidden_TD is not None and theirs.hidden_TD is not None
+            assert ours.hidden_TD.shape == theirs.hidden_TD.shape
+    assert float(torch.cat(gaps).mean()) < (1e-4 if arithmetic == "float32" else 0.03)

@@ -1,0 +1,260 @@
+"""The fused head's kernels on the device: values and all gradients against one graph in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fused_reference import (
+    ENDS,
+    FULL,
+    ON_SUPPORT,
+    Case,
+    differences,
+    exact_case,
+    expected,
+    label,
+    make_case,
+    room,
+)
+from gpu_models import off
+
+from courtside.losses.fused import Plan, choose_backend, divergence_head
+from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Support
+from courtside.losses.fused_select import likeliest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*without a tail"),
+    # Of words past the end of a row, in Triton's interpreter; they are never stored.
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+]
+SEAMS = Plan(chunk=16, part=6)
+"""Chunks and parts that do not divide the rows."""
+TOP_64 = [
+    Divergence(name="reverse_kl", support=Support(k=64, of=of, form="tail"))
+    for of in ("teacher", "joint")
+]
+KINDS = [*FULL, *ENDS, ON_SUPPORT[0], ON_SUPPORT[-1], *TOP_64]
+FEW = [FULL[0], FULL[1], FULL[2], TOP_64[0]]
+HEADS: dict[str, dict[str, Any]] = {
+    "scaled": {"scale": 1.7, "bias": True},
+    "capped": {"softcap": 2.0, "scale": 0.8, "bias": True},
+}
+
+
+def name(divergence: Divergence | None) -> str:
+    if divergence is None:
+        return "sampled"
+    k = f"-{divergence.support.k}" if divergence.support else ""
+    return label(divergence) + k
+
+
+def through(
+    case: Case, divergence: Divergence | None, *, plan: Plan | None = SEAMS, **options: Any
+) -> tuple[HeadLoss, HeadGradient]:
+    into = room(case)
+    asked = case.asked(divergence, **options)
+    ours = divergence_head(
+        case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
+    )
+    return ours, into
+
+
+def some(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    """One vocabulary for all: every other would be compiled anew."""
+    large = device.type == "cuda"
+    settings = {"num_rows": 37 if large else 9, "num_words": 4999 if large else 299,
+                "sizes": (96, 160), "spread": 2.0}  # fmt: skip
+    return make_case(**{**settings, **options}).to(dtype, str(device))
+
+
+@pytest.mark.parametrize("divergence", [*KINDS, None], ids=name)
+def test_float32_is_float64_to_seven_digits(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    case = some(device)
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 5e-5, found
+
+
+@pytest.mark.parametrize("divergence", [*FEW, None], ids=name)
+@pytest.mark.parametrize("head", HEADS)
+def test_scale_bias_and_cap(divergence: Divergence | None, head: str, device: torch.device) -> None:
+    case = some(device, spread=1.0, **HEADS[head])
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 5e-5, found
+
+
+@pytest.mark.parametrize("divergence", [*FULL, None], ids=name)
+def test_bfloat16_is_as_close_as_its_logits(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    """Against float64 on the same inputs. Which words are likeliest differs with the logits, and so
+    do the words of a support: those are compared where logits are exact, below."""
+    case = some(device, torch.bfloat16)
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    assert ours.hidden_gradient_ND.dtype == torch.bfloat16
+    assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
+    assert max(found.values()) < 2e-2, found
+
+
+@pytest.mark.parametrize("divergence", [*FULL, *ENDS[:2], *ON_SUPPORT[::7], None], ids=name)
+def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    large = device.type == "cuda"
+    case = exact_case(num_rows=40 if large else 12, num_words=1003 if large else 299)
+    k = 0 if divergence is None or divergence.support is None else divergence.support.k
+    case = untied(case, k).to(torch.bfloat16, str(device))
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    # Half a unit of bfloat16's last place; Triton's interpreter cuts digits off instead.
+    limit = 3e-3 if device.type == "cuda" else 6e-3
+    assert max(found["hidden_ND"], found["weight_VD"]) < limit, found
+    for gradient in ("hidden_ND", "weight_VD", "bias_V"):
+        del found[gradient]
+    assert max(found.values()) < 1e-5, found
+
+
+def untied(case: Case, k: int) -> Case:
+    """Without the rows whose k-th and next likeliest word are equally likely: either is right."""
+    if not k:
+        return case
+    clear_N = torch.ones_like(case.weight_N, dtype=torch.bool)
+    for side in (case.student, case.teacher):
+        best_NK = (side.hidden_ND @ side.weight_VD.t()).topk(k + 1).values
+        clear_N &= best_NK[:, -1] != best_NK[:, -2]
+    rows = ("ids_N", "temperature_N", "weight_N", "coefficient_N")
+    sides = (replace(s, hidden_ND=s.hidden_ND[clear_N]) for s in (case.student, case.teacher))
+    student, teacher = sides
+    picked = {name: getattr(case, name)[clear_N] for name in rows}
+    return replace(case, student=student, teacher=teacher, **picked)
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], TOP_64[0], None], ids=name)
+def test_hidden_states_of_float32_on_a_head_of_bfloat16(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    """Under autocast: products of bfloat16 that add up and end in float32."""
+    case = some(device)
+    sides = [
+        replace(side, weight_VD=side.weight_VD.bfloat16(), hidden_ND=side.hidden_ND.bfloat16())
+        for side in (case.student, case.teacher)
+    ]
+    low = replace(case, student=sides[0], teacher=sides[1])
+    wide = replace(low, student=replace(sides[0], hidden_ND=sides[0].hidden_ND.float()))
+    ours, into = through(wide, divergence)
+    same, same_into = through(low, divergence)
+    assert ours.hidden_gradient_ND.dtype == torch.float32
+    assert off(same.hidden_gradient_ND, ours.hidden_gradient_ND.cpu()) < 5e-3
+    torch.testing.assert_close(into.weight_VD, same_into.weight_VD)
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 37, None])
+def test_chunks_do_not_change_the_sums(chunk: int | None, device: torch.device) -> None:
+    """What chunks add up in float32 is the whole, also from bfloat16."""
+    case = some(device, torch.bfloat16)
+    whole, whole_into = through(case, FULL[0], plan=Plan(chunk=64, part=64))
+    ours, into = through(case, FULL[0], plan=chunk and Plan(chunk=chunk, part=max(1, chunk // 2)))
+    assert off(ours.hidden_gradient_ND, whole.hidden_gradient_ND.cpu()) < 4e-3
+    assert off(into.weight_VD, whole_into.weight_VD.cpu()) < 1e-4
+    torch.testing.assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
+
+
+@pytest.mark.parametrize("num_words", [151936, 151669, 49152, 32003])
+@pytest.mark.parametrize("divergence", [FULL[0], TOP_64[1]], ids=name)
+def test_real_vocabularies(num_words: int, divergence: Divergence, device: torch.device) -> None:
+    num_words = num_words if device.type == "cuda" else num_words // 100
+    case = exact_like(some(device, num_words=num_words, num_rows=7, sizes=(64, 32)))
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 1e-4, found
+
+
+def exact_like(case: Case) -> Case:
+    """Inputs of float32 whose products have few digits: no words of a support change places."""
+
+    def rounded(side: Any) -> Any:
+        hidden_ND = (side.hidden_ND * 8).round() / 8
+        weight_VD = (side.weight_VD * 64).round() / 64
+        # A little more for each word: no ties.
+        step = torch.arange(weight_VD.shape[0], device=weight_VD.device) / 2**20
+        weight_VD[:, 0] += step
+        hidden_ND[:, 0] = 1.0
+        return replace(side, hidden_ND=hidden_ND, weight_VD=weight_VD)
+
+    return replace(case, student=rounded(case.student), teacher=rounded(case.teacher))
+
+
+@pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[0]], ids=name)
+def test_a_teacher_of_nan_without_weight_does_not_leak(
+    divergence: Divergence, device: torch.device
+) -> None:
+    case = some(device)
+    right, right_into = through(case, divergence)
+    off_N = case.weight_N == 0
+    case.teacher.hidden_ND[off_N] = math.nan
+    ours, into = through(case, divergence)
+    torch.testing.assert_close(
+        ours.hidden_gradient_ND, right.hidden_gradient_ND, rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(into.weight_VD, right_into.weight_VD, rtol=1e-4, atol=1e-6)
+    case.teacher.hidden_ND[0] = math.nan
+    seen, _ = through(case, divergence)
+    assert bool(seen.hidden_gradient_ND[0].isnan().all()), "where it has weight, it is seen"
+
+
+@pytest.mark.parametrize("divergence", FEW, ids=name)
+def test_one_head_for_both(divergence: Divergence, device: torch.device) -> None:
+    """Self-distillation: one weight, two contexts. The same context costs nothing."""
+    case = some(device, sizes=(96, 96))
+    case = replace(case, teacher=replace(case.teacher, weight_VD=case.student.weight_VD))
+    ours, into = through(case, divergence)
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 5e-5, found
+    case = replace(case, teacher=case.student)
+    ours, _ = through(case, divergence, sampled=False)
+    assert ours.found is not None and float(ours.found.value_N.abs().max()) < 1e-5
+
+
+def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.device) -> None:
+    case = some(device, torch.bfloat16)
+    trained, _ = through(case, FULL[0])
+    frozen = divergence_head(
+        case.student, case.teacher, case.asked(FULL[0]), plan=SEAMS, backend="triton"
+    )
+    assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_words", [151936, 49155])
+def test_the_likeliest_words_are_those_of_a_stable_sort(
+    num_words: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """With rows that are crowded: all logits equal, all NaN, the likeliest side by side."""
+    large = device.type == "cuda"
+    num_rows, num_words, k = (200, num_words, 64) if large else (6, num_words // 40, 16)
+    values_NV = (2 * torch.randn(num_rows, num_words, device=device)).to(dtype)
+    values_NV[1] = 0.0
+    values_NV[2] = math.nan
+    values_NV[3] = torch.arange(num_words, device=device).to(dtype)
+    values_NV[4] += 1000
+    found_NK = likeliest(values_NV, k, num_warps=8 if large else 1)
+    filled_NV = values_NV.double().nan_to_num(nan=math.inf)
+    right_NK = filled_NV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(found_NK, right_NK)
+    again_NK = likeliest(values_NV, k, num_warps=8 if large else 1)
+    assert torch.equal(found_NK, again_NK)
+
+
+def test_kernels_are_chosen_on_a_gpu(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        chosen = choose_backend(torch.empty(2, 2, dtype=dtype, device=device))
+        assert chosen == ("triton" if device.type == "cuda" else "torch")
+    assert choose_backend(torch.empty(2, 2, dtype=torch.float64, device=device)) == "torch"

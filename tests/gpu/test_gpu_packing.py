@@ -1,0 +1,113 @@
+"""Packed passes on the device: hidden states and gradients against sequences alone in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import NUM_WORDS, in_float64, off, qwen3
+from torch import Tensor
+
+from courtside.engines import packing
+from courtside.engines.packing import Passes, packing_problem
+
+LENGTHS = (130, 1, 64, 7, 300, 33)
+ARITHMETIC = {
+    "float32": (torch.float32, None),
+    "autocast": (torch.float32, torch.bfloat16),
+    "bfloat16": (torch.bfloat16, None),
+}
+
+
+@contextmanager
+def casting(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
+def sequences() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(NUM_WORDS) for _ in range(length)] for length in LENGTHS]
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_a_row_of_sequences_is_each_of_them_alone(
+    arithmetic: str, checkpointing: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, cast = ARITHMETIC[arithmetic]
+    model = qwen3().to(device, dtype)
+    exact = in_float64(model)
+    in_one: list[bool] = []
+    real = packing._in_one
+
+    def note(*args: Any) -> Tensor:
+        in_one.append(True)
+        return real(*args)
+
+    monkeypatch.setattr(packing, "_in_one", note)
+    with casting(device, cast):
+        assert packing_problem(model) is None
+    in_one.clear()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    weight_ND = torch.randn(sum(LENGTHS), model.config.hidden_size, dtype=torch.float64)
+    for name, problem in (("packed", None), ("padded", "asked for")):
+        passes = Passes(model=model, pad_id=1, problem=problem)
+        with passes.attention(), casting(device, cast):
+            hidden_ND, starts = passes.hidden(sequences())
+            own = [hidden_ND[s : s + n] for s, n in zip(starts, LENGTHS, strict=True)]
+            own_ND = torch.cat(own)
+            own_ND.backward(weight_ND.to(own_ND))
+        found[name] = own_ND, gradients(model)
+    wanted = model.config.num_hidden_layers * (2 if checkpointing else 1)
+    assert len(in_one) == (wanted if device.type == "cuda" and arithmetic != "float32" else 0)
+
+    right_ND = torch.cat(
+        [
+            exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+            for ids in sequences()
+        ]
+    )
+    right_ND.backward(weight_ND)
+    expected = gradients(exact)
+    # Rounding is that of the padded pass; a token that saw a neighbour would be far off.
+    packed_ND, packed = found["packed"]
+    padded_ND, padded = found["padded"]
+    assert off(packed_ND, right_ND.detach()) < 1e-5 + 1.5 * off(padded_ND, right_ND.detach())
+    assert off(packed_ND, right_ND.detach()) < (1e-4 if arithmetic == "float32" else 0.05)
+    assert packed.keys() == padded.keys() == expected.keys()
+    slack = 1e-5 if arithmetic == "float32" else 0.01
+    for name, gradient in expected.items():
+        assert off(packed[name], gradient) < slack + 2 * off(padded[name], gradient), name
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_the_host_does_not_wait_for_a_pass(arithmetic: str, device: torch.device) -> None:
+    dtype, cast = ARITHMETIC[arithmetic]
+    model = qwen3().to(device, dtype)
+    passes = Passes(model=model, pad_id=1, problem=None)
+    with passes.attention(), casting(device, cast):
+        passes.hidden(sequences())
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            hidden_ND, _ = passes.hidden(sequences())
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert len(hidden_ND) == sum(LENGTHS)

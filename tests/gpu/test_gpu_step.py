@@ -1,0 +1,203 @@
+"""A step of the student on the device against the same step in float64 on a CPU.
+
+The reference, `textbook`, shares no code with the package but the model itself.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import NUM_WORDS, in_float64, off, saved
+from small_runs import small_recipe
+from textbook import naive_loss
+from torch import Tensor
+
+from courtside.assemble import assemble
+from courtside.parts import Parts
+from courtside.student import fused_head
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
+
+TOP_K = {"kind": "divergence", "support": {"kind": "top_k", "k": 20, "of": "teacher"}}
+LOSSES: dict[str, list[dict[str, Any]]] = {
+    "reverse": [{"kind": "divergence"}],
+    "forward": [{"kind": "divergence", "divergence": "forward_kl"}],
+    "jsd": [{"kind": "divergence", "divergence": "jsd", "beta": 0.3}],
+    "top k": [{**TOP_K, "support": {**TOP_K["support"], "form": "tail"}}],  # type: ignore[dict-item]
+    "mixed": [
+        {"kind": "divergence", "weight": 0.5},
+        {"kind": "policy_gradient", "weight": 2.0, "baseline": True},
+        {"kind": "policy_gradient", "name": "rl", "advantage": "reward"},
+    ],
+    "in autograd": [{"kind": "divergence", "entropy_aware": {"threshold": 4.0, "weight": 0.7}}],
+}
+FULL: dict[str, Any] = {}
+LORA: dict[str, Any] = {"lora": {"rank": 8}}
+
+
+def make_trajectory(parts: Parts, number: int) -> Trajectory:
+    """Two answers with something between them; lengths and temperatures differ."""
+    draw = random.Random(number)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(2, NUM_WORDS) for _ in range(count))
+
+    def answer() -> Turn:
+        words = ids(draw.randint(3, 25))
+        logps = tuple(draw.uniform(-7, -4) for _ in words)
+        return Turn(role="assistant", text="", token_ids=words, chosen=(True,) * len(words),
+                    sampler_logp=logps)  # fmt: skip
+
+    task = Task(
+        id=f"task{number % 3}",
+        split="train",
+        messages=(Message(role="user", content="x" * (1 + number % 3)),),
+    )
+    prompt, between = parts.renderer.prompt_ids(task.messages), ids(4)
+    return Trajectory(
+        id=f"t{number}",
+        task=task,
+        turns=(
+            Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
+            answer(),
+            Turn(role="environment", text="", token_ids=between, chosen=(False,) * 4),
+            answer(),
+        ),
+        source="student",
+        policy_version=0,
+        temperature=(0.7, 1.0, 1.3)[number % 3],
+        stop="eos",
+        grade=Grade(score=draw.random(), passed=True, feedback=""),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    make = tmp_path_factory.mktemp
+    return {
+        "tied": saved(make("tied")),
+        "untied": saved(make("untied"), tied=False, size=96),
+        "teacher": saved(make("teacher"), seed=1, layers=3, size=128, tied=False),
+    }
+
+
+def make_parts(
+    folders: dict[str, Path],
+    device: torch.device,
+    losses: list[dict[str, Any]],
+    *,
+    dtype: str,
+    model: str = "tied",
+    **student: Any,
+) -> Parts:
+    recipe = small_recipe(
+        folders[model],
+        folders["teacher"],
+        losses=losses,
+        student={"model": str(folders[model]), "device": device.type, "dtype": dtype, **student},
+        # Several micro-batches; chunks as they are chosen on this device.
+        train={"steps": 5, "prompts": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128},
+    )
+    parts = assemble(recipe)
+    if dtype == "float32":
+        parts.teacher.teacher.engine.model.float()
+    torch.manual_seed(3)
+    with torch.no_grad():  # away from where adapters start, which is nowhere
+        for parameter in parts.student.weights.trained().values():
+            parameter += 0.02 * torch.randn(parameter.shape).to(parameter)
+    return parts
+
+
+def textbook_gradients(
+    parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    model = in_float64(parts.student.weights.model)
+    teacher = in_float64(parts.teacher.teacher.engine.model)
+    total, values = naive_loss(losses, scored, model, {parts.teacher.teacher.name: teacher}, model)
+    total.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, values
+
+
+def our_gradients(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = Tally()
+    parts.student.accumulate(0, scored, chosen, tally)
+    trained = parts.student.weights.trained()
+    return {n: p.grad for n, p in trained.items() if p.grad is not None}, tally.values
+
+
+def together(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat(
+        [gradients[name].detach().cpu().double().flatten() for name in sorted(gradients)]
+    )
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("losses", LOSSES)
+def test_gradients_in_float32(
+    losses: str, model: str, folders: dict[str, Path], device: torch.device
+) -> None:
+    parts = make_parts(folders, device, LOSSES[losses], dtype="float32", model=model)
+    scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
+    ours, values = our_gradients(parts, scored)
+    right, right_values = textbook_gradients(parts, scored, LOSSES[losses])
+    assert ours.keys() == right.keys()
+    # A GPU's attention in float32 is that of three products of fewer digits.
+    limit = 2e-4 if device.type == "cpu" else 1e-3
+    assert off(together(ours), together(right)) < limit
+    for name, gradient in right.items():
+        assert off(ours[name], gradient) < 10 * limit, name
+    assert values["divergence"] == pytest.approx(right_values["divergence"], rel=1e-4)
+
+
+@pytest.mark.parametrize("student", [FULL, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("losses", ["reverse", "top k", "mixed"])
+def test_gradients_in_bfloat16(
+    losses: str, student: dict[str, Any], folders: dict[str, Path], device: torch.device
+) -> None:
+    """Weights of float32 under autocast, or an adapter on a base of bfloat16. How far arithmetic in
+    bfloat16 is from float64 at all is what autograd through whole logits gives."""
+    parts = make_parts(folders, device, LOSSES[losses], dtype="bfloat16", **student)
+    scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
+    ours, _ = our_gradients(parts, scored)
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    for parameter in parts.student.weights.trained().values():
+        parameter.grad = None
+    right, _ = textbook_gradients(parts, scored, LOSSES[losses])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused_head, "_groups", lambda rows, components: None)
+        plain, _ = our_gradients(parts, scored)
+    error, usual = (off(together(found), together(right)) for found in (ours, plain))
+    assert error < max(1.5 * usual, 5e-3) and error < 0.1, (error, usual)
+
+
+@pytest.mark.parametrize("student", [FULL, LORA], ids=["all weights", "LoRA"])
+def test_a_whole_step(
+    student: dict[str, Any], folders: dict[str, Path], device: torch.device
+) -> None:
+    parts = make_parts(folders, device, LOSSES["reverse"], dtype="float32", **student)
+    scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
+    right, _ = textbook_gradients(parts, scored, LOSSES["reverse"])
+    weights = parts.student.weights.trained()
+    before = {name: p.detach().cpu().double().clone() for name, p in weights.items()}
+    settings = {k: v for k, v in parts.student.optimiser.param_groups[0].items()
+                if k in ("betas", "eps", "weight_decay")}  # fmt: skip
+    update = parts.student.step(0, scored)
+    copies = {name: value.clone().requires_grad_() for name, value in before.items()}
+    clip = min(1.0, parts.recipe.train.clip_norm / float(together(right).norm()))
+    for name, copy in copies.items():
+        copy.grad = right[name] * clip
+    rate = update.metrics["learning_rate"]
+    torch.optim.AdamW(copies.values(), lr=rate, **settings).step()
+    moved = {name: p.detach().cpu().double() - before[name] for name, p in weights.items()}
+    expected = {name: copy.detach() - before[name] for name, copy in copies.items()}
+    # Adam divides by the gradient's size: where that is all rounding, the sign may be too.
+    assert off(together(moved), together(expected)) < 0.05
+    assert update.metrics["grad_norm"] == pytest.approx(float(together(right).norm()), rel=1e-3)
+    found = torch.tensor([x for s in scored for x in update.student_logp[s.trajectory.id]])
+    assert bool(found.isfinite().all())

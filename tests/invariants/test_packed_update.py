@@ -1,0 +1,206 @@
+"""An update does not depend on how trajectories are laid into passes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe, write_jsonl
+from textbook import double, naive_loss
+from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from courtside.assemble import assemble
+from courtside.engines.packing import NAME, Passes
+from courtside.parts import Parts
+from courtside.student.components import components, trained_tokens
+from courtside.student.tally import Tally
+from courtside.types import Scored
+
+Gradients = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(4)
+    config = tiny_model().config.to_dict()
+    wanted = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        "tie_word_embeddings", "initializer_range", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    shape = {name: config[name] for name in wanted}
+    Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prepared(model: Path, teacher: Path, tmp_path: Path, **sections: Any) -> Parts:
+    """Prompts of 1 to 30 words; everything in float64, the student moved off its start."""
+    lines = [{"prompt": "Why? " * n, "split": "train"} for n in (1, 30, 2, 9, 4)]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", lines))}
+    parts = assemble(small_recipe(model, teacher, tasks=tasks, **sections))
+    double(parts.engine.model)
+    double(parts.teacher.teacher.engine.model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in parts.student.weights.trained().values():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return parts
+
+
+def batch_of(parts: Parts) -> list[Scored]:
+    return parts.teacher(parts.rollout(parts.tasks.batch(0, 5), 0))
+
+
+def accumulated(
+    parts: Parts, scored: list[Scored], budget: int
+) -> tuple[Gradients, dict[str, tuple[float, ...]], list[int]]:
+    """Gradients, the student's log-probs, and how many tokens each pass computed."""
+    student = parts.student
+    student.micro_batch_tokens = budget
+    computed: list[int] = []
+    assert isinstance(student.passes, Passes)  # tried on a small example, which is not counted
+    hook = student.weights.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    logps = student.accumulate(0, scored, chosen, Tally())
+    hook.remove()
+    return take_gradients(parts), logps, computed
+
+
+def take_gradients(parts: Parts) -> Gradients:
+    trained = parts.student.weights.trained()
+    found = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    for parameter in trained.values():
+        parameter.grad = None
+    return found
+
+
+def assert_equal(ours: Gradients, theirs: Gradients) -> None:
+    assert ours.keys() == theirs.keys() and ours
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-11)
+    assert max(float(g.abs().max()) for g in theirs.values()) > 1e-4
+
+
+def read_lengths(parts: Parts, scored: list[Scored]) -> list[int]:
+    """What the losses look at and what that depends on: everything but the last token."""
+    trained = trained_tokens(components(parts.recipe.losses, parts.recipe.loss_names(), scored))
+    assert trained.keys() == {s.trajectory.id for s in scored}
+    return [len(s.trajectory.token_ids) - 1 for s in scored]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_packed_passes_are_one_sequence_at_a_time(
+    family: str,
+    checkpointing: bool,
+    lora: dict[str, Any] | None,
+    tiny_folder: Path,
+    qwen_folder: Path,
+    tiny_teacher_folder: Path,
+    tmp_path: Path,
+) -> None:
+    student = {
+        "model": str(tiny_folder if family == "llama" else qwen_folder),
+        "gradient_checkpointing": checkpointing,
+    } | ({"lora": lora} if lora else {})
+    parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, student=student)
+    scored = batch_of(parts)
+    lengths = read_lengths(parts, scored)
+    assert parts.student.passes.problem is None
+
+    model = parts.student.weights.model
+    teacher = parts.teacher.teacher
+    total, _ = naive_loss(
+        [{"kind": "divergence"}], scored, model, {teacher.name: teacher.engine.model}, model
+    )
+    total.backward()
+    textbook = take_gradients(parts)
+    alone, logps, computed = accumulated(parts, scored, 1)
+    assert sorted(computed) == sorted(lengths)
+    assert_equal(alone, textbook)
+    for budget in (60, 250, 10**6):
+        packed, again, computed = accumulated(parts, scored, budget)
+        assert_equal(packed, alone)
+        assert sum(computed) == sum(lengths), "no token is computed that nobody wrote"
+        assert len(computed) < len(lengths) and max(computed) <= max(budget, *lengths)
+        assert again.keys() == logps.keys()
+        for id, values in logps.items():
+            assert again[id] == pytest.approx(values, abs=1e-6)
+            assert not any(map(math.isnan, values))
+
+
+def test_padded_passes_give_the_same_update(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path)
+    scored = batch_of(parts)
+    packed, logps, computed = accumulated(parts, scored, 300)
+    real = parts.student.passes
+    parts.student.passes = Passes(model=real.model, pad_id=real.pad_id, problem="asked for")
+    padded, again, more = accumulated(parts, scored, 300)
+    assert_equal(padded, packed)
+    assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+    assert sum(more) > sum(computed)
+
+
+def test_pairs_share_a_pass_whose_tokens_are_counted_together(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    lines = [
+        {"prompt": "Why? " * n, "split": "train", "completion": "a" * n, "rejected": "no " * 2 * n}
+        for n in (1, 12, 5)
+    ]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "pairs.jsonl", lines))}
+    recipe = small_recipe(
+        tiny_folder,
+        losses=[{"kind": "preference", "beta": 0.4}],
+        tasks=tasks,
+        rollout={"student_share": 0.0},
+    )
+    parts = assemble(recipe)
+    double(parts.engine.model)
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+    lengths = {s.trajectory.id: len(s.trajectory.token_ids) - 1 for s in scored}
+    assert len(lengths) == 6
+    chosen = components(recipe.losses, recipe.loss_names(), scored)
+    trained = trained_tokens(chosen)
+    pair = max(
+        sum(lengths[s.trajectory.id] for s in scored if s.trajectory.task.id == id)
+        for id in {s.trajectory.task.id for s in scored}
+    )
+    parts.student.micro_batch_tokens = pair
+    for micro in parts.student._micro_batches(scored, trained):
+        tasks_of = [s.trajectory.task.id for s in micro]
+        assert all(tasks_of.count(id) == 2 for id in tasks_of)
+        assert sum(lengths[s.trajectory.id] for s in micro) <= pair
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_was(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path)
+    scored = batch_of(parts)
+    model = parts.student.weights.model
+    assert parts.student.passes.problem is None
+
+    def fail(*args: Any) -> None:
+        assert model.config._attn_implementation == NAME and model.training
+        raise RuntimeError("out of luck")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        accumulated(parts, scored, 300)
+    assert model.config._attn_implementation == "sdpa" and not model.training
+    hook.remove()
+    gradients, _, _ = accumulated(parts, scored, 300)
+    assert gradients

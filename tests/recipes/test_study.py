@@ -1,0 +1,320 @@
+"""The study program: what is run in which order, what is chosen, what is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import study  # noqa: E402
+from study_plan import Plan, best_rate, job, read_plan, wanted  # noqa: E402
+from study_results import difference, measures, over_seeds  # noqa: E402
+
+Tree = dict[str, Any]
+
+
+def plan_of(folder: Path, text: str, *extra: str) -> Plan:
+    (folder / "study.toml").write_text(text)
+    return read_plan(folder, folder / "runs", extra)
+
+
+def measured(errors: float, *, held_out: float = 0.5, events: bool = True) -> Tree:
+    """An outcome as a run of episodes has it."""
+
+    def part(value: float) -> Tree:
+        after = {"errors": value, "drift": 0.01}
+        return {
+            "before": 0.5,
+            "after": 1 - value,
+            "metrics_before": {"errors": 0.4, "events/tool_not_found": 0.3},
+            "metrics_after": after | ({"events/tool_not_found": value / 2} if events else {}),
+        }
+
+    return {
+        **part(errors),
+        "suites": {"held_out": part(held_out)},
+        "trained_tokens": 100,
+        "validation": [[0, 0, 0.5, None, 0.4], [5, 100, 1 - errors, None, errors]],
+        "seconds": {"rollout": 1.0},
+        "environment": {},
+        "wall_seconds": 2.0,
+    }
+
+
+# ── which runs ───────────────────────────────────────────────────────────────────────────────────
+
+PLAN = """
+learning_rates = [1e-5, 1e-4]
+seeds = [0, 1]
+choose_by = "errors"
+sweep_on = "long"
+first = ["main"]
+with = ["train.steps=3"]
+[variants.short]
+with = ["tasks.turns=2"]
+[variants.long]
+with = ["tasks.turns=4"]
+[arms.other]
+recipe = "other.toml"
+learning_rates = [1e-3]
+[arms.main]
+recipe = "main.toml"
+with = ["tasks.reward=all"]
+[arms.noisy]
+recipe = "main.toml"
+rate_of = "main"
+variants = ["long"]
+"""
+
+
+def test_first_arms_come_first_and_seed_by_seed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN)
+    sweep = ["main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"]
+    others = [
+        "other-short-lr0.001-seed0", "other-long-lr0.001-seed0",
+        "other-short-lr0.001-seed1", "other-long-lr0.001-seed1",
+    ]  # fmt: skip
+    assert [one.name for one in wanted(plan, {})] == [*sweep, *sweep, *others]
+    outcomes = {sweep[0]: measured(0.2), sweep[1]: measured(0.1)}
+    names = list(dict.fromkeys(one.name for one in wanted(plan, outcomes)))
+    assert names == [
+        *sweep,
+        "main-short-lr0.0001-seed0", "main-short-lr0.0001-seed1", "main-long-lr0.0001-seed1",
+        others[0], others[1], "noisy-long-lr0.0001-seed0",
+        others[2], others[3], "noisy-long-lr0.0001-seed1",
+    ]  # fmt: skip
+
+
+def test_a_learning_rate_is_chosen_by_the_least_errors_of_those_that_ran(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN)
+    small, large = (job(plan, plan.arms["main"], "long", r, 0).name for r in (1e-5, 1e-4))
+    main, noisy, other = (plan.arms[name] for name in ("main", "noisy", "other"))
+    assert best_rate(plan, main, {small: measured(0.1)}) is None, "the sweep is not done"
+    assert best_rate(plan, main, {small: measured(0.1), large: measured(0.2)}) == 1e-5
+    assert best_rate(plan, noisy, {small: measured(0.3), large: measured(0.2)}) == 1e-4
+    assert best_rate(plan, main, {small: {"failed": "NaN"}, large: measured(0.9)}) == 1e-4
+    assert best_rate(plan, main, {small: {"failed": ""}, large: {"failed": ""}}) is None
+    assert best_rate(plan, other, {}) == 1e-3, "one rate is no choice"
+
+
+def test_overrides_of_the_command_line_go_over_those_of_the_plan(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN, "tasks.turns=1")
+    one = job(plan, plan.arms["main"], "long", 1e-4, 1)
+    assert one.overrides == (
+        "train.steps=3", "tasks.turns=4", "tasks.reward=all", "train.learning_rate=0.0001",
+        "seed=1", "tasks.turns=1",
+    )  # fmt: skip
+
+
+def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN)
+    asked = {one.name for one in wanted(plan, {}, "^other-short")}
+    assert asked == {"other-short-lr0.001-seed0", "other-short-lr0.001-seed1"}
+    asked = {one.name for one in wanted(plan, {}, "^noisy")}
+    assert asked == {"main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('sweep_on = "long"', 'sweep_on = "mid"', "sweep_on: there is no 'mid'"),
+        ('first = ["main"]', 'frist = ["main"]', "frist is not known"),
+        ('rate_of = "main"', 'rate_of = "mein"', "arms.noisy.rate_of: there is no 'mein'"),
+        ('choose_by = "errors"', 'choose_by = "error"', "choose_by = 'error'"),
+        ("learning_rates = [1e-3]", "learning_rates = []", "arms.other: no learning_rates"),
+    ],
+)
+def test_a_plan_that_says_nothing_sensible_is_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        plan_of(tmp_path, PLAN.replace(old, new))
+
+
+# ── what they say ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_event_that_no_longer_occurs_counts_as_zero() -> None:
+    found = measures(measured(0.1, held_out=0.3, events=False))
+    assert found["events/tool_not_found_before"] == 0.3
+    assert found["events/tool_not_found_after"] == 0.0
+    assert found["held_out/errors_after"] == 0.3 and found["errors_after"] == 0.1
+    assert found["drift_after"] == 0.01 and "drift_before" not in found
+
+
+def test_intervals_over_seeds_are_students_and_welchs() -> None:
+    one, other = [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]
+    # Standard deviation √2.5; t of 4 and of 8 degrees of freedom.
+    mean = over_seeds(one)
+    assert mean["high"] - 3 == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
+    gap = difference(one, other)
+    assert gap["mean"] == -2 and gap["high"] + 2 == pytest.approx(2.306 * (2.5 / 5 * 2) ** 0.5)
+    # One side does not vary: its degrees of freedom do not count.
+    gap = difference([1.0, 2.0], [0.0, 0.0])
+    assert gap["high"] - 1.5 == pytest.approx(12.71 * (0.5 / 2) ** 0.5)
+
+
+def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN)
+    outcomes: Tree = {}
+    for errors in (0.2, 0.1):  # the sweep, then all that follows from it
+        new = [one.name for one in wanted(plan, outcomes) if one.name not in outcomes]
+        outcomes |= {name: measured(errors + 0.01 * i) for i, name in enumerate(new)}
+    del outcomes["main-short-lr1e-05-seed1"]
+    outcomes["other-long-lr0.001-seed0"] = {"failed": "ended with 1"}
+    results = study.summary(plan, outcomes)
+    assert results["learning_rates"] == {"other": 1e-3, "main": 1e-5, "noisy": 1e-5}
+    assert (results["chosen_on"], results["swept_on"]) == ("errors", "long")
+    short, long = results["variants"]["short"]["arms"], results["variants"]["long"]["arms"]
+    assert short["main"]["errors_after"]["seeds"] == 1 and "noisy" not in short
+    assert long["main"]["errors_after"]["seeds"] == 2
+    assert long["other"]["errors_after"]["seeds"] == 1
+    curve = long["noisy"]["errors_curve"]
+    finals = [outcomes[f"noisy-long-lr1e-05-seed{seed}"] for seed in (0, 1)]
+    last = [run["validation"][-1][4] for run in finals]
+    assert curve[1] == {"step": 5, **over_seeds(last)} and curve[0]["mean"] == 0.4
+    gap = results["variants"]["long"]["differences"]["main minus noisy"]["held_out/errors"]
+    assert gap["mean"] == pytest.approx(0.0)
+    finals[1]["metrics_after"]["events/wrong_tool"] = 0.2
+    row = study.summary(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
+    assert row["events/wrong_tool_after"]["mean"] == 0.1, "the other seed had none"
+    assert results["failed"] == {"other-long-lr0.001-seed0": "ended with 1"}
+
+
+def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
+    plan = read_plan(ROOT / "recipes/targeted-hints", tmp_path, ())
+    outcomes: Tree = {}
+    while new := [one.name for one in wanted(plan, outcomes) if one.name not in outcomes]:
+        outcomes |= {name: measured(0.05) for name in new}
+    results = study.summary(plan, outcomes)
+    assert set(results["variants"]) == {"N4", "N16", "N64"}
+    plots = runpy.run_path(str(ROOT / "recipes/targeted-hints/plots.py"))
+    assert plots["ARMS"].keys() == plan.arms.keys()
+    lengths, training, moved = plots["draw"](results, tmp_path)
+    dots = {}
+    for path in (lengths, training, moved):
+        tree = ElementTree.fromstring(path.read_text())
+        dots[path] = sum(element.tag.endswith("circle") for element in tree.iter())
+    everywhere = [arm for arm in plan.arms.values() if len(arm.variants) == 3]
+    assert dots[lengths] == 2 * 3 * len(everywhere)
+    assert dots[training] == 2 * (3 * len(everywhere) + 2)
+    assert dots[moved] == 3 * len(everywhere) + 2
+
+
+# ── whole ────────────────────────────────────────────────────────────────────────────────────────
+
+RECIPE = """
+[tasks]
+kind = "toolbox"
+num_tools = 2
+turns = 1
+[rollout]
+samples = 2
+max_new_tokens = 6
+corrections = true
+[student]
+model = "MODEL"
+[[losses]]
+kind = "cross_entropy"
+on = "dataset"
+[train]
+steps = 2
+prompts = 1
+[evaluate]
+tasks = 2
+every = 2
+suites = { held_out = { names = "held_out" } }
+"""
+STUDY = """
+learning_rates = [1e-4, 1e-2]
+seeds = [0, 1]
+goals = [0.0, 1.1]
+choose_by = "errors"
+sweep_on = "B"
+keep = false
+[prepare]
+base = "base.toml"
+[variants.A]
+with = []
+[variants.B]
+with = ["rollout.max_new_tokens=5"]
+[arms.good]
+recipe = "recipe.toml"
+[arms.bad]
+recipe = "recipe.toml"
+with = ["student.keep_layers=[7]"]
+learning_rates = [1e-4]
+variants = ["A"]
+seeds = [0]
+"""
+
+
+def run_study(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, str(ROOT / "recipes/study.py"), str(folder)]
+    return subprocess.run(
+        [*program, "--out", str(folder / "runs"), *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def numbers(outcome: Path) -> Tree:
+    """Without clocks."""
+    found = json.loads(outcome.read_text())
+    return {k: v for k, v in found.items() if k not in ("seconds", "wall_seconds", "environment")}
+
+
+def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
+    tmp_path: Path, roomy_folder: Path
+) -> None:
+    folder = tmp_path / "little"
+    folder.mkdir()
+    runs = folder / "runs" / "little"
+    (folder / "base.toml").write_text(RECIPE.replace("MODEL", str(roomy_folder)))
+    (folder / "recipe.toml").write_text(RECIPE.replace("MODEL", str(runs / "base")))
+    (folder / "study.toml").write_text(STUDY)
+    assert "no run is finished" in run_study(folder, "--summarise").stderr
+    # The bad arm comes in the middle: a fresh worker goes on behind it.
+    done = run_study(folder)
+    assert done.returncode == 1 and "FAILED bad-A-lr0.0001-seed0" in done.stdout, done.stdout
+    results = json.loads((folder / "results.json").read_text())
+    assert list(results["failed"]) == ["bad-A-lr0.0001-seed0"]
+    assert "keep_layers" in (runs / "bad-A-lr0.0001-seed0.log").read_text()
+    rate = results["learning_rates"]["good"]
+    tried = {one["learning_rate"]: one["validation"][4] for one in results["sweep"]}
+    assert tried.keys() == {1e-4, 1e-2} and tried[rate] == min(tried.values())
+    for variant in ("A", "B"):
+        row = results["variants"][variant]["arms"]["good"]
+        assert row["errors_after"]["seeds"] == row["held_out/errors_before"]["seeds"] == 2
+        assert row["tokens_until"] == {"0": [0, 0], "1.1": [None, None]}
+        assert [point["step"] for point in row["errors_curve"]] == [0, 2]
+    assert not list(runs.glob("good-*/checkpoints")) and list(runs.glob("good-*/report.html"))
+
+    # Cut off: one outcome is missing, and its run with it. A worker of its own makes the same.
+    missing = runs / "outcomes" / f"good-A-lr{rate:g}-seed1.json"
+    expected, others = numbers(missing), {p: p.stat().st_mtime_ns for p in missing.parent.iterdir()}
+    missing.unlink()
+    assert run_study(folder, "--summarise").returncode == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert results["variants"]["A"]["arms"]["good"]["after"]["seeds"] == 1
+    again = run_study(folder, "--only", "^good")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count(" done ") == 1, "what was prepared is there, too"
+    assert numbers(missing) == expected
+    del others[missing]
+    assert all(path.stat().st_mtime_ns == when for path, when in others.items())
+
+    # The same outcomes under other settings are not taken for theirs.
+    other = run_study(folder, "--summarise", "--with", "train.steps=1")
+    assert other.returncode == 1 and "measured with other settings" in other.stderr

@@ -1,0 +1,79 @@
+"""The kernels in Triton's interpreter, or on the GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from courtside.engines.base import Sampling
+from courtside.engines.decode_kernels import BLOCK_WORDS, attend, pick
+from courtside.engines.sampling import draw
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _loaded_numbers_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter makes an int of an array of one element, which numpy 2.4 refuses."""
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (70, 8, 8, 16), (1, 16, 8, 128)]
+)
+def test_attention_reads_each_row_up_to_its_own_length(B: int, H: int, K: int, D: int) -> None:
+    torch.manual_seed(B)
+    L = 200 if B < 10 else 20
+    q = torch.randn(B, H, D, device=DEVICE)
+    keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
+    lengths = torch.randint(1, L + 1, (B,), device=DEVICE)
+    lengths[0], lengths[-1] = 1, L
+    for row, length in enumerate(lengths.tolist()):  # beyond it stands what must never be read
+        keys[row, :, length:] = float("nan")
+        values[row, :, length:] = float("nan")
+    found = attend(q, keys, values, lengths, 0.3)
+    for row, length in enumerate(lengths.tolist()):
+        k = keys[row, :, :length].double().repeat_interleave(H // K, 0)
+        v = values[row, :, :length].double().repeat_interleave(H // K, 0)
+        share = (0.3 * (k @ q[row].double()[:, :, None])).softmax(1)
+        expected = (share * v).sum(1)
+        torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [7, BLOCK_WORDS, 3 * BLOCK_WORDS + 5])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_the_word_that_is_picked_is_the_one_the_plain_form_draws(
+    V: int, temperature: float
+) -> None:
+    torch.manual_seed(V)
+    logits = 3 * torch.randn(64, V, device=DEVICE)
+    logits[1, V // 2] = 60.0  # one word has all the mass
+    logits[2] = 0.0
+    uniform = torch.rand(64, dtype=torch.float64, device=DEVICE)
+    uniform[3], uniform[4] = 0.0, 1.0 - 1e-16
+    ids, logp = pick(logits, uniform, temperature)
+    plain_ids, plain_logp = draw(
+        logits, uniform, Sampling(max_new_tokens=1, temperature=temperature)
+    )
+    same = ids == plain_ids
+    assert same.float().mean() > 0.98  # a random number may fall within rounding of an edge
+    torch.testing.assert_close(logp[same], plain_logp[same], rtol=1e-4, atol=1e-4)
+    own = (logits.double() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logp.double(), own, rtol=1e-4, atol=1e-4)
+
+
+def test_words_are_picked_as_often_as_they_are_likely() -> None:
+    logits = torch.randn(1, 30, device=DEVICE).expand(400, 30).contiguous()
+    uniform = torch.linspace(0, 1, 401, dtype=torch.float64, device=DEVICE)[:-1]
+    ids, _ = pick(logits, uniform, 1.0)
+    share = torch.bincount(ids, minlength=30) / 400
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=4e-3, rtol=0)
