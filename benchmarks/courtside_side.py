@@ -49,7 +49,7 @@ from courtside.report.screen import SilentScreen
 from courtside.run import Run
 from courtside.student.components import components
 from courtside.student.tally import Tally
-from courtside.types import Message, Sample, Scored, Task, Update
+from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 
 class TimedRun(Run):
@@ -168,18 +168,26 @@ def measure(args: Any, work: Path) -> None:
 def check(args: Any, work: Path) -> None:
     """Loss and gradient of the batch, by the student's own step up to the optimiser."""
     parts = assemble(recipe(args, work / "prompts.jsonl"))
-    trajectories = []
     rows = json.loads(args.check.read_text())
-    for index, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+    trajectories = given_answers(parts, PROMPTS, [row["completion"] for row in rows])
+    for trajectory, row in zip(trajectories, rows, strict=True):
+        ids = trajectory.turns[0].token_ids
+        assert ids == tuple(row["prompt"]), f"{trajectory.id}: its prompt is rendered otherwise"
+    write_json(args.out, loss_and_gradients(parts, trajectories, CHECKED_TENSORS))
+
+
+def given_answers(
+    parts: Parts, prompts: Sequence[str], completions: Sequence[Sequence[int]]
+) -> list[Trajectory]:
+    """Trajectories whose answers were not sampled now."""
+    trajectories = []
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         messages = (Message(role="user", content=prompt),)
-        ids = tuple(row["prompt"])
-        assert parts.renderer.prompt_ids(messages) == ids, f"prompt {index} is rendered otherwise"
-        written = Sample(token_ids=tuple(row["completion"]), logp=(), stop="dataset", text="")
         trajectories.append(
             answered(
                 Task(id=f"check-{index}", split="train", messages=messages),
-                ids,
-                written,
+                parts.renderer.prompt_ids(messages),
+                Sample(token_ids=tuple(completion), logp=(), stop="dataset", text=""),
                 id=f"check-{index}",
                 source="dataset",
                 policy_version=None,
@@ -187,6 +195,13 @@ def check(args: Any, work: Path) -> None:
                 grade=None,
             )
         )
+    return trajectories
+
+
+def loss_and_gradients(
+    parts: Parts, trajectories: Sequence[Trajectory], names: Sequence[str]
+) -> CheckResult:
+    """Of the recipe's divergence; the gradients stay in place."""
     scored = parts.teacher(trajectories)
     streams = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
     tally = Tally()
@@ -194,15 +209,12 @@ def check(args: Any, work: Path) -> None:
     gradients = {
         n: p.grad for n, p in parts.student.weights.trained().items() if p.grad is not None
     }
-    write_json(
-        args.out,
-        CheckResult(
-            side="courtside",
-            loss=tally.values["divergence"],
-            num_tokens=streams[0].denominator,
-            gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
-            gradient_norms={name: float(gradients[name].norm()) for name in CHECKED_TENSORS},
-        ),
+    return CheckResult(
+        side="courtside",
+        loss=tally.values["divergence"],
+        num_tokens=streams[0].denominator,
+        gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
+        gradient_norms={name: float(gradients[name].norm()) for name in names},
     )
 
 

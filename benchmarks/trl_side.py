@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -191,19 +193,25 @@ def check(args: Any) -> None:
         args.check.write_text(json.dumps(sampled))
     batch = json.loads(args.check.read_text())
     inputs = padded(batch, pad_id=trainer.processing_class.pad_token_id)
-    loss = trainer.compute_loss(model, inputs)
+    found = loss_and_gradients(trainer, model, inputs, CHECKED_TENSORS)
+    reference = reference_loss(model, trainer.teacher_model, batch)
+    write_json(args.out, replace(found, reference_loss=reference))
+
+
+def loss_and_gradients(
+    trainer: DistillationTrainer, model: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
+) -> CheckResult:
+    """By the trainer's own loss; the gradients stay in place."""
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(model, inputs)
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    write_json(
-        args.out,
-        CheckResult(
-            side="trl",
-            loss=float(loss.detach()),
-            num_tokens=int(inputs["num_items_in_batch"]),
-            gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
-            gradient_norms={name: float(gradients[name].norm()) for name in CHECKED_TENSORS},
-            reference_loss=reference_loss(model, trainer.teacher_model, batch),
-        ),
+    return CheckResult(
+        side="trl",
+        loss=float(loss.detach()),
+        num_tokens=int(inputs["num_items_in_batch"]),
+        gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
+        gradient_norms={name: float(gradients[name].norm()) for name in names},
     )
 
 

@@ -81,6 +81,10 @@ class StepResult:
     num_trained_tokens: int
     peak_rss: int
     """Bytes; the process' high-water mark when the step ended."""
+    gpu_peaks: dict[str, int] = field(default_factory=dict)
+    """Bytes of GPU memory at the most, by phase; empty on a CPU."""
+    num_device_allocs: int = 0
+    """How often the GPU's driver was asked for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,8 @@ class SideResult:
     num_threads: int
     versions: dict[str, str]
     settings: dict[str, object] = field(default_factory=dict)
+    check: CheckResult | None = None
+    """Of a fixed batch, where the side was told to look at one before its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

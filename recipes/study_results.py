@@ -29,14 +29,17 @@ MEASURES = ("kl_estimate", "forward_kl_estimate", "errors", "drift", "drift/wron
 
 
 def outcome(run: Path) -> Outcome:
-    """Before and after on test tasks and on each suite; validation along trained tokens."""
+    """Before and after on test tasks and on each suite; validation along trained tokens; the share
+    of turns with an error in each step's own episodes, which costs nothing."""
     evaluations = _lines(run / "evaluations.jsonl")
     tokens, total = {0: 0}, 0
     shifts: list[float] = []
+    errors: list[float] = []
     for row in _lines(run / "metrics.jsonl"):
         total += sum(value for key, value in row.items() if key.startswith("tokens/"))
         tokens[row["step"] + 1] = total
         shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
+        errors += [row["errors"]] if "errors" in row else []
     own = [e for e in evaluations if e["who"] == "student"]
     suites: dict[str, list[Any]] = {}
     for e in evaluations:
@@ -61,6 +64,7 @@ def outcome(run: Path) -> Outcome:
             if e["split"] == "validation"
         ],
         "shift": [shifts[0], shifts[-1]] if shifts else None,
+        "training_errors": errors,
         "seconds": {phase: cost["seconds"] for phase, cost in costs.items()},
         "costs": {
             phase: {key: value for key, value in cost.items() if key != "seconds"}
@@ -182,6 +186,11 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
         row[f"{prefix}curve"] = [
             {"step": points[0][0], **over_seeds([value for _, value in points])}
             for points in zip(*curves, strict=True)
+        ]
+    if errors := [run["training_errors"] for run in runs if run["training_errors"]]:
+        row["training_errors"] = [
+            {"step": step, **over_seeds(points)}
+            for step, points in enumerate(zip(*errors, strict=True))
         ]
     row["trained_tokens"] = over_seeds([run["trained_tokens"] for run in runs])
     row["seconds"] = over_seeds([sum(run["seconds"].values()) for run in runs])

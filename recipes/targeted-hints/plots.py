@@ -93,19 +93,19 @@ def by_length(results: Mapping[str, Any]) -> str:
 
 
 def along_training(results: Mapping[str, Any]) -> str:
-    """(b) Errors on validation episodes after each few steps."""
+    """(b) Errors in the episodes that each step was trained on."""
     panels = []
     for name, section in results["variants"].items():
         lines = {
-            arm: [spot(point["step"], point) for point in row["errors_curve"]]
+            arm: [spot(point["step"], point) for point in row["training_errors"]]
             for arm, row in section["arms"].items()
-            if "errors_curve" in row
+            if "training_errors" in row
         }
         steps = sorted({s.x for spots in lines.values() for s in spots})
         title = f"{name.lstrip('N')} turns"
         x_ticks = {step: f"{step:g}" for step in steps}
         panels.append(Panel(title=title, lines=lines, x_ticks=x_ticks, x_label="steps"))
-    return figure("Turns with an error, on validation episodes", panels, log=True)
+    return figure("Turns with an error, in the episodes of each training step", panels, log=True)
 
 
 def what_moved(results: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 def store(exported: Path, to: Path) -> Path:
     tensors = load_file(exported / WEIGHTS)
     settings = json.loads((exported / SETTINGS).read_text())
+    # What is unset other versions of PEFT may not know.
+    settings = {name: value for name, value in settings.items() if value not in (None, {})}
     # As exported it is the folder of a cache, which is nobody else's.
     settings["base_model_name_or_path"] = "smollm2-135m"
     settings["target_modules"] = sorted(settings["target_modules"])

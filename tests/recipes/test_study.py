@@ -45,6 +45,7 @@ def measured(errors: float, *, held_out: float = 0.5, events: bool = True) -> Tr
         "suites": {"held_out": part(held_out)},
         "trained_tokens": 100,
         "validation": [[0, 0, 0.5, None, 0.4], [5, 100, 1 - errors, None, errors]],
+        "training_errors": [0.4, errors],
         "seconds": {"rollout": 1.0},
         "environment": {},
         "wall_seconds": 2.0,

@@ -38,6 +38,7 @@ def _attend(query, keys, values, lengths, parts, tops, totals, out, scale,
     inside = (at_q[:, None] < SHARING) & (at_d[None, :] < SIZE)
     head = row * num_shared * SHARING + shared * SHARING + at_q
     q = tl.load(query + head[:, None] * SIZE + at_d[None, :], mask=inside, other=0.0)
+    q = q.to(keys.dtype.element_ty)
     first = row.to(tl.int64) * row_places + shared * head_places
     top = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -90,12 +91,15 @@ def _join(parts, tops, totals, out, SPLITS: tl.constexpr, SIZE: tl.constexpr, PA
 def attend(
     query_BHD: Tensor, keys_BKLD: Tensor, values_BKLD: Tensor, length_B: Tensor, scale: float
 ) -> Tensor:
-    """softmax(scale · q·k)·v over the first `length_B` places of each row; lengths are above 0."""
+    """softmax(scale · q·k)·v over the first `length_B` places of each row; lengths are above 0.
+
+    The query is rounded to the numbers of the keys, as autocast would for torch's attention.
+    """
     B, H, D = query_BHD.shape
     K = keys_BKLD.shape[1]
     assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
     query_BHD = query_BHD.contiguous()
-    out_BHD = torch.empty_like(query_BHD)
+    out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
     splits = 1
     while splits < MOST_SPLITS and B * K * splits < PROGRAMS:
         splits *= 2
@@ -107,7 +111,7 @@ def attend(
         keys_BKLD.stride(0), keys_BKLD.stride(1), SHARING=H // K, SPLITS=splits, SIZE=D,
         PADDED=triton.next_power_of_2(max(D, 16)),
         QUERIES=triton.next_power_of_2(max(H // K, 16)), PLACES=BLOCK_PLACES,
-        EXACT=query_BHD.dtype == torch.float32, num_warps=4,
+        EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(B * H,)](
@@ -166,6 +170,7 @@ def pick(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tens
     """`sampling.draw` without truncation: ids and log-probs."""
     B, V = logits_BV.shape
     assert logits_BV.stride(1) == 1 and temperature > 0
+    uniform_B = uniform_B.contiguous()  # a column of a table is none
     blocks = triton.cdiv(V, BLOCK_WORDS)
     tops, totals = logits_BV.new_empty(2, B, blocks, dtype=torch.float32)
     ids_B = torch.empty(B, dtype=torch.long, device=logits_BV.device)

@@ -1,13 +1,14 @@
-"""Copies of the weights in the numbers that decoding multiplies in.
+"""Copies of the weights in the numbers that decoding multiplies in, and layers with few launches.
 
 Trained weights are float32 and a pass under autocast rounds them to bfloat16 first. A step of
 decoding would round every weight again for each token; copies that are refreshed once a batch are
-the same numbers. Norms are one kernel where a model spells them out in eight.
+the same numbers. Copies of layers that read the same input lie one behind the other and are one
+product. What stands between the products is as `layer_parts` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,79 +18,159 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from courtside.engines.base import Head
+from courtside.engines.layer_parts import (
+    ROTARY,
+    gated_mlp_of,
+    rms_norm_of,
+    rotary_for_tokens,
+    rotary_modules,
+)
+from courtside.engines.traced import Trace
+
+READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that may read the same input, in the order in which they are called."""
+ABSENT: Any = object()
 
 
 class LentWeights:
+    @torch.no_grad()
     def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
         self.model, self.head, self.dtype = model, head, dtype
-        self._linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
-        self._norms = {m: eps for m in model.modules() if (eps := _eps_of_rms_norm(m)) is not None}
-        self._copies: list[Tensor] = []
+        linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
+        norms = [n for m in model.modules() if (n := rms_norm_of(m, dtype)) is not None]
+        self.norms = {norm.module: norm for norm in norms}
+        trace = Trace(model, self.norms, linear)
+        self.rounded_norms = trace.feeds_linear if dtype is not None else set()
+        """Norms whose results nobody reads who would not round them."""
+        self.groups = _grouped(model, linear, trace)
+        """Linear layers that are one product, most of them alone."""
+        self.mlps = {m: f for m in model.modules() if (f := gated_mlp_of(m)) is not None}
+        self.rotary = rotary_modules(model)
+        self.adapted = [m for m in model.modules() if _is_plain_adapter(m, trace)]
+        """Layers of PEFT, which would turn what they read into the numbers of their weights."""
+        self._copies: list[tuple[Tensor, Tensor | None]] = []
+        """Weight and bias of each group, then of the head."""
+        self._views: list[Tensor] = []
+        """Where in the copies each parameter goes."""
 
     def refresh(self) -> None:
         """Take over the weights of this moment; addresses stay, as graphs hold them."""
         if self.dtype is None:
             return
-        now = [p.detach() for p in self._parameters()]
-        same = [c.shape == p.shape for c, p in zip(self._copies, now, strict=False)]
-        if len(self._copies) != len(now) or not all(same):
-            self._copies = [p.to(self.dtype, copy=True) for p in now]
-        else:
-            torch._foreach_copy_(self._copies, now)
+        now = [(list(weights), list(biases)) for weights, biases in self._parameters()]
+        flat = [p for weights, biases in now for p in (*weights, *biases)]
+        if [view.shape for view in self._views] != [p.shape for p in flat]:
+            self._copies, self._views = [], []
+            for weights, biases in now:
+                weight = self._room(weights)
+                self._copies.append((weight, self._room(biases) if biases else None))
+        torch._foreach_copy_(self._views, flat)
+
+    def _room(self, parameters: Sequence[Tensor]) -> Tensor:
+        sizes = [len(p) for p in parameters]
+        room = parameters[0].new_empty(sum(sizes), *parameters[0].shape[1:], dtype=self.dtype)
+        self._views += room.split(sizes)
+        return room
+
+    def _parameters(self) -> Iterator[tuple[Iterable[Tensor], Iterable[Tensor]]]:
+        for group in self.groups:
+            biases = [m.bias.detach() for m in group if m.bias is not None]
+            yield [m.weight.detach() for m in group], biases
+        weight, bias = self.head.parameters()
+        yield [weight.detach()], [] if bias is None else [bias.detach()]
 
     @property
     def key(self) -> int:
         """Where the copies lie: a graph holds that for good."""
-        return hash(tuple(copy.data_ptr() for copy in self._copies))
-
-    def _parameters(self) -> list[Tensor]:
-        head = self.head.parameters()
-        every = [p for m in self._linear for p in (m.weight, m.bias)] + list(head)
-        return [p for p in every if p is not None]
+        return hash(tuple(weight.data_ptr() for weight, _ in self._copies))
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Passes of the model and its head in here multiply by the copies."""
-        own = self.head.linear
-        changed: list[nn.Module] = []
+        before: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for module, eps in self._norms.items():
-                module.__dict__["forward"] = partial(_rms_norm, module, eps=eps)
-                changed.append(module)
-            if self.dtype is not None:
-                copies = iter(self._copies)
-                for module in self._linear:
-                    weight = next(copies)
-                    bias = None if module.bias is None else next(copies)
-                    module.__dict__["forward"] = _product(weight, bias)
-                    changed.append(module)
-                product = _product(next(copies), next(copies, None))
-                self.head.linear = lambda hidden_ND, *_: product(hidden_ND)
+            for namespace, name, value in self._replacements():
+                before.append((namespace, name, namespace.get(name, ABSENT)))
+                namespace[name] = value
             yield
         finally:
-            self.head.linear = own
-            for module in changed:
-                module.__dict__.pop("forward", None)
+            for namespace, name, value in reversed(before):
+                if value is ABSENT:
+                    del namespace[name]
+                else:
+                    namespace[name] = value
+
+    def _replacements(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for module, norm in self.norms.items():
+            dtype = self.dtype if module in self.rounded_norms else None
+            yield vars(module), "forward", partial(norm.forward, dtype=dtype)
+        for mlp, forward in self.mlps.items():
+            yield vars(mlp), "forward", forward
+        for module in self.rotary:
+            yield vars(module), ROTARY, rotary_for_tokens(vars(module)[ROTARY])
+        if self.dtype is None:
+            return
+        for layer in self.adapted:
+            yield vars(layer), "cast_input_dtype_enabled", False
+        *copies, (weight, bias) = self._copies
+        for group, copy in zip(self.groups, copies, strict=True):
+            joined = JoinedProduct(*copy, [module.out_features for module in group])
+            for index, module in enumerate(group):
+                yield vars(module), "forward", partial(joined.part, index)
+        yield vars(self.head), "linear", lambda hidden_ND, *_: _product(hidden_ND, weight, bias)
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.linear(x.to(weight.dtype), weight, bias)
+class JoinedProduct:
+    """Layers that read the same input: the first computes for all, the others take their part.
+
+    A layer that is given anything else than what the first one was computes for itself.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, sizes: Sequence[int]):
+        self.weight_OI, self.bias_O, self.sizes = weight_OI, bias_O, list(sizes)
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            parts = _product(x, self.weight_OI, self.bias_O).split(self.sizes, -1)
+            self._waiting = dict(enumerate(parts[1:], start=1))
+            self._input = x if self._waiting else None
+            first: Tensor = parts[0]
+            return first
+        if x is self._input and index in self._waiting:
+            part = self._waiting.pop(index)
+            if not self._waiting:
+                self._input = None
+            return part
+        bias_O = None if self.bias_O is None else self.bias_O.split(self.sizes)[index]
+        return _product(x, self.weight_OI.split(self.sizes)[index], bias_O)
 
 
-def _rms_norm(module: Any, x: Tensor, *, eps: float) -> Tensor:
-    return F.rms_norm(x, module.weight.shape, module.weight.to(x.dtype), eps)
+def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
 
 
-def _eps_of_rms_norm(module: nn.Module) -> float | None:
-    """Of a module that is a plain RMS norm, tried on an example; None: it is something else."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or eps is None:
-        return None
-    if weight.dim() != 1:
-        return None
-    x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).view(3, -1).to(weight.dtype)
-    with torch.no_grad():
-        theirs, ours = module(x), _rms_norm(module, x, eps=eps)
-    close = theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3)
-    return float(eps) if close else None
+def _grouped(model: Any, linear: list[nn.Linear], trace: Trace) -> list[tuple[nn.Linear, ...]]:
+    """Each layer once: with those that read what it reads, or alone."""
+    groups: list[tuple[nn.Linear, ...]] = []
+    taken: set[nn.Linear] = set()
+    for parent in model.modules():
+        for names in READ_TOGETHER:
+            group: Any = tuple(getattr(parent, name, None) for name in names)
+            if all(m in trace.reads and m not in taken for m in group) and _joins(group, trace):
+                groups.append(group)
+                taken.update(group)
+    return groups + [(module,) for module in linear if module not in taken]
+
+
+def _joins(group: Sequence[nn.Linear], trace: Trace) -> bool:
+    one_kind = len({(m.bias is None, m.weight.dtype, m.weight.device) for m in group}) == 1
+    return one_kind and trace.read_the_same(group)
+
+
+def _is_plain_adapter(module: Any, trace: Trace) -> bool:
+    adapters = getattr(module, "lora_A", None)
+    if not isinstance(adapters, nn.ModuleDict) or getattr(module, "lora_variant", True):
+        return False
+    return all(adapter in trace.reads for adapter in adapters.values())

@@ -43,12 +43,12 @@ def ragged_attention(
         raise ModelError(f"an attention with {special[0] if special else 'a window'}")
     (length_B,) = _length_of_rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query = query.to(key.dtype)  # autocast would do it for torch's own attention
     if query.is_cuda:
         from courtside.engines.decode_kernels import attend  # needs Triton, which CPUs do without
 
         return attend(query[:, :, 0], key, value, length_B, scale)[:, None], None
     seen_BL = torch.arange(key.shape[2], device=key.device) < length_B[:, None]
+    query = query.to(key.dtype)  # autocast would do it for torch's own attention
     found = F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen_BL[:, None, None], scale=scale, enable_gqa=True
     )

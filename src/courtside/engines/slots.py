@@ -24,6 +24,7 @@ from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
 from courtside.engines.graphs import Decoder
+from courtside.engines.layer_parts import append
 from courtside.engines.lent import LentWeights
 from courtside.engines.session import portions
 from courtside.types import Sample
@@ -51,12 +52,11 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         slots = self.slots
         self._prepare(key_states, value_states)
-        new = key_states.to(self.dtype), value_states.to(self.dtype)
         if slots.reading is None:
-            for room, states in zip((self.keys, self.values), new, strict=True):
-                room[slots.row_B, :, slots.length_B] = states[:, :, 0]
+            append(self.keys, self.values, key_states, value_states, slots.length_B)
             return self.keys, self.values
         row_B, position_BN, width = slots.reading
+        new = key_states.to(self.dtype), value_states.to(self.dtype)
         for room, states in zip((self.keys, self.values), new, strict=True):
             room[row_B[:, None], :, position_BN] = states.transpose(1, 2)
         return self.keys[:, :, :width][row_B], self.values[:, :, :width][row_B]

@@ -46,13 +46,14 @@ def sampled_loss(
 @torch.no_grad()
 def watch(rows: Rows, logp_N: Tensor, tally: Tally) -> None:
     """Of the sampled tokens alone."""
+    # Tokens are not picked: how many there are would have to be asked of the GPU.
     logp_N = logp_N.detach()
     spoken_N = ~rows.teacher_logp_N.isnan()
-    own_N = rows.by_student_N & spoken_N
-    tally.mean("kl_estimate", (rows.sampler_logp_N - rows.teacher_logp_N)[own_N])
-    gap_N = (rows.teacher_logp_N - logp_N)[spoken_N]
-    tally.mean("gap/mean", gap_N)
-    tally.mean("gap/negative", (gap_N < 0).float())
-    drift_N = (logp_N - rows.sampler_logp_N)[rows.by_student_N]
-    tally.mean("sampler/gap", drift_N.abs())
-    tally.largest("sampler/ratio_max", drift_N.exp())
+    own_N = rows.by_student_N
+    gap_N = rows.teacher_logp_N - logp_N
+    drift_N = logp_N - rows.sampler_logp_N
+    tally.mean("kl_estimate", rows.sampler_logp_N - rows.teacher_logp_N, where=own_N & spoken_N)
+    tally.mean("gap/mean", gap_N, where=spoken_N)
+    tally.mean("gap/negative", gap_N < 0, where=spoken_N)
+    tally.mean("sampler/gap", drift_N.abs(), where=own_N)
+    tally.largest("sampler/ratio_max", drift_N.exp(), where=own_N)

@@ -43,7 +43,7 @@ class Student:
         parts = components(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = learning_rate_at(step, self.recipe)
         if not any(part.denominator for part in parts):
-            if self.recipe.reader is not None and not any(s.hints for s in scored):
+            if self._is_without_mistake(step, scored):
                 return _nothing_to_correct(step, parts, rate)
             raise RunError(
                 f"step {step}: no trajectory has anything to train on (of {len(scored)}, "
@@ -54,19 +54,37 @@ class Student:
             group["lr"] = rate
         tally = Tally()
         student_logp = self.accumulate(step, scored, parts, tally)
-        norm = self._clip(step, tally)
+        self._clip(step, tally)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        values = {p.name: tally.values.get(p.name, float("nan")) for p in parts}
+        found = tally.values
+        values = {p.name: found.get(p.name, float("nan")) for p in parts}
         weights = {p.name: p.loss.weight for p in parts}
         return Update(
             step=step,
             loss=sum(weights[name] * value for name, value in values.items() if value == value),
             components=values,
-            metrics={**tally.metrics(), "grad_norm": norm, "learning_rate": rate},
+            metrics={**tally.metrics(), "learning_rate": rate},
             num_tokens={p.name: p.num_tokens for p in parts},
             student_logp=student_logp,
         )
+
+    def _is_without_mistake(self, step: int, scored: Sequence[Scored]) -> bool:
+        """Whether there is nothing to train on because nothing had to be corrected: a reader gave
+        no hint, or all losses are on corrected turns and no turn went wrong."""
+        if self.recipe.reader is not None:
+            return not any(s.hints for s in scored)
+        imitates = all(loss.on == "dataset" for loss in self.recipe.losses)
+        if not (scored and imitates and self.recipe.rollout.corrections):
+            return False
+        num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
+        if num_wrong:
+            raise RunError(
+                f"step {step}: {num_wrong} turns went wrong, and the environment says of none what "
+                "would have been right, so rollout.corrections has nothing to imitate. Put it into "
+                "the events' details as `correct`, or remove rollout.corrections"
+            )
+        return True
 
     def accumulate(
         self, step: int, scored: Sequence[Scored], parts: Sequence[Component], tally: Tally
@@ -81,13 +99,20 @@ class Student:
         trained = trained_tokens(parts)
         self.weights.model.train()
         try:
-            with torch.random.fork_rng(devices=_devices(self.weights.device)), passes.attention():
+            with (
+                torch.random.fork_rng(devices=_devices(self.weights.device)),
+                passes.attention(),
+                self._casting(),  # around all passes: each weight is rounded once a step
+            ):
                 # Dropout, the only random thing here, follows from the step as everything does.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
                 looked_at = [s for s in scored if s.trajectory.id in trained]
                 for micro in self._micro_batches(looked_at, trained):
                     logps.update(self._micro_batch(micro, parts, trained, tally))
         finally:
+            # What was rounded must not outlive the step, which changes the weights: also where
+            # somebody's own autocast is around this one, which would keep it.
+            torch.clear_autocast_cache()
             self.weights.model.eval()
         return _on_host(logps, trained)
 
@@ -125,22 +150,21 @@ class Student:
         tally: Tally,
     ) -> dict[str, Tensor]:
         """One forward and backward pass; log-probs of the trained tokens by trajectory."""
-        with self._casting():
-            hidden_ND = self._hidden(micro, trained)
-            counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
-            hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
-            parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
-            gradients, logps, start = [], [], 0
-            for group in _by_head(micro):
-                end = start + sum(counts[s.trajectory.id] for s in group)
-                rows = rows_of(group, parts, hidden_ND[start:end], trained)
-                gradient_ND, logp_N = backward_through_head(
-                    rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally
-                )
-                gradients.append(gradient_ND)
-                logps.append(logp_N)
-                start = end
-            hidden_ND.backward(torch.cat(gradients))
+        hidden_ND = self._hidden(micro, trained)
+        counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
+        hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
+        parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
+        gradients, logps, start = [], [], 0
+        for group in _by_head(micro):
+            end = start + sum(counts[s.trajectory.id] for s in group)
+            rows = rows_of(group, parts, hidden_ND[start:end], trained)
+            gradient_ND, logp_N = backward_through_head(
+                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally
+            )
+            gradients.append(gradient_ND)
+            logps.append(logp_N)
+            start = end
+        hidden_ND.backward(torch.cat(gradients))
         by_trajectory = torch.cat(logps).split(list(counts.values()))
         return dict(zip(counts, by_trajectory, strict=True))
 
@@ -200,18 +224,16 @@ class Student:
             total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
         return total
 
-    def _clip(self, step: int, tally: Tally) -> float:
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(
-                self.weights.trained().values(), self.recipe.train.clip_norm
-            )
+    def _clip(self, step: int, tally: Tally) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.weights.trained().values(), self.recipe.train.clip_norm
         )
+        tally.mean("grad_norm", norm)  # so that it is read with the rest
         bad = [name for name, value in tally.values.items() if not math.isfinite(value)]
-        if bad or not math.isfinite(norm):
+        if bad or not math.isfinite(tally.metrics()["grad_norm"]):
             self.optimiser.zero_grad(set_to_none=True)
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
-        return norm
 
 
 Trained = Mapping[str, tuple[bool, ...]]
@@ -248,7 +270,7 @@ def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
 
 
 def _nothing_to_correct(step: int, parts: Sequence[Component], rate: float) -> Update:
-    """The reader found no mistake in the whole batch: that is no error, and no step."""
+    """There was no mistake in the whole batch: that is no error, and no step."""
     return Update(
         step=step,
         loss=0.0,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from courtside.engines import decode_kernels
 from courtside.engines.base import Sampling
 from courtside.engines.decode_kernels import BLOCK_WORDS, attend, pick
 from courtside.engines.sampling import draw
@@ -27,12 +28,15 @@ def _loaded_numbers_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-@pytest.mark.parametrize(
-    ("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (70, 8, 8, 16), (1, 16, 8, 128)]
-)
-def test_attention_reads_each_row_up_to_its_own_length(B: int, H: int, K: int, D: int) -> None:
+@pytest.mark.parametrize("programs", [decode_kernels.PROGRAMS, 1])
+@pytest.mark.parametrize(("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (1, 8, 4, 128)])
+def test_attention_reads_each_row_up_to_its_own_length(
+    monkeypatch: pytest.MonkeyPatch, programs: int, B: int, H: int, K: int, D: int
+) -> None:
+    """In parts that are joined, and in one go as with many rows."""
+    monkeypatch.setattr(decode_kernels, "PROGRAMS", programs)
     torch.manual_seed(B)
-    L = 200 if B < 10 else 20
+    L = 200
     q = torch.randn(B, H, D, device=DEVICE)
     keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
     lengths = torch.randint(1, L + 1, (B,), device=DEVICE)
@@ -49,31 +53,44 @@ def test_attention_reads_each_row_up_to_its_own_length(B: int, H: int, K: int, D
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_query_is_rounded_as_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernels, "PROGRAMS", 1)
+    q = torch.randn(2, 4, 16, device=DEVICE).bfloat16()
+    keys, values = torch.randn(2, 2, 2, 20, 16, device=DEVICE).bfloat16()
+    lengths = torch.tensor([20, 3], device=DEVICE)
+    found = attend(q.float(), keys, values, lengths, 0.3)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, attend(q, keys, values, lengths, 0.3))
+
+
 @pytest.mark.parametrize("V", [7, BLOCK_WORDS, 3 * BLOCK_WORDS + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_the_word_that_is_picked_is_the_one_the_plain_form_draws(
     V: int, temperature: float
 ) -> None:
     torch.manual_seed(V)
-    logits = 3 * torch.randn(64, V, device=DEVICE)
+    logits = 3 * torch.randn(24, V, device=DEVICE)
     logits[1, V // 2] = 60.0  # one word has all the mass
     logits[2] = 0.0
-    uniform = torch.rand(64, dtype=torch.float64, device=DEVICE)
+    uniform = torch.rand(24, dtype=torch.float64, device=DEVICE)
     uniform[3], uniform[4] = 0.0, 1.0 - 1e-16
-    ids, logp = pick(logits, uniform, temperature)
+    of_a_table = torch.stack([uniform, torch.zeros_like(uniform)], 1)[:, 0]
+    ids, logp = pick(logits, of_a_table, temperature)
     plain_ids, plain_logp = draw(
         logits, uniform, Sampling(max_new_tokens=1, temperature=temperature)
     )
     same = ids == plain_ids
-    assert same.float().mean() > 0.98  # a random number may fall within rounding of an edge
+    assert same.float().mean() > 0.95  # a random number may fall within rounding of an edge
     torch.testing.assert_close(logp[same], plain_logp[same], rtol=1e-4, atol=1e-4)
     own = (logits.double() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), own, rtol=1e-4, atol=1e-4)
 
 
 def test_words_are_picked_as_often_as_they_are_likely() -> None:
-    logits = torch.randn(1, 30, device=DEVICE).expand(400, 30).contiguous()
-    uniform = torch.linspace(0, 1, 401, dtype=torch.float64, device=DEVICE)[:-1]
+    """Evenly spread random numbers: each word as often as its share says, up to one."""
+    N = 100
+    logits = torch.randn(1, 12, device=DEVICE).expand(N, 12).contiguous()
+    uniform = torch.linspace(0, 1, N + 1, dtype=torch.float64, device=DEVICE)[:-1]
     ids, _ = pick(logits, uniform, 1.0)
-    share = torch.bincount(ids, minlength=30) / 400
-    torch.testing.assert_close(share, logits[0].softmax(-1), atol=4e-3, rtol=0)
+    share = torch.bincount(ids, minlength=12) / N
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=1.01 / N, rtol=0)

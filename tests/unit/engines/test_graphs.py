@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +11,26 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.qwen3 import modeling_qwen3
 
+from courtside.engines import layer_kernels, layer_parts
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.lent import LentWeights
+from courtside.engines.graphs import LOOK_EVERY
+from courtside.engines.lent import JoinedProduct, LentWeights
 from courtside.engines.slots import KEPT, SlotSession
 from courtside.engines.transformers import TransformersEngine, head_of
 from courtside.types import Sample
@@ -32,11 +50,11 @@ def engine(*, slots: bool, model: Any = None, **options: Any) -> TransformersEng
     return made
 
 
-def same(one: list[Sample], other: list[Sample]) -> None:
+def same(one: list[Sample], other: list[Sample], *, within: float = 1e-5) -> None:
     assert [s.token_ids for s in one] == [s.token_ids for s in other]
     assert [s.stop for s in one] == [s.stop for s in other]
     for ours, theirs in zip(one, other, strict=True):
-        assert ours.logp == pytest.approx(theirs.logp, abs=1e-5)
+        assert ours.logp == pytest.approx(theirs.logp, abs=within)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -145,14 +163,35 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
 # ── copies of the weights ────────────────────────────────────────────────────────────────────────
 
 
-def qwen() -> Qwen3ForCausalLM:
+def made_of(config: type, model: type, **settings: Any) -> Any:
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+    made = model(config(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+        bos_token_id=0, eos_token_id=1, pad_token_id=1, **settings,
+    )).eval()  # fmt: skip
+    for name, parameter in made.named_parameters():
+        if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
+    return made
+
+
+def qwen() -> Any:
+    return made_of(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
+
+
+def qwen2() -> Any:
+    return made_of(Qwen2Config, Qwen2ForCausalLM)
+
+
+def phi3() -> Any:
+    """Query, key and value are one layer already."""
+    return made_of(Phi3Config, Phi3ForCausalLM)
+
+
+def olmo2() -> Any:
+    """Norms behind the layers: what they give is added up, unrounded."""
+    return made_of(Olmo2Config, Olmo2ForCausalLM)
 
 
 def lora(model: Any) -> Any:
@@ -161,12 +200,19 @@ def lora(model: Any) -> Any:
     return get_peft_model(model, config).base_model.model
 
 
-@pytest.mark.parametrize("make", [tiny_model, qwen, lambda: lora(qwen())])
+def lora_qwen() -> Any:
+    return lora(qwen())
+
+
+KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen]
+
+
+@pytest.mark.parametrize("make", KINDS)
 def test_copies_in_bfloat16_are_what_autocast_multiplies_by(make: Any) -> None:
     """The log-probs of samples are those of scoring them, up to bfloat16's rounding."""
     made = engine(slots=True, model=make(), autocast=torch.bfloat16)
-    first = next(p for n, p in made.model.named_parameters() if "q_proj" in n)
-    sampling = Sampling(max_new_tokens=20, temperature=1.3)
+    first = next(p for n, p in made.model.named_parameters() if "q_proj" in n or "qkv_proj" in n)
+    sampling = Sampling(max_new_tokens=12, temperature=1.3)
     for _ in range(2):
         samples = made.sample(REQUESTS, sampling)
         eager = engine(slots=False, model=made.model, autocast=torch.bfloat16)
@@ -180,27 +226,151 @@ def test_copies_in_bfloat16_are_what_autocast_multiplies_by(make: Any) -> None:
         first.data.mul_(-3.0)  # a step of training: the copies must follow
 
 
+@pytest.mark.parametrize("make", KINDS)
+def test_layers_that_are_computed_together_draw_the_same(make: Any) -> None:
+    """In float64, where rounding cannot hide a mistake; eagerly, the model's own layers."""
+    model = make().double()
+    made = engine(slots=True, model=model)
+    made._lent = LentWeights(model, made.head, torch.float64)
+    sampling = Sampling(max_new_tokens=12, temperature=1.3)
+    for _ in range(2):
+        eager = engine(slots=False, model=model).sample(REQUESTS, sampling)
+        same(made.sample(REQUESTS, sampling), eager)
+        for name, parameter in model.named_parameters():
+            if "k_proj" in name or "up_proj" in name:
+                parameter.data.mul_(-2.0)
+
+
 def _scored(ids: tuple[int, ...], scored: tuple[bool, ...]) -> Any:
     from courtside.engines.base import ScoreRequest
 
     return ScoreRequest(token_ids=ids, scored=scored, temperature=1.3)
 
 
+@pytest.mark.parametrize(
+    ("make", "norms", "rounded", "joined", "mlps", "rotary"),
+    [
+        (tiny_model, 5, 4, 4, 2, 1),
+        (qwen, 9, 4, 4, 2, 1),
+        (qwen2, 5, 4, 4, 2, 1),
+        (phi3, 5, 4, 0, 2, 1),
+        (olmo2, 9, 0, 4, 2, 1),
+        (lora_qwen, 9, 4, 0, 2, 1),
+        # Norms that add one, a gate that is no SiLU.
+        (lambda: made_of(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
+        # Neighbours are turned against each other, not halves; norms that take the mean away.
+        (lambda: made_of(CohereConfig, CohereForCausalLM), 0, 0, 4, 2, 0),
+    ],
+)  # fmt: skip
+def test_what_is_found_in_a_model(
+    make: Any, norms: int, rounded: int, joined: int, mlps: int, rotary: int
+) -> None:
+    model = make()
+    lent = LentWeights(model, head_of(model), torch.bfloat16)
+    assert len(lent.norms) == norms
+    assert len(lent.rounded_norms) == rounded
+    assert sum(len(group) > 1 for group in lent.groups) == joined
+    assert len(lent.mlps) == mlps
+    assert len(lent.rotary) == rotary
+    every = [m for group in lent.groups for m in group]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m is not lent.head.module]
+    assert len(every) == len(linear) and set(every) == set(linear)
+    assert model.get_output_embeddings() not in every
+
+
+def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step, and how many kernels a layer has: in Triton's interpreter, or on a GPU."""
+    on_gpu = torch.cuda.is_available()
+    model = qwen2().to("cuda" if on_gpu else "cpu")
+    sampling = Sampling(max_new_tokens=4)
+    eager = engine(slots=False, model=model).sample(REQUESTS[:2], sampling)
+    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+    calls: Counter[str] = Counter()
+    for name in ("rms_norm", "rotate", "append", "gated"):
+        monkeypatch.setattr(layer_kernels, name, counted(calls, getattr(layer_kernels, name)))
+    made = engine(slots=True, model=model)
+    made._lent = LentWeights(model, made.head, torch.float32)
+    calls.clear()
+    same(made.sample(REQUESTS[:2], sampling), eager, within=1e-4)
+    steps = 3 if on_gpu else LOOK_EVERY  # two trials and what is captured, or each by itself
+    both = steps + 1  # prompts are read by the same layers, in one pass
+    assert calls == {"rms_norm": 5 * both, "rotate": 2 * steps, "append": 2 * steps,
+                     "gated": 2 * both}  # fmt: skip
+
+
+def counted(calls: Counter[str], function: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*args, **named)
+
+    return call
+
+
+def test_a_part_of_a_joined_product_is_for_the_input_it_was_made_of() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(12, 4), torch.randn(12), torch.randn(2, 4)
+    joined = JoinedProduct(weight, bias, [6, 4, 2])
+    own = [lambda x, w=w, b=b: x @ w.T + b for w, b in
+           zip(weight.split([6, 4, 2]), bias.split([6, 4, 2]), strict=True)]  # fmt: skip
+    torch.testing.assert_close(joined.part(0, x), own[0](x))
+    torch.testing.assert_close(joined.part(1, 2 * x), own[1](2 * x))
+    torch.testing.assert_close(joined.part(2, x), own[2](x))
+    torch.testing.assert_close(joined.part(1, x), own[1](x))
+    x.mul_(3)  # all parts are taken: nothing old is left
+    for i in (2, 1, 0):
+        torch.testing.assert_close(joined.part(i, x), own[i](x))
+
+
+def test_adapters_get_their_input_as_it_is() -> None:
+    """Their copies are bfloat16, as a norm's result: to float32 and back would be for nothing."""
+    model = lora(qwen())
+    lent = LentWeights(model, head_of(model), torch.bfloat16)
+    lent.refresh()
+    layer = model.model.layers[0].self_attn.q_proj
+    given: list[torch.dtype] = []
+    for part in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]):
+        part.register_forward_pre_hook(lambda module, args: given.append(args[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), lent.used():
+        model.base_model(input_ids=torch.tensor([[0, 5, 9]]))
+    assert given == [torch.bfloat16] * 3
+    assert layer.cast_input_dtype_enabled
+
+
+def test_rows_with_several_tokens_are_rotated_by_the_models_own() -> None:
+    model = qwen()
+    lent = LentWeights(model, head_of(model), None)
+    (module,) = lent.rotary
+    own = module.apply_rotary_pos_emb
+    q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16)
+    cos, sin = torch.randn(2, 2, 3, 16)
+    expected = own(q, k, cos, sin)
+    with lent.used():
+        assert module.apply_rotary_pos_emb is not own
+        found = module.apply_rotary_pos_emb(q, k, cos, sin)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_layers_are_their_own_again_afterwards() -> None:
     model = qwen()
     lent = LentWeights(model, head_of(model), torch.bfloat16)
     lent.refresh()
+    rotary, linear = modeling_qwen3.apply_rotary_pos_emb, lent.head.linear
+    model.model.layers[1].mlp.forward = hooked = partial(type(model.model.layers[1].mlp).forward)
     with pytest.raises(KeyError), lent.used():
         assert "forward" in model.model.norm.__dict__
+        assert "forward" in model.model.layers[0].mlp.__dict__
+        assert modeling_qwen3.apply_rotary_pos_emb is not rotary
         raise KeyError
+    assert model.model.layers[1].mlp.__dict__.pop("forward") is hooked
     assert not any("forward" in m.__dict__ for m in model.modules())
+    assert modeling_qwen3.apply_rotary_pos_emb is rotary and lent.head.linear is linear
 
 
 def test_a_norm_of_another_kind_is_left_alone() -> None:
     class OffsetRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
+            self.weight, self.eps = nn.Parameter(torch.zeros(32)), 1e-6
 
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
@@ -208,5 +378,5 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
     model = qwen()
     model.model.norm = OffsetRMSNorm()
     lent = LentWeights(model, head_of(qwen()), None)
-    assert model.model.norm not in lent._norms
-    assert model.model.layers[0].input_layernorm in lent._norms
+    assert model.model.norm not in lent.norms
+    assert model.model.layers[0].input_layernorm in lent.norms

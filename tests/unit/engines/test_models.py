@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 
+from courtside import library
 from courtside.engines import models
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.models import load_model, load_tokenizer, resolve
@@ -336,3 +337,22 @@ def test_without_the_package_the_hub_is_asked(gguf: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     assert resolve("smollm2-135m") == models.HUB_ID
+
+
+def test_a_merged_adapter_can_be_trained_on_and_may_lie_beside_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = save_tiny(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_model(), config)
+    adapted.save_pretrained(tmp_path / "recipes" / "some-recipe" / "warm")
+    monkeypatch.setattr(library, "recipes_folder", lambda: tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = adapted.eval()(ids).logits
+    for path in ("some-recipe/warm", "recipes/some-recipe/warm"):
+        model = load(base, adapter=Path(path))
+        torch.testing.assert_close(model(ids).logits, expected)
+        assert all(parameter.requires_grad for parameter in model.parameters())

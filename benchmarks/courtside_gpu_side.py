@@ -1,0 +1,198 @@
+"""The GPU benchmark's step as courtside does it, or a step of targeted hints of the same size.
+
+`courtside.loop.train_loop` with a silent screen, as on the CPU; only weights are drawn instead of
+loaded, and no row of a rollout ends early. The first step compiles, captures graphs and is not
+counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from courtside_side import TimedRun, given_answers, loss_and_gradients
+from gpu_peaks import Peaks, wait_for_go
+from opd_step_job import NO_END, Job, checked_tensors, draw, read_job, read_lines
+from workload import (
+    BETAS,
+    CLIP_NORM,
+    SEED,
+    TEMPERATURE,
+    CheckResult,
+    PhaseClock,
+    SideResult,
+    prompts_hash,
+    write_json,
+)
+
+import courtside
+from courtside import assemble as assembling
+from courtside.assemble import assemble
+from courtside.config import Recipe
+from courtside.loop import train_loop
+from courtside.parts import Parts
+from courtside.recipe_file import load_recipe
+from courtside.report import toml
+from courtside.report.folder import RunFolder
+from courtside.student import weights as student_weights
+from courtside.types import Scored, Update
+
+
+class GpuRun(TimedRun):
+    """Waits for the GPU where a phase ends, and notes how much memory it took."""
+
+    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+        self.spent = PhaseClock()
+        self.peaks = Peaks(parts.engine.device.type)
+        super().__init__(parts, folder)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self.spent(name), super().phase(name):
+            yield
+            self.peaks.fence()
+        self.peaks.close(name)
+
+    def record(
+        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+    ) -> None:
+        super().record(step, scored, update, counts)
+        self.peaks.close("record")
+        # What is left is what a run writes down: trajectories, metrics, costs.
+        phases = self.spent.take()
+        phases["record"] = self.steps[-1].seconds - sum(phases.values())
+        self.steps[-1] = replace(
+            self.steps[-1],
+            phases=phases,
+            gpu_peaks=self.peaks.take(),
+            num_device_allocs=self.peaks.take_allocs(),
+        )
+        # Looking at memory is no part of the next step.
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        if any(judged.dropped for s in scored for judged in s.hints):
+            raise SystemExit("hints were dropped: that is another job")
+
+
+def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Recipe:
+    steps = 1 + args.steps
+    tree: dict[str, Any] = {
+        "student": {
+            "model": str(folder / "student"), "device": job.device, "dtype": job.arithmetic,
+        },
+        "rollout": {
+            "samples": job.samples, "max_new_tokens": job.new_tokens, "temperature": TEMPERATURE,
+        },
+        "train": {
+            "steps": steps, "prompts": job.prompts, "learning_rate": job.learning_rate,
+            "betas": list(BETAS), "clip_norm": CLIP_NORM, "weight_decay": 0.0,
+        },
+        "run": {"checkpoint_every": steps + 1},
+        "seed": SEED,
+    }  # fmt: skip
+    if args.hints:
+        path = str(folder / "conversations.jsonl")
+        tree |= {
+            "tasks": {"kind": "conversations", "path": path, "limit": job.rows},
+            "reader": {"kind": "person", "path": str(folder / "hints.jsonl")},
+            "hints": {"min_shift": -1e9},  # of random weights: every hint is to train
+            "teacher": {"kind": "self", "weights": "live"},
+            "losses": [{"kind": "divergence", "on": "hinted_turns", "support": {"kind": "full"}}],
+        }
+        tree["rollout"] = {"student_share": 0.0, "temperature": TEMPERATURE}
+        tree["train"]["prompts"] = job.rows
+    else:
+        teacher = {"kind": "model", "model": str(folder / "teacher"), "dtype": job.arithmetic}
+        tree |= {
+            "tasks": {"kind": "jsonl", "path": str(folder / "prompts.jsonl")},
+            "teacher": teacher,
+            "losses": [
+                {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
+            ],
+        }
+    file = work / "recipe.toml"
+    file.write_text(toml.dumps(tree))
+    return load_recipe(file, args.set)
+
+
+def drawn_parts(plan: Recipe) -> Parts:
+    with ExitStack() as stack:
+        for place in (assembling, student_weights):
+            stack.enter_context(patch.object(place, "load_model", draw))
+        parts = assemble(plan)
+    parts.engine.eos_ids = frozenset({NO_END})
+    return parts
+
+
+def checked(parts: Parts, shape: str, folder: Path) -> CheckResult:
+    """Loss and gradients of the fixed batch; leaves no trace."""
+    rows = read_lines(folder / "batch.jsonl")
+    trajectories = given_answers(
+        parts, [row["text"] for row in rows], [row["completion"] for row in rows]
+    )
+    found = loss_and_gradients(parts, trajectories, checked_tensors(shape))
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return found
+
+
+def measure(args: argparse.Namespace, work: Path) -> SideResult:
+    shape, job = read_job(args.job)
+    plan = recipe(job, args.job, args, work)
+    with RunFolder.open(work / "run", plan) as folder:
+        parts = drawn_parts(plan)
+        check = None if args.hints else checked(parts, shape, args.job)
+        run = GpuRun(parts, folder)
+        run.peaks.begin()
+        train_loop(parts, run)
+    trained = parts.student.weights.trained().values()
+    return SideResult(
+        side="hints" if args.hints else "courtside",
+        config=shape,
+        num_warmup=1,
+        steps=tuple(run.steps),
+        num_prompt_tokens=sum(map(len, run.prompt_ids)),
+        prompts_hash=prompts_hash(run.prompt_ids),
+        num_trainable=sum(p.numel() for p in trained),
+        load_peak_rss=run.load_peak_rss,
+        num_threads=torch.get_num_threads(),
+        versions={
+            "courtside": courtside.__version__,
+            **{name: version(name) for name in ("torch", "transformers", "peft")},
+        },
+        settings={
+            "overrides": args.set,
+            "max_batch_tokens": plan.rollout.max_batch_tokens,
+            "micro_batch_tokens": parts.student.micro_batch_tokens,
+            "gradient_checkpointing": plan.student.gradient_checkpointing,
+            "optimizer": type(parts.student.optimiser).__name__,
+            "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
+            "autocast": str(parts.student.weights.autocast),
+            "notes": list(parts.notes),
+        },
+        check=check,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job", type=Path, required=True, help="folder that describes the job")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=1, help="steps that are counted")
+    parser.add_argument("--hints", action="store_true", help="the step of targeted hints")
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
+    args = parser.parse_args()
+    wait_for_go()
+    with tempfile.TemporaryDirectory(prefix="courtside-side-") as folder:
+        write_json(args.out, measure(args, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""One on-policy distillation step on a GPU, courtside against TRL's DistillationTrainer.
+
+Both sides do the same work: the shape of Qwen3-0.6B (teacher: 1.7B) or Qwen3-1.7B (teacher: 1.7B)
+with the same random weights, 64 prompts of 128 tokens, 4 samples of exactly 512 tokens each at
+temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one AdamW step on all
+weights; bfloat16 autocast over float32 weights. Beside it a step of targeted hints of courtside's:
+as many sequences of the same length, recorded, two turns of each under a hint.
+
+    python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
+    python benchmarks/opd_step_gpu.py --out FILE --tiny      # everything once, small, on a CPU
+
+Each side is a process of its own; the next one imports while one has the GPU. What is done so far
+is in FILE after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from opd_step_job import FULL, SEEDS, TINY, Job, write_folder
+from workload import SEED
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+SIDES = ("courtside", "hints", "trl")
+GIB = 2**30
+LOSS_SPREAD = 1.15
+"""First losses of two sides differ by their draws only."""
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Side:
+    """A process that has imported what it needs and waits until it is told to go."""
+
+    def __init__(self, args: argparse.Namespace, shape: str, side: str, work: Path):
+        self.shape, self.side = shape, side
+        self.out = work / f"{shape}-{side}.json"
+        self.log = self.out.with_suffix(".log")
+        command = side_command(args, work / shape, side, self.out)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        if args.job.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True
+            )
+
+    def run(self, *, limit: float) -> dict[str, Any]:
+        began = time.perf_counter()
+        try:
+            self.process.communicate("go\n", timeout=limit)
+            ended = f"ended with {self.process.returncode}"
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            ended = f"took more than {limit:.0f} s"
+        record: dict[str, Any] = {"side": self.side, "config": self.shape}
+        if self.process.returncode == 0:
+            record = json.loads(self.out.read_text())
+        else:
+            tail = self.log.read_text().splitlines()[-30:]
+            record["failed"] = "\n".join([ended, *tail])
+        return {**record, "process_seconds": time.perf_counter() - began}
+
+    def end(self) -> None:
+        """If it never got its turn."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> list[str]:
+    shared = ["--job", str(job), "--out", str(out), "--steps", str(args.steps)]
+    if side == "trl":
+        sizes = map(str, args.trl_micro_batches)
+        command = [args.python_trl, str(HERE / "trl_gpu_side.py"), *shared]
+        command += ["--liger", args.trl_liger, "--weights", args.trl_weights]
+        command += ["--warmup-tokens", str(args.trl_warmup_tokens), "--micro-batches", *sizes]
+        return command + (["--as-is"] if args.trl_as_is else [])
+    command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared]
+    command += ["--hints"] if side == "hints" else []
+    overrides = args.set if side == "courtside" else args.set_hints
+    return command + (["--set", *overrides] if overrides else [])
+
+
+def run_all(args: argparse.Namespace, work: Path, write: Any) -> list[dict[str, Any]]:
+    wanted = [(shape, side) for shape in args.shapes for side in args.sides]
+    records: list[dict[str, Any]] = []
+    waiting = Side(args, *wanted[0], work) if wanted else None
+    for index, (shape, name) in enumerate(wanted):
+        side, waiting = waiting, None
+        assert side is not None
+        if index + 1 < len(wanted):
+            waiting = Side(args, *wanted[index + 1], work)
+        print(f"{shape}, {name} …", flush=True)
+        try:
+            records.append(side.run(limit=args.limit))
+        except BaseException:
+            for one in filter(None, (side, waiting)):
+                one.end()
+            raise
+        write(records)
+        print(f"    {said(records[-1])}", flush=True)
+    return records
+
+
+def said(record: dict[str, Any]) -> str:
+    took = f"the process took {record['process_seconds']:.0f} s"
+    if "failed" in record:
+        return f"FAILED, {took}: {record['failed']}"
+    row = summary(record)
+    return f"{row['seconds']:.2f} s a step, {row['gpu_peak'] / GIB:.1f} GiB; {took}"
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    steps = record["steps"][record["num_warmup"] :]
+    peaks: dict[str, int] = {}
+    for step in steps:
+        for phase, peak in step["gpu_peaks"].items():
+            peaks[phase] = max(peak, peaks.get(phase, 0))
+    seconds = median(step["seconds"] for step in steps)
+    return {
+        "shape": record["config"],
+        "side": record["side"],
+        "num_steps": len(steps),
+        "seconds": seconds,
+        "phases": {
+            phase: median(step["phases"].get(phase, 0.0) for step in steps)
+            for phase in steps[0]["phases"]
+        },
+        "num_trained_tokens": steps[0]["num_trained_tokens"],
+        "trained_tokens_per_second": steps[0]["num_trained_tokens"] / seconds,
+        "gpu_peak": max(peaks.values(), default=0),
+        "gpu_peaks": peaks,
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By shape: how many times courtside's time TRL takes, and courtside's share of its memory."""
+    by_key = {(row["shape"], row["side"]): row for row in rows}
+    found: dict[str, dict[str, Any]] = {}
+    for (shape, side), ours in by_key.items():
+        trl = by_key.get((shape, "trl"))
+        if side != "courtside" or trl is None:
+            continue
+        found[shape] = {
+            "times_faster": trl["seconds"] / ours["seconds"],
+            "times_faster_by_phase": {
+                phase: trl["phases"][phase] / ours["phases"][phase] for phase in trl["phases"]
+            },
+            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None,
+        }
+    return found
+
+
+def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]:
+    """What would make the comparison unfair; empty when the sides did the same work."""
+    problems = []
+    for record in records:
+        where = f"{record['config']}, {record['side']}"
+        for step in record["steps"][record["num_warmup"] :]:
+            if record["side"] != "hints" and step["num_trained_tokens"] != job.tokens_per_step:
+                problems.append(f"{where}: trained {step['num_trained_tokens']} tokens in a step")
+            if not step["loss"] > 0:
+                problems.append(f"{where}: loss {step['loss']}; the teacher differs, so above 0")
+    for shape in dict.fromkeys(record["config"] for record in records):
+        pair = [r for r in records if r["config"] == shape and r["side"] != "hints"]
+        if len(pair) < 2:
+            continue
+        for key in ("prompts_hash", "num_prompt_tokens", "num_trainable"):
+            if len({record[key] for record in pair}) > 1:
+                problems.append(f"{shape}: {key} differs: {[record[key] for record in pair]}")
+        losses = [record["steps"][-1]["loss"] for record in pair]
+        if max(losses) > LOSS_SPREAD * min(losses):
+            problems.append(f"{shape}: losses {losses} are further apart than two draws are")
+        problems += check_problems(shape, [record["check"] for record in pair], job)
+    return problems
+
+
+def check_problems(shape: str, checks: Sequence[dict[str, Any]], job: Job) -> list[str]:
+    """Loss and gradients of the fixed batch must be the same numbers, up to rounding."""
+    allowed = 1e-3 if job.arithmetic == "float32" else 0.03
+    ours, theirs = ({"loss": c["loss"], "gradient": c["gradient_norm"], **c["gradient_norms"]}
+                    for c in checks)  # fmt: skip
+    return [
+        f"{shape}: on the same batch {name} is {value} and {theirs[name]}"
+        for name, value in ours.items()
+        if not abs(value - theirs[name]) <= allowed * abs(theirs[name])
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| shape | side | s/step | phases, s | trained tokens/s | peak, GiB | by phase |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases"].items())
+        peaks = ", ".join(f"{name} {p / GIB:.1f}" for name, p in row["gpu_peaks"].items())
+        lines.append(
+            f"| {row['shape']} | {row['side']} | {row['seconds']:.2f} | {phases} "
+            f"| {row['trained_tokens_per_second']:,.0f} | {row['gpu_peak'] / GIB:.1f} | {peaks} |"
+        )
+    for shape, ratio in ratios(rows).items():
+        share = ratio["share_of_peak"]
+        memory = f"; courtside's peak is {share:.2f} of TRL's" if share is not None else ""
+        lines.append(f"{shape}: TRL takes {ratio['times_faster']:.2f} times the time{memory}.")
+    return "\n".join(lines)
+
+
+# ── main ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--shapes", nargs="+", choices=("0.6b", "1.7b"), default=["0.6b", "1.7b"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--steps", type=int, default=1, help="measured steps, after one before")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens of a tiny shape")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda; with --tiny cpu")
+    parser.add_argument("--arithmetic", choices=("bfloat16", "float32"), help="float32 on a CPU")
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value",
+                        help="of courtside's recipe: train.micro_batch_tokens=8192")  # fmt: skip
+    parser.add_argument("--set-hints", nargs="+", default=[], metavar="section.key=value",
+                        help="the same for the step of targeted hints")  # fmt: skip
+    parser.add_argument("--trl-micro-batches", type=int, nargs="+",
+                        help="sequences in a pass, the fastest is taken; 16 32 64")  # fmt: skip
+    parser.add_argument("--trl-liger", choices=("both", "on", "off"), help="both; off on a CPU")
+    parser.add_argument("--trl-weights", choices=("float32", "bfloat16"), default="float32",
+                        help="bfloat16: less memory, and small steps are lost")  # fmt: skip
+    parser.add_argument("--trl-as-is", action="store_true", help="loss without autocast: float32")
+    parser.add_argument("--trl-warmup-tokens", type=int, default=32,
+                        help="new tokens in the step before the measured ones")  # fmt: skip
+    parser.add_argument("--python-trl", default=sys.executable, help="if TRL lives elsewhere")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each process")
+    args = parser.parse_args()
+    device = args.device or ("cpu" if args.tiny else "cuda")
+    job = replace(TINY if args.tiny else FULL, device=device)
+    args.job = replace(
+        job, arithmetic=args.arithmetic or ("float32" if device == "cpu" else "bfloat16")
+    )
+    args.trl_liger = args.trl_liger or ("off" if device == "cpu" else "both")
+    args.trl_micro_batches = args.trl_micro_batches or ([2, 4] if args.tiny else [16, 32, 64])
+    uneven = [size for size in args.trl_micro_batches if args.job.rows % size]
+    if uneven:
+        parser.error(f"--trl-micro-batches {uneven[0]}: {args.job.rows} rows do not divide by it")
+    args.shapes = ["tiny"] if args.tiny else args.shapes
+    return args
+
+
+def main() -> None:
+    args = parse()
+    began = time.perf_counter()
+    about: dict[str, Any] = {}
+
+    def write(records: Sequence[dict[str, Any]]) -> None:
+        done = [record for record in records if "failed" not in record]
+        rows = [summary(record) for record in done]
+        result = {
+            **about,
+            "seed": SEED,
+            "weight_seeds": SEEDS,
+            "job": asdict(args.job),
+            "tokens_per_step": args.job.tokens_per_step,
+            "all_seconds": time.perf_counter() - began,
+            "same_work_problems": same_work_problems(done, args.job),
+            "failed": [f"{r['config']}, {r['side']}" for r in records if "failed" in r],
+            "summary": rows,
+            "ratios": ratios(rows),
+            "processes": list(records),
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="opd-step-gpu-") as folder:
+        work = Path(folder)
+        for shape in args.shapes:
+            (work / shape).mkdir()
+            write_folder(work / shape, args.job, shape, num_steps=1 + args.steps)
+        import torch  # only now, and for its name of the GPU
+        from gpu_machine import header
+
+        about |= header("opd_step_gpu", torch.device(args.job.device))
+        records = run_all(args, work, write)
+    result = json.loads(args.out.read_text())
+    print("\n" + table(result["summary"]))
+    problems = [f"failed: {name}" for name in result["failed"]]
+    problems += [f"not the same work: {problem}" for problem in result["same_work_problems"]]
+    if problems or len(records) < len(args.shapes) * len(args.sides):
+        raise SystemExit("\n" + "\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()

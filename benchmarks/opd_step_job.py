@@ -1,0 +1,211 @@
+"""The job of the step benchmark on a GPU: shapes of Qwen3, random weights, prompts of random words.
+
+Nothing is downloaded. A folder describes the job to every side (`write_folder`): settings and a
+tokenizer for both models, the prompts, one small batch with given answers (to compare losses and
+gradients), and conversations with hints. Weights are drawn on the device from a seed (`draw`), so
+every side has the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workload import SEED
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|begin|>' + m['role'] + ' ' + m['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|begin|>assistant ' }}{% endif %}"
+)
+BEGIN, END, UNKNOWN = SPECIAL = ("<|begin|>", "<|end|>", "<|unknown|>")
+ROLES = ("system", "user", "assistant", "tool")
+NUM_FIXED = len(SPECIAL) + len(ROLES)
+PROMPT_FRAME = 5
+"""Begin, role and end of the message, and the begin and role of the answer to it."""
+TOOL_FRAME = 5
+"""The same, of a tool's answer between two messages of the assistant."""
+
+NO_END = -1
+"""In place of the end token once the parts are made: no row ends early, on any side. Weights are
+random, so any real word would be drawn now and then."""
+
+QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "head_dim": 128}  # fmt: skip
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "tiny": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "hidden_size": 32, "intermediate_size": 64},
+    "tiny-teacher": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                     "head_dim": 16, "hidden_size": 48, "intermediate_size": 96},
+}  # fmt: skip
+TEACHERS = {"0.6b": "1.7b", "1.7b": "1.7b", "tiny": "tiny-teacher"}
+"""By the student's shape."""
+
+SEEDS = {"student": SEED, "teacher": SEED + 1}
+NUM_TURNS = 4
+"""Of the assistant, in a conversation with hints."""
+HINTED_TURNS = (3, 7)
+"""The assistant's second and last, counted over all turns with the prompt as turn 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    device: str
+    arithmetic: str
+    """bfloat16 (autocast over float32 weights; the teacher's weights are bfloat16) or float32."""
+    vocabulary: int
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    prompt_tokens: int
+    new_tokens: int
+    turn_tokens: int
+    """Of each of the assistant's turns in a conversation with hints."""
+    hint_words: int
+    checked: int
+    """Sequences of the batch on which losses and gradients are compared."""
+    learning_rate: float = 1e-5
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rows * self.new_tokens
+
+
+FULL = Job(
+    device="cuda", arithmetic="bfloat16", vocabulary=151936, prompts=64, samples=4,
+    prompt_tokens=128, new_tokens=512, turn_tokens=96, hint_words=32, checked=8,
+)  # fmt: skip
+TINY = Job(
+    device="cpu", arithmetic="float32", vocabulary=512, prompts=4, samples=2, prompt_tokens=16,
+    new_tokens=60, turn_tokens=10, hint_words=6, checked=4,
+)  # fmt: skip
+
+
+# ── the folder ───────────────────────────────────────────────────────────────────────────────────
+
+
+def write_folder(folder: Path, job: Job, shape: str, *, num_steps: int) -> None:
+    from transformers import Qwen3Config
+
+    tokenizer = make_tokenizer(job.vocabulary)
+    for role, its in (("student", shape), ("teacher", TEACHERS[shape])):
+        config = Qwen3Config(
+            vocab_size=job.vocabulary, max_position_embeddings=4096, tie_word_embeddings=True,
+            architectures=["Qwen3ForCausalLM"], **SHAPES[its],
+        )  # fmt: skip
+        config.save_pretrained(folder / role)
+        tokenizer.save_pretrained(folder / role)
+    words = Words(job.vocabulary)
+    prompts = [words.text(job.prompt_tokens - PROMPT_FRAME) for _ in range(job.prompts)]
+    (folder / "job.json").write_text(json.dumps({"shape": shape, **asdict(job)}))
+    _write_lines(folder / "prompts.jsonl", [{"prompt": p, "split": "train"} for p in prompts])
+    _write_lines(
+        folder / "batch.jsonl",
+        [{"text": p, "completion": words.ids(job.new_tokens)} for p in prompts[: job.checked]],
+    )
+    # Eight of ten conversations are for training, by their content: more than enough of those.
+    _write_lines(
+        folder / "conversations.jsonl",
+        [{"messages": conversation(words, job)} for _ in range(2 * job.rows)],
+    )
+    hints = [
+        {"trajectory": f"{step:06d}-{row:03d}-0", "turn": turn, "text": words.text(job.hint_words)}
+        for step in range(num_steps)
+        for row in range(job.rows)
+        for turn in HINTED_TURNS
+    ]
+    _write_lines(folder / "hints.jsonl", hints)
+
+
+def read_job(folder: Path) -> tuple[str, Job]:
+    fields = json.loads((folder / "job.json").read_text())
+    return fields.pop("shape"), Job(**fields)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Words:
+    """Random texts of so many words: a word is a token."""
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.random = random.Random(SEED)
+
+    def ids(self, size: int) -> list[int]:
+        return [self.random.randrange(NUM_FIXED, self.vocabulary) for _ in range(size)]
+
+    def text(self, size: int) -> str:
+        return " ".join(f"w{i}" for i in self.ids(size))
+
+
+def conversation(words: Words, job: Job) -> list[dict[str, str]]:
+    """As long as a prompt with its answer; turns of the assistant with a tool's in between."""
+    messages = [{"role": "user", "content": words.text(job.prompt_tokens - PROMPT_FRAME)}]
+    room = job.new_tokens - NUM_TURNS * job.turn_tokens
+    for number in range(NUM_TURNS):
+        # A word less: the end token is the turn's own.
+        messages.append({"role": "assistant", "content": words.text(job.turn_tokens - 1)})
+        left = NUM_TURNS - 1 - number
+        if left:
+            size = room // left
+            room -= size
+            messages.append({"role": "tool", "content": words.text(size - TOOL_FRAME)})
+    return messages
+
+
+def make_tokenizer(vocabulary: int) -> Any:
+    """A word a token, so that texts have the ids and lengths that they are given."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *ROLES, *(f"w{i}" for i in range(NUM_FIXED, vocabulary))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=BEGIN, eos_token=END, pad_token=END, unk_token=UNKNOWN
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def draw(folder: str, *, dtype: Any, device: Any, **_: Any) -> Any:
+    """The model that a folder's settings describe, with random weights: the same on every side.
+
+    Takes the arguments of `courtside.engines.models.load_model`, in whose place it stands.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(SEEDS[Path(folder).name])
+    with torch.device(device):  # drawn where they stay: a CPU takes its time over a billion numbers
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    return model.to(dtype).eval()
+
+
+def checked_tensors(shape: str) -> tuple[str, ...]:
+    last = SHAPES[shape]["num_hidden_layers"] - 1
+    return (
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        f"model.layers.{last}.mlp.down_proj.weight",
+    )

@@ -1,0 +1,137 @@
+"""TRL's DistillationTrainer for the GPU benchmark's job: timed, its samples of one length.
+
+`bf16=True` is meant to be autocast over float32 weights, and sampling does run under it. The loss
+does not in a process of its own: the trainer puts the model's forward method, which accelerate
+wrapped in autocast, aside before it calls the layers. So the loss is put under autocast here,
+which lets TRL multiply in bfloat16 as well; `--as-is` leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow
+import torch
+from datasets import Dataset
+from datasets.table import InMemoryTable
+from gpu_peaks import Peaks
+from opd_step_job import NO_END, Job, draw, read_lines
+from transformers import AutoTokenizer
+from trl import DistillationConfig
+from trl_side import TimedTrainer
+from workload import BETAS, CLIP_NORM, SEED, TEMPERATURE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    liger: bool
+    checkpointing: bool
+    micro_batch: int
+    """Sequences in one forward and backward pass."""
+
+
+class GpuTrainer(TimedTrainer):
+    """Notes the teacher's time by events, which wait for nothing, and the phases' memory."""
+
+    def __init__(self, *args: Any, autocast_loss: bool, peaks: Peaks, **kwargs: Any) -> None:
+        self.autocast_loss = autocast_loss
+        self.peaks = peaks
+        self.teacher_spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        super().__init__(*args, **kwargs)
+
+    def write_tokens(self, num_tokens: int) -> None:
+        """Every completion has exactly so many."""
+        self.eos_token_ids = [NO_END]
+        for place in (self.generation_kwargs, self.generation_config.__dict__):
+            place["eos_token_id"] = [NO_END]
+            place["max_new_tokens"] = num_tokens
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = super().compute_loss_context_manager()
+        if self.autocast_loss:
+            stack.enter_context(self.accelerator.autocast())
+        return stack
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        fresh = self._step % self.args.gradient_accumulation_steps == 0
+        inputs = super()._prepare_inputs(generation_batch)
+        if fresh:
+            self.peaks.close("rollout")
+        return inputs
+
+    def _get_last_hidden_state(self, unwrapped_model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_teacher = unwrapped_model is self.accelerator.unwrap_model(self.teacher_model)
+        if not (is_teacher and self.peaks.on_gpu):
+            return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        # Not the parent's: its clock does not wait for the GPU.
+        found = super(TimedTrainer, self)._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+        last.record()
+        self.teacher_spans.append((first, last))
+        return found
+
+    def take_teacher_seconds(self) -> float:
+        """After a fence."""
+        spans, self.teacher_spans = self.teacher_spans, []
+        return sum(first.elapsed_time(last) for first, last in spans) / 1000
+
+
+def build(
+    args: argparse.Namespace, job: Job, setting: Setting, callbacks: Sequence[Any] = ()
+) -> GpuTrainer:
+    on_gpu = job.device == "cuda"
+    config = DistillationConfig(
+        output_dir=str(args.out.parent / "trl-output"),
+        beta=1.0,  # reverse KL
+        temperature=TEMPERATURE,
+        max_completion_length=job.new_tokens,
+        per_device_train_batch_size=setting.micro_batch,
+        gradient_accumulation_steps=job.rows // setting.micro_batch,
+        max_steps=1 + args.steps,
+        shuffle_dataset=False,
+        learning_rate=job.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=0.0,
+        max_grad_norm=CLIP_NORM,
+        bf16=job.arithmetic == "bfloat16",
+        use_liger_kernel=setting.liger,
+        gradient_checkpointing=setting.checkpointing,
+        use_cpu=not on_gpu,
+        seed=SEED,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    texts = [row["prompt"] for row in read_lines(args.job / "prompts.jsonl")]
+    prompts = [[{"role": "user", "content": text}] for text in texts for _ in range(job.samples)]
+    return GpuTrainer(
+        model=drawn(args, job, "student"),
+        # As small as courtside's teacher; by itself TRL would load it in float32.
+        teacher_model=drawn(args, job, "teacher"),
+        args=config,
+        train_dataset=as_dataset(prompts),
+        processing_class=AutoTokenizer.from_pretrained(args.job / "student", padding_side="left"),
+        callbacks=list(callbacks),
+        autocast_loss=job.arithmetic == "bfloat16" and not args.as_is,
+        peaks=Peaks(job.device),
+    )
+
+
+def as_dataset(prompts: Sequence[Any]) -> Dataset:
+    # With a name of its own: to make one up, all of pyarrow's state would be pickled.
+    table = InMemoryTable(pyarrow.table({"prompt": list(prompts)}))
+    return Dataset(table, fingerprint="opd-step-prompts")
+
+
+def drawn(args: argparse.Namespace, job: Job, role: str) -> Any:
+    narrow = job.arithmetic == "bfloat16" and (role == "teacher" or args.weights == "bfloat16")
+    dtype = torch.bfloat16 if narrow else torch.float32
+    return draw(str(args.job / role), dtype=dtype, device=job.device)

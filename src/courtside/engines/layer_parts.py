@@ -1,0 +1,200 @@
+"""Parts of a layer that can be had with fewer launches, and where a model has them.
+
+Norms, rotary embedding, gated MLPs: each is compared with the model's own on an example, on the
+device at hand, and left alone where it is something else. On a GPU each is one kernel
+(`layer_kernels`); elsewhere the same numbers by torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ROTARY = "apply_rotary_pos_emb"
+"""What the modules of transformers call their rotary embedding."""
+KERNEL_NUMBERS = frozenset([torch.float16, torch.bfloat16, torch.float32])
+
+
+def by_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in KERNEL_NUMBERS
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """A module that is a plain RMS norm."""
+
+    module: Any
+    eps: float
+    gives: Mapping[torch.dtype, torch.dtype]
+    """The numbers that it makes of numbers."""
+    rounds: bool
+    """To the numbers of its input, before it multiplies by its weights."""
+
+    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """`dtype`: where all who read the result round it to that."""
+        if x.dtype not in self.gives:
+            untried: Tensor = type(self.module).forward(self.module, x)
+            return untried
+        return rms_norm(
+            x, self.module.weight, eps=self.eps, dtype=dtype or self.gives[x.dtype],
+            rounds=self.rounds,
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
+) -> Tensor:
+    if by_kernel(x):
+        from courtside.engines import layer_kernels  # needs Triton, which CPUs do without
+
+        return layer_kernels.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
+
+
+def rms_norm_of(module: Any, dtype: torch.dtype | None) -> RmsNorm | None:
+    """The norm that the module is, tried on numbers of its weights and of `dtype`."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or eps is None:
+        return None
+    if weight.dim() != 1:
+        return None
+    example = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).view(3, -1)
+    tried = [example.to(d) for d in dict.fromkeys((weight.dtype, dtype or weight.dtype))]
+    theirs = [module(x) for x in tried]
+    gives = {x.dtype: y.dtype for x, y in zip(tried, theirs, strict=True)}
+    ours = [RmsNorm(module, float(eps), gives, rounds) for rounds in (True, False)]
+    gaps = [
+        max(_gap(norm.forward(x), y) for x, y in zip(tried, theirs, strict=True)) for norm in ours
+    ]
+    return ours[gaps.index(min(gaps))] if min(gaps) < 1e-2 else None
+
+
+# ── rotary embedding ─────────────────────────────────────────────────────────────────────────────
+
+
+def rotate(
+    query_BH1D: Tensor, key_BK1D: Tensor, cos_B1D: Tensor, sin_B1D: Tensor
+) -> tuple[Tensor, Tensor]:
+    if by_kernel(query_BH1D) and by_kernel(cos_B1D):
+        from courtside.engines import layer_kernels
+
+        return layer_kernels.rotate(query_BH1D, key_BK1D, cos_B1D, sin_B1D)
+    cos, sin = cos_B1D[:, None], sin_B1D[:, None]
+    return _rotated(query_BH1D, cos, sin), _rotated(key_BK1D, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def rotary_for_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` as it is, but by `rotate` where each row has one token."""
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        one_token = q.dim() == k.dim() == 4 and q.shape[2] == k.shape[2] == 1
+        angles = (q.shape[0], 1, q.shape[-1])
+        if more or named or not one_token or not cos.shape == sin.shape == angles:
+            return own(q, k, cos, sin, *more, **named)
+        return rotate(q, k, cos, sin)
+
+    return rotary
+
+
+def rotary_modules(model: Any) -> list[ModuleType]:
+    """Modules of Python with a rotary embedding that the model's layers use and `rotate` is."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    found = [sys.modules[name] for name in names if hasattr(sys.modules[name], ROTARY)]
+    return [module for module in found if _rotates(getattr(module, ROTARY), model.device)]
+
+
+def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
+    numbers = torch.linspace(-3, 4, 2 * 3 * 8, device=device).sin()
+    query, key = numbers.view(2, 3, 1, 8), numbers.flip(0)[:32].view(2, 2, 1, 8)
+    cos, sin = (3 * numbers)[:16].view(2, 1, 8), (5 * numbers)[7:23].view(2, 1, 8)
+    try:
+        theirs = own(query, key, cos, sin)
+    except (RuntimeError, TypeError):  # it takes angles of another form
+        return False
+    return all(_gap(x, y) < 1e-5 for x, y in zip(rotate(query, key, cos, sin), theirs, strict=True))
+
+
+# ── gated MLPs ───────────────────────────────────────────────────────────────────────────────────
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if by_kernel(gate):
+        from courtside.engines import layer_kernels
+
+        return layer_kernels.gated(gate, up)
+    return F.silu(gate) * up
+
+
+def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a module that is an MLP gated by SiLU, with whatever layers it has."""
+    act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    if act is None or not hasattr(module, "down_proj"):
+        return None
+    forward: Callable[[Tensor], Tensor]
+    if hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
+            return out
+
+    elif hasattr(module, "gate_up_proj"):
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = module.down_proj(gated(*module.gate_up_proj(x).chunk(2, -1)))
+            return out
+
+    else:
+        return None
+    size = getattr(module.down_proj, "out_features", None)
+    weight = next(module.parameters(), None)
+    if size is None or weight is None:
+        return None
+    # The activation by itself, too: weights may be so small that any of them is a straight line.
+    z = torch.linspace(-6, 6, 101, device=weight.device)
+    x = torch.linspace(-2, 3, 3 * size, device=weight.device).sin().view(3, size).to(weight.dtype)
+    same = _gap(act(z), F.silu(z)) < 1e-4 and _gap(forward(x), module(x)) < 1e-2
+    return forward if same else None
+
+
+# ── keys and values ──────────────────────────────────────────────────────────────────────────────
+
+
+def append(
+    keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
+) -> None:
+    """Write each row's new key and value behind the `length_B` that it has."""
+    if by_kernel(keys_BKLD):
+        from courtside.engines import layer_kernels
+
+        layer_kernels.append(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
+        return
+    row_B = torch.arange(len(length_B), device=length_B.device)
+    for room, new in ((keys_BKLD, key_BK1D), (values_BKLD, value_BK1D)):
+        room[row_B, :, length_B] = new[:, :, 0].to(room.dtype)
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, by the largest number."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    scale = theirs.double().abs().max().clamp(min=1e-6)
+    return float((ours.double() - theirs.double()).abs().max() / scale)

@@ -1,0 +1,49 @@
+"""Sums run on the device: nothing is read back before somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from courtside.student.tally import Tally
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """An error where the host would wait for the GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_waits_before_it_is_read(device: torch.device) -> None:
+    values_N = torch.randn(4096).to(device)
+    on_N = values_N > 0.5
+    tally = Tally()
+    with no_waiting(device):
+        for _ in range(3):
+            tally.mean("mean", values_N, where=on_N)
+            tally.mean("all", values_N)
+            tally.largest("largest", values_N, where=on_N)
+            tally.value("value", values_N[0])
+    tally.mean("host", torch.tensor([2.0]))  # pairs are compared on the host
+    host_N = values_N.cpu().double()
+    picked_M = host_N[host_N > 0.5]
+    expected = {
+        "mean": float(picked_M.mean()),
+        "all": float(host_N.mean()),
+        "host": 2.0,
+        "largest": float(picked_M.max()),
+    }
+    assert tally.metrics() == {
+        k: pytest.approx(v, rel=1e-12, abs=1e-15) for k, v in expected.items()
+    }
+    assert tally.values == {"value": 3 * float(host_N[0])}

@@ -1,0 +1,150 @@
+"""Under autocast a weight is rounded once a step, and never stays rounded into the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from courtside.assemble import assemble
+from courtside.parts import Parts
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Scored
+
+CAPPED = [{"kind": "divergence", "clip": 0.5}]
+"""A loss that goes through autograd, a chunk at a time."""
+
+
+class Casts(TorchDispatchMode):
+    """How often each trained weight is rounded."""
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        super().__init__()
+        self.names = {p.data_ptr(): name for name, p in weights.items()}
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(func.overloadpacket) == "aten._to_copy" and kwargs["dtype"] == torch.bfloat16:
+            name = self.names.get(args[0].data_ptr())
+            if name is not None:
+                self.count[name] += 1
+        return func(*args, **kwargs)
+
+
+def rounded(student: Path, teacher: Path, losses: Any = None, **settings: Any) -> Parts:
+    """Several micro-batches a step, and arithmetic in bfloat16 over float32 weights."""
+    recipe = small_recipe(
+        student,
+        teacher,
+        student={"model": str(student), "dtype": "bfloat16", **settings},
+        losses=losses or [{"kind": "divergence"}],
+        train={"prompts": 3, "learning_rate": 0.1, "micro_batch_tokens": 32, "chunk_tokens": 4},
+    )
+    return assemble(recipe)
+
+
+def batch_of(parts: Parts) -> list[Scored]:
+    return parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+
+
+def gradients(parts: Parts, scored: list[Scored]) -> dict[str, Tensor]:
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, Tally())
+    trained = parts.student.weights.trained()
+    found = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return found
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": True},
+    {"lora": {"rank": 2}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["all", "checkpointed", "lora"])
+def test_each_weight_is_rounded_once_a_step(
+    settings: dict[str, Any],
+    tiny_folder: Path,
+    tiny_teacher_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = rounded(tiny_folder, tiny_teacher_folder, **settings)
+    scored, student = batch_of(parts), parts.student
+    assert student.passes is not None  # tried out now, which rounds too
+    num_passes = 0
+    real = student._micro_batch
+
+    def micro_batch(*args: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        if anew:
+            torch.clear_autocast_cache()
+        return real(*args)
+
+    monkeypatch.setattr(student, "_micro_batch", micro_batch)
+    anew = False
+    linear = {n: p for n, p in student.weights.trained().items() if "proj" in n}
+    with Casts(linear) as casts:
+        kept = gradients(parts, scored)
+    assert num_passes >= 3 and len(linear) >= 14
+    assert casts.count == dict.fromkeys(linear, 1)
+    anew = True
+    with Casts(linear) as casts:
+        again = gradients(parts, scored)
+    assert set(casts.count.values()) == {num_passes // 2}, "as it would be without"
+    assert kept.keys() == again.keys() == student.weights.trained().keys()
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside another autocast"])
+@pytest.mark.parametrize("losses", [[{"kind": "divergence"}], CAPPED], ids=["fused", "autograd"])
+def test_a_step_reads_the_weights_of_the_step_before(
+    losses: Any, outer: bool, tiny_folder: Path, tiny_teacher_folder: Path
+) -> None:
+    parts = rounded(tiny_folder, tiny_teacher_folder, losses)
+    scored = batch_of(parts)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outer):
+        before = parts.student.step(0, scored).student_logp
+        second = parts.student.step(1, scored)
+    fresh = rounded(tiny_folder, tiny_teacher_folder, losses)
+    moved = assemble(parts.recipe).student.weights.trained()
+    fresh.student.step(0, scored)
+    for name, parameter in fresh.student.weights.trained().items():
+        assert not torch.equal(parameter, moved[name]), "the first step moved everything"
+    expected = fresh.student.step(1, scored)
+    assert second.student_logp == expected.student_logp != before
+    assert dict(second.metrics) == dict(expected.metrics)
+    after = fresh.student.weights.trained()
+    for name, parameter in parts.student.weights.trained().items():
+        assert torch.equal(parameter, after[name])
+
+
+def test_a_pass_that_fails_leaves_nothing_rounded(
+    tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = rounded(tiny_folder, tiny_teacher_folder)
+    scored = batch_of(parts)
+    weight = parts.student.weights.model.model.layers[0].mlp.up_proj.weight
+    hidden_1D = torch.ones(1, weight.shape[1])
+
+    def fail(*args: Any) -> Any:
+        torch.nn.functional.linear(hidden_1D, weight)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(parts.student, "_micro_batch", fail)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="luck"):
+            parts.student.step(0, scored)
+        weight.data.zero_()
+        assert not torch.nn.functional.linear(hidden_1D, weight).any()
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,206 @@
+"""Sums that run where the numbers are: the same means, and nobody is asked on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from courtside.config import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
+from courtside.engines.base import Head
+from courtside.student import head as autograd
+from courtside.student.components import Component
+from courtside.student.rows import Rows
+from courtside.student.sampled import watch
+from courtside.student.tally import Tally
+
+N, WORDS, SIZE = 23, 11, 5
+
+
+class Asked(TorchDispatchMode):
+    """Counts what would wait for a GPU: a number, a shape that depends on numbers, a mask that
+    picks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        by_mask = name == "aten.index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or name in ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select"):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def make_rows(parts: Sequence[Component]) -> Rows:
+    torch.manual_seed(3)
+    teacher_logp_N, sampler_logp_N = -normal(N).abs(), -normal(N).abs()
+    teacher_logp_N[::4] = math.nan
+    sampler_logp_N[::5] = math.nan
+    return Rows(
+        hidden_ND=normal(N, SIZE),
+        ids_N=torch.randint(WORDS, (N,)),
+        temperature_N=torch.rand(N, dtype=torch.float64) + 0.7,
+        sampler_logp_N=sampler_logp_N,
+        by_student_N=torch.arange(N) % 5 != 0,
+        teacher_logp_N=teacher_logp_N,
+        reference_logp_N=-normal(N).abs(),
+        teacher_hidden_ND=normal(N, SIZE),
+        reference_hidden_ND=None,
+        weight_CN={c.name: torch.tensor(c.weight["t"], dtype=torch.float64) for c in parts},
+        advantage_CN={c.name: normal(N) for c in parts},
+        teacher_head=make_head(1),
+        reference_head=None,
+    )
+
+
+def make_head(seed: int) -> Head:
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(SIZE, WORDS).double()
+    return Head(module, num_words=WORDS, softcap=None, scale=1.0)
+
+
+def part(loss: Loss, every: int) -> Component:
+    spoken = [i % 4 != 0 and i % every == 1 for i in range(N)]
+    return Component(
+        name=loss.kind,
+        loss=loss,
+        weight={"t": tuple(map(float, spoken))},
+        denominator=sum(spoken),
+        advantage={},
+    )
+
+
+def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
+    torch.manual_seed(0)
+    tally = Tally()
+    values_N, on_N = torch.randn(1000), torch.rand(1000) < 0.3
+    values_N[~on_N] = math.nan  # masked out before it can spread
+    for start in range(0, 1000, 100):
+        here = slice(start, start + 100)
+        tally.mean("mean", values_N[here], where=on_N[here])
+        tally.largest("largest", values_N[here], where=on_N[here])
+    found = tally.metrics()
+    assert found["mean"] == pytest.approx(float(values_N[on_N].double().mean()), rel=1e-12)
+    assert found["largest"] == float(values_N[on_N].max())
+
+
+def test_what_was_never_seen_has_no_mean() -> None:
+    tally = Tally()
+    nowhere = torch.zeros(3, dtype=torch.bool)
+    tally.mean("mean", torch.ones(3), where=nowhere)
+    tally.largest("largest", torch.ones(3), where=nowhere)
+    tally.mean("empty", torch.ones(0))
+    assert tally.metrics() == {} and tally.values == {}
+    tally.mean("mean", torch.full((2,), 3.0), where=torch.tensor([True, False]))
+    tally.largest("largest", torch.tensor([-7.0]))
+    assert tally.metrics() == {"mean": 3.0, "largest": -7.0}
+
+
+def test_large_sums_keep_their_digits() -> None:
+    tally = Tally()
+    for _ in range(10):
+        tally.mean("mean", torch.full((100_000,), 16777217 / 16, dtype=torch.float32) + 0.0625)
+        tally.value("value", torch.tensor(16777216.0))
+        tally.value("value", torch.tensor(1.0))
+    assert tally.metrics()["mean"] == float(torch.tensor(16777217 / 16) + 0.0625)
+    assert tally.values["value"] == 10 * 16777217.0, "float32 would lose every 1"
+
+
+def test_nan_and_infinity_are_told() -> None:
+    tally = Tally()
+    tally.mean("mean", torch.tensor([1.0, math.nan]))
+    tally.value("inf", torch.tensor(math.inf))
+    tally.largest("largest", torch.tensor([2.0]))
+    tally.largest("largest", torch.tensor([math.nan]))
+    assert math.isnan(tally.metrics()["mean"]) and tally.metrics()["largest"] == 2.0
+    assert tally.values == {"inf": math.inf}
+
+
+def test_a_sum_goes_on_after_it_was_read() -> None:
+    tally = Tally()
+    tally.value("loss", torch.tensor(0.25))
+    tally.mean("kl", torch.tensor([1.0]))
+    assert (tally.values, tally.metrics()) == ({"loss": 0.25}, {"kl": 1.0})
+    tally.value("loss", torch.tensor(0.5))
+    tally.mean("kl", torch.tensor([3.0]))
+    assert (tally.values, tally.metrics()) == ({"loss": 0.75}, {"kl": 2.0})
+
+
+def test_a_graph_does_not_outlive_its_chunk() -> None:
+    tally = Tally()
+    leaf = torch.ones(3, requires_grad=True)
+    tally.mean("mean", leaf * 2)
+    tally.largest("largest", leaf * 2)
+    tally.value("value", (leaf * 2).sum())
+    assert not any(scalar.requires_grad for scalar in tally._running.values())
+    assert tally.values == {"value": 6.0}
+
+
+def test_the_sampled_tokens_by_hand() -> None:
+    rows = make_rows([])
+    logp_N = -normal(N).abs()
+    tally = Tally()
+    with Asked() as asked:
+        watch(rows, logp_N, tally)
+    assert asked.count == 0
+    spoken_N = ~rows.teacher_logp_N.isnan()
+    both_N = spoken_N & rows.by_student_N
+    gap_N = (rows.teacher_logp_N - logp_N)[spoken_N]
+    drift_N = (logp_N - rows.sampler_logp_N)[rows.by_student_N]
+    expected = {
+        "kl_estimate": (rows.sampler_logp_N - rows.teacher_logp_N)[both_N].mean(),
+        "gap/mean": gap_N.mean(),
+        "gap/negative": (gap_N < 0).double().mean(),
+        "sampler/gap": drift_N.abs().mean(),
+        "sampler/ratio_max": drift_N.exp().max(),
+    }
+    found = tally.metrics()
+    assert found == {name: pytest.approx(float(v), rel=1e-12) for name, v in expected.items()}
+
+
+MIX = [
+    part(DivergenceLoss(kind="divergence", clip=0.5), 2),
+    part(PolicyGradientLoss(kind="policy_gradient", baseline=True), 3),
+    part(CrossEntropyLoss(kind="cross_entropy"), 1),
+]
+
+
+def test_chunks_ask_nothing() -> None:
+    """What trains where is read once, before the first of them, as plain numbers."""
+    tally = Tally()
+    with Asked() as asked:
+        autograd.backward_through_head(make_rows(MIX), make_head(0), MIX, chunk=3, tally=tally)
+    assert asked.count == 0 and tally.metrics()["kl"] > 0
+
+
+@pytest.mark.parametrize("chunk", [3, N])
+def test_words_without_a_chance_count_as_nothing(chunk: int) -> None:
+    """Both exclude a word: 0 · log 0 in every sum, in some chunks. The means are without it."""
+    rows, own = make_rows(MIX), make_head(0)
+    for module in (rows.teacher_head.module, own.module):
+        module.bias.data[4] = -math.inf
+    tally = Tally()
+    autograd.backward_through_head(rows, own, MIX, chunk=chunk, tally=tally)
+    on_N = (rows.weight_CN["divergence"] > 0) | (rows.weight_CN["policy_gradient"] > 0)
+    logp_MW, teacher_MW = (
+        (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)[on_N]
+        [:, [i for i in range(WORDS) if i != 4]].detach()
+        for head, hidden_ND in ((own, rows.hidden_ND), (rows.teacher_head, rows.teacher_hidden_ND))
+    )  # fmt: skip
+    found = tally.metrics()
+    kl_M = (logp_MW.exp() * (logp_MW - teacher_MW)).sum(-1)
+    assert found["kl"] == pytest.approx(float(kl_M.mean()), rel=1e-10)
+    for who, words_MW in (("student", logp_MW), ("teacher", teacher_MW)):
+        entropy_M = -(words_MW.exp() * words_MW).sum(-1)
+        assert found[f"entropy/{who}"] == pytest.approx(float(entropy_M.mean()), rel=1e-10)
