@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH := .venv-bench/bin
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
-RECIPE ?= recipes/shared-rule/recipe.toml
+RECIPE ?= recipes/targeted-hints/recipe.toml
 
 .PHONY: help demo test check bench docs mutants
 .DELETE_ON_ERROR:

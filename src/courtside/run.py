@@ -198,7 +198,7 @@ class Run:
             self.screen.say(
                 f"{who} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
                 f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to "
-                f"{evaluation.high:.1%})"
+                f"{evaluation.high:.1%}){_errors(evaluation)}"
             )
 
     def _measure(self, who: str, split: Split) -> Evaluation:
@@ -290,6 +290,15 @@ class Run:
                 f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
                 f"saved in {self.folder.path}. The same command goes on from there"
             )
+
+
+def _errors(evaluation: Evaluation) -> str:
+    """Of episodes: how many turns went wrong."""
+    found = evaluation.metrics
+    if "errors" not in found:
+        return ""
+    low, high = found["errors/low"], found["errors/high"]
+    return f"; errors in {found['errors']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
 def _num_trained_on(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:

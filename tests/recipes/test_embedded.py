@@ -59,7 +59,7 @@ def test_sampler_and_scorer_agree_on_every_token(
         assert score.logp_T.tolist() == pytest.approx(sample.logp, abs=1e-3)
 
 
-def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
+def test_one_step_of_a_shared_rule(tmp_path: Path) -> None:
     small = ["train.steps=1", "train.prompts=2", "rollout.max_new_tokens=8", "evaluate.tasks=2"]
     run = train(load_recipe(ROOT / "recipes/shared-rule/recipe.toml", small), tmp_path / "run")
     (row,) = run.metrics()
@@ -69,3 +69,25 @@ def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
     (stored, *_) = run.trajectories(0)
     assert stored.context == stored.trajectory.task.privileged["rule"]
     assert stored.teacher == "self:frozen"
+
+
+def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
+    # No tool under its common name: a call by habit goes wrong for sure.
+    small = ["train.steps=1", "train.prompts=4", "tasks.turns=2", "tasks.common_share=0.0"]
+    small += ["evaluate.tasks=1"]
+    recipe = load_recipe(ROOT / "recipes/targeted-hints/recipe.toml", small)
+    run = train(recipe, tmp_path / "run")
+    (row,) = run.metrics()
+    assert row["events/tool_not_found"] > 0, "the habit that was planted"
+    assert row["hints/kept"] > 0 and row["hints/shift"] > 1.0
+    assert row["kl"] > 0.001 and row["grad_norm"] > 0
+    assert row["sampler/gap"] < 1e-3
+    hinted = [s for s in run.trajectories(0) if s.hints]
+    for stored in hinted:
+        for judged in stored.hints:
+            turn = stored.trajectory.turns[judged.hint.turn]
+            assert any(event.kind == "tool_not_found" for event in turn.events)
+            assert judged.hint.text.startswith("Reminder: the tools here are")
+    who = {(e.who, e.step) for e in run.evaluations()}
+    assert who == {(one, step) for one in ("student", "student:held_out") for step in (0, 1)}
+    assert "tool_not_found" in (tmp_path / "run" / "report.html").read_text()

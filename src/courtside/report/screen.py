@@ -1,6 +1,7 @@
-"""What a run shows while it goes: where it is, how fast, and the three numbers that matter.
+"""What a run shows while it goes: where it is, how fast, and the few numbers that matter.
 
-Those are the KL to the teacher, the reward (where answers are graded) and the gradient norm.
+Those are the KL to the teacher, the reward (where answers are graded), the share of turns that went
+wrong (in episodes), the hints that train, and the gradient norm.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Pace:
 
 
 def key_numbers(row: Numbers) -> list[tuple[str, str]]:
-    """The three numbers that matter, those of them that the row has."""
+    """The numbers that matter, those of them that the row has."""
     numbers = []
     if "kl" in row:
         numbers.append(("kl", compact(row["kl"], trim=False)))
@@ -89,6 +90,11 @@ def key_numbers(row: Numbers) -> list[tuple[str, str]]:
     reward = row.get("reward/mean")
     if reward is not None:
         numbers.append(("reward", f"{reward:.3f}"))
+    errors, hints = row.get("errors"), row.get("hints/kept")
+    if errors is not None:
+        numbers.append(("errors", f"{errors:.1%}"))
+    if hints is not None:
+        numbers.append(("hints", f"{hints:g}"))
     if "grad_norm" in row:
         numbers.append(("grad", compact(row["grad_norm"], trim=False)))
     return numbers

@@ -12,6 +12,8 @@ UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e
 def summary(recipe: Recipe) -> str:
     """`smollm2-135m (LoRA 32) · arithmetic · teacher: self, frozen, sees solution · reverse KL`."""
     student = recipe.student.model
+    if recipe.student.adapter is not None:
+        student += f" from {recipe.student.adapter}"
     if recipe.student.lora:
         student += f" (LoRA {recipe.student.lora.rank})"
     parts = [student, recipe.tasks.kind]

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from courtside.report.screen import Pace, PlainScreen, RichScreen, screen_for
+from courtside.report.screen import Pace, PlainScreen, RichScreen, key_numbers, screen_for
 from courtside.report.summary import compact, duration, summary
 
 ROW = {
@@ -121,3 +121,19 @@ def test_the_live_screen_is_for_terminals(monkeypatch):
     assert isinstance(screen_for(io.StringIO()), PlainScreen)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(screen_for(Terminal()), PlainScreen)
+
+
+def test_an_episode_s_step_says_what_went_wrong_and_how_many_hints_train() -> None:
+    row = {"kl": 0.2134, "reward/mean": 0.625, "errors": 0.1875, "hints/kept": 12, "grad_norm": 1.5}
+    assert key_numbers(row) == [
+        ("kl", "0.213"),
+        ("reward", "0.625"),
+        ("errors", "18.8%"),
+        ("hints", "12"),
+        ("grad", "1.50"),
+    ]
+
+
+def test_where_a_student_starts_from_is_told(recipe):
+    warm = recipe(student={"model": "smollm2-135m", "adapter": "targeted-hints/warm"})
+    assert summary(warm).startswith("smollm2-135m from targeted-hints/warm · ")
