@@ -25,6 +25,7 @@ from courtside.config import (
     teachers_of,
 )
 from courtside.engines.int8 import quantise
+from courtside.engines.kept import kept_branching_problem
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
@@ -37,6 +38,7 @@ from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
+from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
@@ -94,6 +96,8 @@ def assemble(recipe: Recipe) -> Parts:
         for loss in recipe.losses
     )
 
+    scored_before = None if recipe.reader is None else _why_before(recipe, student, engine)
+
     def teacher_of(config: SelfTeacher | ModelTeacher, label: str) -> Teacher:
         spoken = renderer
         lent: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -142,6 +146,7 @@ def assemble(recipe: Recipe) -> Parts:
                 recipe.hints,
                 context_length=its.context_length,
                 trial=_trial(recipe, environment),
+                in_update=scored_before is None,
             ),
             weights=lent,
             follow=follow,
@@ -209,6 +214,15 @@ def assemble(recipe: Recipe) -> Parts:
         teacher_sizes=teacher_sizes,
         notes=tuple(notes),
     )
+
+
+def _why_before(recipe: Recipe, student: Student, engine: TransformersEngine) -> str | None:
+    """Why hints are scored before the update and not in its own pass; None: they are in it."""
+    why = why_before(recipe, engine.model) or student.passes.problem or engine.branching_problem
+    if why is not None:
+        return why
+    with engine.casting():
+        return kept_branching_problem(engine.model)
 
 
 def _trial(recipe: Recipe, environment: Environment | None) -> Trial | None:
