@@ -77,7 +77,6 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
             "student": student,
             "tasks": {"kind": "toolbox"},
             "reader": {"kind": "rules"},
-            "hints": {"min_shift": -1e9},  # of random weights: every hint is to train
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [
                 {"kind": "divergence", "on": "hinted_turns"},

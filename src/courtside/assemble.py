@@ -25,7 +25,6 @@ from courtside.config import (
     teachers_of,
 )
 from courtside.engines.int8 import quantise
-from courtside.engines.kept import kept_branching_problem
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
@@ -96,7 +95,11 @@ def assemble(recipe: Recipe) -> Parts:
         for loss in recipe.losses
     )
 
-    scored_before = None if recipe.reader is None else _why_before(recipe, student, engine)
+    scored_before = None
+    if recipe.reader is not None:
+        with engine.casting():
+            problem = student.passes.problem or engine.branching_problem
+            scored_before = why_before(recipe, engine.model, problem)
 
     def teacher_of(config: SelfTeacher | ModelTeacher, label: str) -> Teacher:
         spoken = renderer
@@ -199,6 +202,10 @@ def assemble(recipe: Recipe) -> Parts:
         notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
+    if scored_before is not None and "self:live" in teacher_sizes:
+        notes.append(
+            f"hints are scored before the update, in passes of their own ({scored_before})"
+        )
     return Parts(
         recipe=recipe,
         tasks=tasks,
@@ -214,15 +221,6 @@ def assemble(recipe: Recipe) -> Parts:
         teacher_sizes=teacher_sizes,
         notes=tuple(notes),
     )
-
-
-def _why_before(recipe: Recipe, student: Student, engine: TransformersEngine) -> str | None:
-    """Why hints are scored before the update and not in its own pass; None: they are in it."""
-    why = why_before(recipe, engine.model) or student.passes.problem or engine.branching_problem
-    if why is not None:
-        return why
-    with engine.casting():
-        return kept_branching_problem(engine.model)
 
 
 def _trial(recipe: Recipe, environment: Environment | None) -> Trial | None:

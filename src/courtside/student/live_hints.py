@@ -14,20 +14,23 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from courtside.config import Recipe, SelfTeacher
 from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.kept import kept_branch_hidden
+from courtside.engines.kept import kept_branch_hidden, kept_branching_problem
 from courtside.engines.scoring import scores_of
 from courtside.types import Scored
 
 # ── when ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def why_before(recipe: Recipe, model: Any) -> str | None:
-    """Why hints are scored before the update, as far as settings say; None: they need not be."""
+def why_before(recipe: Recipe, model: Any, problem: str | None) -> str | None:
+    """Why hints are scored before the update; None: they are read in its own pass.
+
+    `problem`: why passes of the model are not packed, or its branches take passes of their own.
+    """
     teacher, hints = recipe.teacher, recipe.hints
     if not isinstance(teacher, SelfTeacher) or teacher.weights != "live":
         return "the teacher is not the live student"
@@ -43,7 +46,7 @@ def why_before(recipe: Recipe, model: Any) -> str | None:
         return "student.gradient_checkpointing keeps no keys and values"
     if drops_out(model):
         return "dropout acts on the update's pass"
-    return None
+    return problem or kept_branching_problem(model)
 
 
 def drops_out(model: Any) -> bool:
@@ -60,6 +63,15 @@ def drops_out(model: Any) -> bool:
 def awaits(scored: Sequence[Scored]) -> bool:
     """Whether some target is to be filled by the pass that reads these trajectories."""
     return any(s.target is not None and s.target.branches for s in scored)
+
+
+def said_of_branches(scored: Sequence[Scored]) -> dict[str, Tensor]:
+    """By trajectory id: log-probs of the targets that were filled."""
+    return {
+        s.trajectory.id: s.target.logp_T
+        for s in scored
+        if s.target is not None and s.target.branches
+    }
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.fused_head import backward_through_head
 from courtside.student.head import chunk_size
-from courtside.student.live_hints import awaits, read_hints
+from courtside.student.live_hints import awaits, read_hints, said_of_branches
 from courtside.student.optimiser import learning_rate_at, make_optimiser
 from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
@@ -159,9 +159,9 @@ class Student:
         trained: Trained,
         tally: Tally,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One forward and backward pass; log-probs of the trained tokens by trajectory, and those
-        of a teacher that spoke in it."""
-        hidden_ND, micro, told = self._hidden(micro, trained)
+        """One forward and backward pass; log-probs of the trained tokens by trajectory, and what
+        the teacher said in it."""
+        hidden_ND, micro = self._hidden(micro, trained)
         counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
         parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
@@ -177,31 +177,25 @@ class Student:
             start = end
         hidden_ND.backward(torch.cat(gradients))
         by_trajectory = torch.cat(logps).split(list(counts.values()))
-        return dict(zip(counts, by_trajectory, strict=True)), told
+        return dict(zip(counts, by_trajectory, strict=True)), said_of_branches(micro)
 
-    def _hidden(
-        self, micro: Sequence[Scored], trained: Trained
-    ) -> tuple[Tensor, Sequence[Scored], dict[str, Tensor]]:
+    def _hidden(self, micro: Sequence[Scored], trained: Trained) -> tuple[Tensor, Sequence[Scored]]:
         """Hidden states that predict the trained tokens, in order, with their graph. Hints that
-        are read over the same pass fill their targets, whose log-probs are given, too."""
+        are read over the same pass fill their targets."""
         kept = keeping() if awaits(micro) else None
         hidden_ND, starts = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
-        told: dict[str, Tensor] = {}
         if kept is not None:
-            # A weight that is first rounded without a graph would be kept without one.
+            # Some versions of torch keep a weight without a graph that was first rounded so.
             with self._casting(anew=True):
                 micro = read_hints(
                     self.weights.model, self.head, micro, starts, kept,
                     max_tokens=pass_tokens(self.weights.device),
                 )  # fmt: skip
-            told = {
-                s.trajectory.id: s.target.logp_T for s in micro if s.target and s.target.branches
-            }
         places = [_places(s, trained) for s in micro]
         assert all(its[0] > 0 for its in places), "nothing predicts the first token"
         before = [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its]
         before_N = placed(before, dtype=torch.long, device=hidden_ND.device)
-        return hidden_ND.index_select(0, before_N), micro, told
+        return hidden_ND.index_select(0, before_N), micro
 
     @torch.no_grad()
     def _with_coefficients(

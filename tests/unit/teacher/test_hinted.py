@@ -62,7 +62,7 @@ def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any
 
 
 def teacher(*, hidden: bool = True, context_length: int = 512, **settings: Any) -> Teacher:
-    chosen = Hints(**{"min_shift": -1e9, **settings})
+    chosen = Hints(**settings)
     return Teacher(
         name="self:live",
         engine=ENGINE,
@@ -227,7 +227,7 @@ def test_replies_under_a_hint_are_tried() -> None:
         return turn == 3
 
     def judge(**settings: Any) -> Any:
-        chosen = Hints(min_shift=-1e9, resamples=3, **settings)
+        chosen = Hints(resamples=3, **settings)
         trial = Trial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
         scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
         return scorer([trajectory()], [hint(1), hint(3)], hidden=False)["e"]
