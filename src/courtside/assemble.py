@@ -204,7 +204,7 @@ def assemble(recipe: Recipe) -> Parts:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
     if scored_before is not None and "self:live" in teacher_sizes:
         notes.append(
-            f"hints are scored before the update, in passes of their own ({scored_before})"
+            f"hints are scored before the update, which reads trajectories again ({scored_before})"
         )
     return Parts(
         recipe=recipe,

@@ -92,8 +92,22 @@ class HintScorer:
         for hint in sorted(hints, key=lambda hint: hint.turn):
             by_id.setdefault(hint.trajectory, []).append(hint)
         hinted = [(t, by_id[t.id]) for t in trajectories if t.id in by_id]
+        if self.in_update:
+            return {trajectory.id: self._left(trajectory, its) for trajectory, its in hinted}
         score = self._together if self.settings.cumulative else self._apart
         return score(hinted, hidden)
+
+    def _left(self, trajectory: Trajectory, hints: Sequence[Hint]) -> HintedTurns:
+        """For the update to read. Nothing is known of the hints but that they can be put in."""
+        dropped, branches = self._branches(trajectory, hints)
+        kept = {hint.turn: (Judged(hint=hint, shift=None), one) for hint, one in branches}
+        judged = [*dropped, *(unmeasured for unmeasured, _ in kept.values())]
+        return HintedTurns(
+            judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
+            spoken={},
+            # A turn in which nothing was chosen trains nothing, and the update may end before it.
+            unread=tuple(one for _, one in kept.values() if any(one.scored)),
+        )
 
     # ── each hint alone ──────────────────────────────────────────────────────────────────────────
 
@@ -108,9 +122,6 @@ class HintScorer:
                 found[trajectory.id] = HintedTurns(judged=tuple(dropped), spoken={})
                 continue
             kept = {hint.turn: hint for hint, _ in branches}
-            if self.in_update:
-                found[trajectory.id] = _left(dropped, kept, [one for _, one in branches])
-                continue
             request = BranchRequest(
                 token_ids=trajectory.token_ids,
                 branches=tuple(one for _, one in branches),
@@ -315,19 +326,6 @@ def tokens_of_span(pieces: Sequence[str], span: str) -> list[int]:
         for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         if piece and end > start and end - len(piece) < stop
     ]
-
-
-def _left(
-    dropped: Sequence[Judged], hints: Mapping[int, Hint], branches: Sequence[Branch]
-) -> HintedTurns:
-    """For the update to read. Nothing is known of the hints but that they can be put in."""
-    judged = [*dropped, *(Judged(hint=hint, shift=None) for hint in hints.values())]
-    by_turn = {one.turn: one for one in branches}
-    return HintedTurns(
-        judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
-        spoken={},
-        unread=tuple(by_turn[turn] for turn in sorted(by_turn)),
-    )
 
 
 def _tokens_in(trajectory: Trajectory, turns: Mapping[int, Hint]) -> tuple[bool, ...]:
