@@ -103,7 +103,6 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
         tree |= {
             "tasks": {"kind": "conversations", "path": path, "limit": job.rows},
             "reader": {"kind": "person", "path": str(folder / "hints.jsonl")},
-            "hints": {"min_shift": -1e9},  # of random weights: every hint is to train
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [{"kind": "divergence", "on": "hinted_turns", "support": {"kind": "full"}}],
         }

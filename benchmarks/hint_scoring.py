@@ -5,12 +5,13 @@ its turn (a branch) leave it right above a turn; the places are spread evenly, i
 n hints are the first n of any larger number. Timed, on random weights of a given shape:
 
     training   the student's forward and backward pass on the trunk, all weights or LoRA trained
-    trunk      one forward pass over the trunk that keeps its keys and values
     branches   all n branches, with the log-probs of their turns, on keys and values that exist
-    separate   the same, each branch as a sequence of its own
+    before     the trunk and all n branches, by the engine: a pass of the teacher's own
+    separate   each branch as a sequence of its own
 
-With a teacher that is the live student, `branches` is all that hints cost, because training leaves
-keys and values behind; with other weights it is `trunk` + `branches`. Both sides' log-probs are
+With a teacher that is the live student, `branches` is all that hints cost: the update's pass keeps
+its keys and values, and hints are read over them inside it (`student/live_hints.py`). With other
+weights, or where hints are dropped by their shift, it is `before`. Log-probs of all three ways are
 compared before anything is timed.
 
     python benchmarks/hint_scoring.py                                     # on a CPU
@@ -25,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +35,13 @@ import torch
 from gpu_machine import GIB, HERE, header
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.cache_utils import Cache
 from workload import SEED
 
-from courtside.engines.base import BranchRequest
-from courtside.engines.branches import (
-    branch_hidden,
-    score_branches_separately,
-    trunk_cache,
-    trunk_layers,
-)
+from courtside.engines.base import BranchRequest, ScoreRequest
+from courtside.engines.branches import score_branches_separately
+from courtside.engines.kept import keeping, kept_branch_hidden
+from courtside.engines.scoring import scores_of
 from courtside.engines.transformers import TransformersEngine
 from courtside.losses.fused import divergence_head
 from courtside.losses.fused_records import Asked, HeadGradient, Projection
@@ -115,9 +115,9 @@ class Job:
     def training(self) -> None:
         model = self.engine.model
         model.train()
-        with self.engine.casting():
-            out = model.base_model(input_ids=self.ids_1L, use_cache=False)
-            hidden_ND = out.last_hidden_state[0, self.chosen_N - 1]
+        with self.engine.casting(), self.engine.passes.attention():
+            hidden_LD, _ = self.engine.passes.hidden([self.request.token_ids])
+            hidden_ND = hidden_LD[self.chosen_N - 1]
             hidden_ND.backward(self._through_head(hidden_ND.detach()))
         model.zero_grad(set_to_none=True)
         model.eval()
@@ -139,30 +139,33 @@ class Job:
         return found.hidden_gradient_ND
 
     @torch.no_grad()
-    def trunk(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        cache = trunk_cache()
-        with self.engine.casting():
-            self.engine.model.base_model(
-                input_ids=self.ids_1L, past_key_values=cache, use_cache=True
-            )
-        return trunk_layers(cache)
+    def trunk(self) -> Cache:
+        """The keys and values that a training pass would leave behind."""
+        kept = keeping()
+        with self.engine.casting(), self.engine.passes.attention():
+            self.engine.passes.hidden([self.request.token_ids], kept=kept)
+        return kept
 
     @torch.no_grad()
-    def branches(self, layers: Any, num_hints: int) -> list[Tensor]:
+    def branches(self, kept: Cache, num_hints: int) -> list[Tensor]:
         its = self.first(num_hints)
-        with self.engine.casting():
-            (found,) = branch_hidden(
-                self.engine.model, layers, [self.ids_1L.shape[1]], [its],
+        with self.engine.casting(), self.engine.passes.attention():
+            found = kept_branch_hidden(
+                self.engine.model, kept, [(0, branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,
             )  # fmt: skip
-            scores = []
-            for branch, hidden_QD in zip(its, found, strict=True):
-                where = [i for i, scored in enumerate(branch.scored) if scored]
-                before = torch.tensor(where, device=self.device) - 1
-                ids_T = torch.tensor([branch.token_ids[i] for i in where], device=self.device)
-                logp_TV = self.engine.head(hidden_QD[before]).log_softmax(-1)
-                scores.append(logp_TV.gather(-1, ids_T[:, None]).squeeze(-1))
-            return scores
+            requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]
+            starts = [0, *accumulate(map(len, found))][:-1]
+            scores = scores_of(
+                self.engine.head, torch.cat(found), starts, requests, hidden=True, top_k=0
+            )
+        return [score.logp_T for score in scores]
+
+    def before(self, num_hints: int) -> list[Tensor]:
+        request = BranchRequest(token_ids=self.request.token_ids, branches=self.first(num_hints))
+        (scores,) = self.engine.score_branches([request], hidden=True)
+        assert scores.note is None
+        return [score.logp_T for score in scores.branches]
 
     def separate(self, branch: Branch) -> Tensor:
         request = BranchRequest(token_ids=self.request.token_ids, branches=(branch,))
@@ -170,10 +173,14 @@ class Job:
         return scores.branches[0].logp_T
 
     def check(self) -> float:
-        """The largest difference in a log-prob between the two ways, on three branches."""
-        ours = self.branches(self.trunk(), min(3, len(self.request.branches)))
-        theirs = [self.separate(branch) for branch in self.first(len(ours))]
-        worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        """The largest difference in a log-prob between the three ways, on three branches."""
+        number = min(3, len(self.request.branches))
+        alone = [self.separate(branch) for branch in self.first(number)]
+        worst = max(
+            float((a - b).abs().max())
+            for found in (self.branches(self.trunk(), number), self.before(number))
+            for a, b in zip(found, alone, strict=True)
+        )
         limit = 0.2 if self.device.type == "cuda" else 1e-3
         if not worst < limit:
             raise SystemExit(f"one pass and separate passes differ by {worst}: nothing to compare")
@@ -215,11 +222,12 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, floa
         if number == args.warmup:
             runs.clear()
         note("training", job.training)
-        note("trunk", job.trunk)
-        layers = job.trunk()
+        kept = job.trunk()
         for n in args.hints:
-            note(f"branches-{n}", partial(job.branches, layers, n))
-        del layers
+            note(f"branches-{n}", partial(job.branches, kept, n))
+        del kept
+        for n in args.hints:
+            note(f"before-{n}", partial(job.before, n))
     for _ in range(args.separate_repeats):
         for number, branch in enumerate(job.request.branches):
             note(f"separate-{number}", partial(job.separate, branch))
@@ -229,39 +237,38 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, floa
 def summary(args: argparse.Namespace, runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Ratios of the fastest runs, which other programs and first uses disturbed least."""
     seconds = {name: [run["seconds"] for run in its] for name, its in runs.items()}
-    training, trunk = min(seconds["training"]), min(seconds["trunk"])
+    training = min(seconds["training"])
     rows = []
     for n in args.hints:
-        one = min(seconds[f"branches-{n}"])
+        one, before = (min(seconds[f"{name}-{n}"]) for name in ("branches", "before"))
         separate = sum(min(seconds[f"separate-{i}"]) for i in range(n))
         rows.append({
             "hints": n,
             "branches_s": one,
             "branches_max_s": max(seconds[f"branches-{n}"]),
-            "with_trunk_s": trunk + one,
+            "before_s": before,
             "separate_s": separate,
             "of_training": one / training,
-            "with_trunk_of_training": (trunk + one) / training,
+            "before_of_training": before / training,
             "separate_over_branches": separate / one,
-            "separate_over_with_trunk": separate / (trunk + one),
+            "separate_over_before": separate / before,
         })  # fmt: skip
     return rows
 
 
 def table(runs: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for name in ("training", "trunk"):
-        its = [run["seconds"] for run in runs[name]]
-        lines.append(f"{name:>9}: {min(its):.3f} s (up to {max(its):.3f})")
+    its = [run["seconds"] for run in runs["training"]]
+    lines.append(f"training: {min(its):.3f} s (up to {max(its):.3f})")
     lines.append(
-        "hints | branches s | of training | with trunk, of training | separate s | times less"
-        " | times less with trunk"
+        "hints | branches s | of training | before, of training | separate s | times less"
+        " | times less before"
     )
     for row in rows:
         lines.append(
             f"{row['hints']:5d} | {row['branches_s']:10.3f} | {row['of_training']:10.1%}  | "
-            f"{row['with_trunk_of_training']:23.1%} | {row['separate_s']:10.3f} | "
-            f"{row['separate_over_branches']:10.1f} | {row['separate_over_with_trunk']:10.1f}"
+            f"{row['before_of_training']:19.1%} | {row['separate_s']:10.3f} | "
+            f"{row['separate_over_branches']:10.1f} | {row['separate_over_before']:10.1f}"
         )
     return "\n".join(lines)
 

@@ -35,6 +35,7 @@ from courtside.config import Recipe
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe_file import recipe_from
 from courtside.student import weights as student_weights
+from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import StudentWeights
 from courtside.teacher.hinted import HintScorer
@@ -77,7 +78,6 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
             "student": student,
             "tasks": {"kind": "toolbox"},
             "reader": {"kind": "rules"},
-            "hints": {"min_shift": -1e9},  # of random weights: every hint is to train
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [
                 {"kind": "divergence", "on": "hinted_turns"},
@@ -107,16 +107,21 @@ class Job:
         renderer = Renderer(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
         turns = Turns(renderer)
         length = self.engine.context_length
+        self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
+        with self.engine.casting():
+            self.scored_before = why_before(recipe, self.weights.model, self.student.passes.problem)
         teacher = Teacher(
             name="self:live",
             engine=self.engine,
             renderer=renderer,
             context_length=length,
             hidden=True,
-            hints=HintScorer(self.engine, turns, recipe.hints, context_length=length),
-        )
+            hints=HintScorer(
+                self.engine, turns, recipe.hints, context_length=length,
+                in_update=self.scored_before is None,
+            ),
+        )  # fmt: skip
         self.scoring = Scoring(teacher, None, hinted=True)
-        self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
         self.trajectory = episode(turns, args.tokens, args.turns)
         spoken = [i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"]
         every = [spoken[(2 * n + 1) * len(spoken) // (2 * args.hints)] for n in range(args.hints)]
@@ -251,6 +256,7 @@ def main() -> None:
         "num_branch_tokens": target.num_context_tokens,
         "num_trained": dict(update.num_tokens),
         "arithmetic": str(job.weights.autocast or torch.float32),
+        "hints_scored_before": job.scored_before,
         "steps": steps,
         "best": best,
     }

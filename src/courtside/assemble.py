@@ -37,6 +37,7 @@ from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
+from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
@@ -94,6 +95,12 @@ def assemble(recipe: Recipe) -> Parts:
         for loss in recipe.losses
     )
 
+    scored_before = None
+    if recipe.reader is not None:
+        with engine.casting():
+            problem = student.passes.problem or engine.branching_problem
+            scored_before = why_before(recipe, engine.model, problem)
+
     def teacher_of(config: SelfTeacher | ModelTeacher, label: str) -> Teacher:
         spoken = renderer
         lent: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -142,6 +149,7 @@ def assemble(recipe: Recipe) -> Parts:
                 recipe.hints,
                 context_length=its.context_length,
                 trial=_trial(recipe, environment),
+                in_update=scored_before is None,
             ),
             weights=lent,
             follow=follow,
@@ -194,6 +202,10 @@ def assemble(recipe: Recipe) -> Parts:
         notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
+    if scored_before is not None and "self:live" in teacher_sizes:
+        notes.append(
+            f"hints are scored before the update, which reads trajectories again ({scored_before})"
+        )
     return Parts(
         recipe=recipe,
         tasks=tasks,

@@ -116,6 +116,7 @@ class Run:
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
         self.num_steps = step + 1
+        scored = self.parts.teacher.measured(scored, update)
         self._count(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
@@ -239,7 +240,9 @@ class Run:
                                flops=forward_flops(writer_size, length))  # fmt: skip
             judged = any(hint.shift is not None for hint in s.hints)
             if s.target is not None or judged:
-                seen = length + (s.target.num_context_tokens if s.target else 0)
+                # What the update reads of it is no trunk of the teacher's own.
+                trunk = 0 if s.target and s.target.branches else length
+                seen = trunk + (s.target.num_context_tokens if s.target else 0)
                 self.meter.add("teacher", tokens_in=seen, flops=forward_flops(teacher_size, seen))
             if s.reference is not None:
                 self.meter.add("teacher", tokens_in=length, flops=forward_flops(size, length))

@@ -251,7 +251,8 @@ class Target:
     context: str | None
     """The privileged text the teacher saw; None: the same context as the student."""
     logp_T: Tensor
-    """Log-probability of each chosen token, at the trajectory's temperature."""
+    """Log-probability of each chosen token, at the trajectory's temperature. NaN until `branches`
+    have been read."""
     hidden_TD: Tensor | None = None
     """Last hidden states, where a loss needs whole distributions; `head` makes logits of them."""
     head: Any = None
@@ -261,6 +262,9 @@ class Target:
     where: tuple[int, ...] | None = None
     """Which of the T chosen tokens it speaks of, in order; None: all. The tensors have one row for
     each."""
+    branches: tuple[Branch, ...] = ()
+    """Where the student is its own teacher: what the update reads over the keys and values of its
+    own pass to fill this target, one a hinted turn and in their order. Empty: all is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +295,8 @@ class Update:
     """Trained tokens of each component in this step."""
     student_logp: Mapping[str, tuple[float, ...]]
     """By trajectory id: log-probs of its chosen tokens under the student just before the step."""
+    teacher_logp: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By trajectory id: the `logp_T` of targets whose branches were read in the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,9 @@ from gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
 from courtside.engines import packing
+from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
 from courtside.engines.packing import Passes, packing_problem
+from courtside.types import Branch
 
 LENGTHS = (130, 1, 64, 7, 300, 33)
 ARITHMETIC = {
@@ -94,6 +96,59 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     slack = 1e-5 if arithmetic == "float32" else 0.01
     for name, gradient in expected.items():
         assert off(packed[name], gradient) < slack + 2 * off(padded[name], gradient), name
+
+
+ASKED = [(0, 130, 40), (0, 17, 1), (1, 1, 64), (4, 300, 9), (4, 150, 200), (5, 0, 30), (4, 1, 3)]
+"""Sequence, splice and size of each branch."""
+
+
+def branches() -> list[tuple[int, Branch]]:
+    draw = random.Random(1)
+    return [
+        (which, Branch(trajectory="t", turn=1, splice=splice, scored=(False,) * size,
+                       token_ids=tuple(draw.randrange(NUM_WORDS) for _ in range(size))))
+        for which, splice, size in ASKED
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_branches_off_a_row_are_sequences_of_their_own(
+    arithmetic: str, device: torch.device
+) -> None:
+    """Kernels must align the ends of queries and keys, and the pass must train as it would."""
+    dtype, cast = ARITHMETIC[arithmetic]
+    model = qwen3().to(device, dtype)
+    exact = in_float64(model)
+    passes = Passes(model=model, pad_id=1, problem=None)
+    with casting(device, cast):
+        assert kept_branching_problem(model) is None
+    model.train()
+    found: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+    hidden: list[Tensor] = []
+    for looked in (False, True):
+        cache = keeping() if looked else None
+        with passes.attention(), casting(device, cast):
+            trunk_ND, starts = passes.hidden(sequences(), kept=cache)
+            if cache is not None:
+                asked = [(starts[which], branch) for which, branch in branches()]
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    hidden = kept_branch_hidden(model, cache, asked)
+                finally:
+                    if device.type == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+            trunk_ND.square().mean().backward()
+        found[looked] = trunk_ND.detach(), gradients(model)
+    slack = 1e-5 if arithmetic == "float32" else 0.01
+    for name, gradient in found[False][1].items():
+        assert off(found[True][1][name], gradient) < slack, name
+    with torch.no_grad():
+        for (which, branch), hidden_ND in zip(branches(), hidden, strict=True):
+            ids = [*sequences()[which][: branch.splice], *branch.token_ids]
+            out = exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+            right_ND = out[branch.splice :]
+            assert off(hidden_ND, right_ND) < (1e-4 if arithmetic == "float32" else 0.05)
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)

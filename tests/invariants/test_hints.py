@@ -21,9 +21,6 @@ from courtside.student.tally import Tally
 from courtside.types import Hint, Scored
 from courtside.verbs import rescore, train
 
-ALL = -1e9
-"""A threshold that keeps every hint."""
-
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,7 +36,6 @@ def tree(folder: Path, **changes: Any) -> Any:
         "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 2},
         "rollout": {"samples": 2, "max_new_tokens": 6},
         "reader": {"kind": "rules"},
-        "hints": {"min_shift": ALL},
         "teacher": {"kind": "self", "weights": "live"},
         "losses": [{"kind": "divergence", "on": "hinted_turns"}],
         "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
@@ -281,12 +277,11 @@ def test_limits_and_penalties_need_episodes(student: Path) -> None:
 def test_costs_are_of_what_was_read(student: Path, tmp_path: Path) -> None:
     """One hint in the first turn of one trajectory: the update ends there, and skips the others."""
     rule = {"detect": "pattern", "pattern": "^", "hint": "Look."}
-    recipe = tree(
-        student,
-        reader={"kind": "rules", "rules": [rule], "max_hints": 1},
-        train={"steps": 1, "prompts": 2},
-    )
-    run = train(recipe, tmp_path / "run")
+    changes: dict[str, Any] = {
+        "reader": {"kind": "rules", "rules": [rule], "max_hints": 1},
+        "train": {"steps": 1, "prompts": 2},
+    }
+    run = train(tree(student, **changes), tmp_path / "run")
     stored = run.trajectories(step=0)
     assert all([j.hint.turn for j in one.hints] == [1] for one in stored)
     first = sum(
@@ -295,8 +290,12 @@ def test_costs_are_of_what_was_read(student: Path, tmp_path: Path) -> None:
     )
     costs = json.loads((run.path / "costs.json").read_text())
     assert costs["update"]["tokens_in"] == first
+    # The teacher is the student, whose pass over the trajectory serves both.
+    branches = costs["teacher"]["tokens_in"]
+    frozen = tree(student, **changes, teacher={"kind": "self", "weights": "frozen"})
+    costs = json.loads((train(frozen, tmp_path / "frozen").path / "costs.json").read_text())
     whole = sum(len(t.trajectory.token_ids) for t in stored)
-    assert costs["teacher"]["tokens_in"] > whole > first
+    assert costs["teacher"]["tokens_in"] == whole + branches > whole > first
     quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
     nothing = train(tree(student, reader=quiet, train={"steps": 1, "prompts": 2}), tmp_path / "no")
     costs = json.loads((nothing.path / "costs.json").read_text())

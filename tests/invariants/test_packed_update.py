@@ -70,7 +70,7 @@ def accumulated(
         lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    logps = student.accumulate(0, scored, chosen, Tally())
+    logps = student.accumulate(0, scored, chosen, Tally()).student
     hook.remove()
     return take_gradients(parts), logps, computed
 

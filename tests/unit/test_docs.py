@@ -297,7 +297,7 @@ def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tasks={"kind": "toolbox", "turns": 2, "num_tools": 1, "call_format": "plain"},
         rollout={"samples": 1, "max_new_tokens": 4},
         reader={"kind": "rules"},
-        hints={"resamples": 1},
+        hints={"resamples": 1, "min_shift": 0.0},
         teacher={"kind": "self", "weights": "live"},
         losses=[{"kind": "divergence", "on": "hinted_turns"}],
         train={"steps": 1, "prompts": 8},

@@ -359,9 +359,10 @@ class Hints(Part):
     turn answers. system: in the system prompt."""
     role: Literal["user", "system", "tool"] | None = None
     """Of the hint's own message, with place = 'above'. Unset: user."""
-    min_shift: float = 0.0
+    min_shift: float | None = None
     """In nats: how much the log-probability of the turn, summed over its tokens, must fall under
-    the hint. Hints below are dropped and counted. A large negative number keeps all."""
+    the hint. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
+    and a live self-teacher reads hints in the update's own pass, which costs least."""
     resamples: NonNegativeInt = 0
     """Replies that are written under each hint and checked by the environment, before it trains.
     Costs decoding; tells how good the hints are."""

@@ -38,6 +38,7 @@ from courtside.engines.attention import (
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
 from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
 from courtside.engines.grouped import grouped
+from courtside.engines.tried import away_from_alone, example_problem
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -121,7 +122,7 @@ def branch_hidden(
         assert length <= layers[0][0].shape[2]
         assert all(0 <= b.splice <= length and b.token_ids for b in its)
     found: list[list[Tensor | None]] = [[None] * len(its) for its in branches]
-    with _evaluating(model):
+    with evaluating(model):
         for portion in _portions(model, branches, max_tokens=max_tokens):
             packed = {row: [branches[row][i] for i in which] for row, which in portion.items()}
             hidden_RQD = _read_packed(model, layers, packed)
@@ -134,7 +135,7 @@ def branch_hidden(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     # In training mode dropout would act, and gradient checkpointing would drop the trunk's keys.
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -275,17 +276,8 @@ def branching_problem(model: Any) -> str | None:
         Branch(trajectory="", turn=0, splice=s, token_ids=tuple(ids[-n:]), scored=(False,) * n)
         for s, n in ((8, 5), (3, 6), (0, 40))
     ]
-    try:
-        with _evaluating(model):
-            error = max(_example_errors(model, trunk, branches))
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        return f"a small example fails ({type(e).__name__}: {e})"
-    narrow = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not error < (0.05 if narrow else 0.01):
-        return "on a small example its hidden states are not those of separate passes"
-    return None
+    with evaluating(model):
+        return example_problem(model, lambda: max(_example_errors(model, trunk, branches)))
 
 
 def _example_errors(
@@ -298,12 +290,7 @@ def _example_errors(
     )
     (shared,) = branch_hidden(model, cache, [len(trunk)], [branches])
     for branch, shared_ND in zip(branches, shared, strict=True):
-        ids = torch.tensor([trunk[: branch.splice] + branch.token_ids], device=model.device)
-        out = model.base_model(input_ids=ids, use_cache=False)
-        alone_ND = out.last_hidden_state[0, branch.splice :].float()
-        error_N = (shared_ND.float() - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1)
-        # The median: rounding may send a single token to another expert.
-        yield float(error_N.median())
+        yield away_from_alone(model, [*trunk[: branch.splice], *branch.token_ids], shared_ND)
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +308,7 @@ def read_branches(
         chosen = [requests[i] for i in batch]
         ids_BL = pad_right([r.token_ids[: r.num_read] for r in chosen], pad_id, model.device)
         cache = trunk_cache()
-        with _evaluating(model):
+        with evaluating(model):
             out = model.base_model(input_ids=ids_BL, past_key_values=cache, use_cache=True)
         trunk_BLD = out.last_hidden_state
         found = branch_hidden(

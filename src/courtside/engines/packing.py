@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache
 
 from courtside.engines.attention import attention_of, special_attention, windows_of
 from courtside.engines.batching import batches_by_length, full_batches, pad_right, placed
+from courtside.engines.tried import away_from_alone, example_problem
 from courtside.errors import ModelError
 
 NAME = "courtside_packed"
@@ -32,15 +34,31 @@ NAME = "courtside_packed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the sequences of a row of N ids lie."""
+    """Where the sequences of a row of N ids lie, and where their keys in a row of K."""
 
     lengths: tuple[int, ...]
     ends_S: Tensor
     """0 and where each sequence ends, on the device: int32, as kernels want it."""
+    key_lengths: tuple[int, ...]
+    """As `lengths`, or longer: the ids of a sequence are then the last of those it looks at."""
+    key_ends_S: Tensor
 
     @property
     def starts(self) -> list[int]:
         return [0, *accumulate(self.lengths)][:-1]
+
+
+def packing_of(
+    lengths: Sequence[int], key_lengths: Sequence[int] | None = None, *, device: torch.device
+) -> Packing:
+    """`key_lengths` = None: each sequence looks at its own ids only."""
+    assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
+    keys = lengths if key_lengths is None else key_lengths
+    ends = [[0, *accumulate(its)] for its in (lengths, keys)]
+    ends_S, key_ends_S = placed(ends, dtype=torch.int32, device=device)
+    return Packing(
+        lengths=tuple(lengths), ends_S=ends_S, key_lengths=tuple(keys), key_ends_S=key_ends_S
+    )
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────────
@@ -58,16 +76,17 @@ def packed_attention(
     packing: Packing | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """[1, heads, N, D] and [1, shared heads, N, D] to [1, N, heads, D]: causal in each sequence."""
+    """[1, heads, N, D] and [1, shared heads, K, D] to [1, N, heads, D]: causal in each sequence."""
     if packing is None:
         raise ModelError(f"{type(module).__name__} was not told where sequences end")
     if attention_mask is not None or settings.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} has a mask of its own, which packing ignores")
     window = settings.get("sliding_window")
-    if window is not None and window < max(packing.lengths):
+    if window is not None and window < max(packing.key_lengths):
         raise ModelError(f"{type(module).__name__} looks through a window, which packing ignores")
-    assert query.shape[0] == 1 and query.shape[2] == key.shape[2] == sum(packing.lengths)
-    query, key, value = _as_cast(query, key, value)
+    assert query.shape[0] == 1 and query.shape[2] == sum(packing.lengths)
+    assert key.shape[2] == sum(packing.key_lengths)
+    query, key, value = as_cast(query, key, value)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
     return _one_by_one(query, key, value, packing, scaling, dropout), None
@@ -80,7 +99,7 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and fits and query.dtype in (torch.float16, torch.bfloat16)
 
 
-def _as_cast(*states: Tensor) -> tuple[Tensor, ...]:
+def as_cast(*states: Tensor) -> tuple[Tensor, ...]:
     """What autocast does for the usual attention: rotated queries and keys may be float32."""
     device = states[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -98,17 +117,16 @@ def _in_one(
         else:
             key, value = _repeated(query, key, value)
     query_NHD, key_NHD, value_NHD = (state[0].transpose(0, 1) for state in (query, key, value))
-    longest = max(packing.lengths)
     found: Any = varlen_attn(
         query_NHD,
         key_NHD,
         value_NHD,
         packing.ends_S,
-        packing.ends_S,
-        longest,
-        longest,
+        packing.key_ends_S,
+        max(packing.lengths),
+        max(packing.key_lengths),
         scale=scaling,
-        window_size=(-1, 0),  # everything before, nothing behind
+        window_size=(-1, 0),  # everything before, nothing behind, counted from the last key
         **settings,
     )
     out: Tensor = found[None]
@@ -133,17 +151,26 @@ def _one_by_one(
         # Of a GPU's kernels for float32, none shares keys: scores of whole sequences would exist.
         key, value = _repeated(query, key, value)
         grouped = False
-    sizes = list(packing.lengths)
-    parts = [
-        F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
-        ).transpose(1, 2)
-        for q, k, v in zip(
-            query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2),
-            strict=True,
-        )
-    ]  # fmt: skip
+    sizes, key_sizes = list(packing.lengths), list(packing.key_lengths)
+    parts = []
+    for q, k, v in zip(
+        query.split(sizes, dim=2), key.split(key_sizes, dim=2), value.split(key_sizes, dim=2),
+        strict=True,
+    ):  # fmt: skip
+        # `is_causal` counts from the first key, which is the same where there are as many.
+        seen = None if q.shape[2] == k.shape[2] else _seen(q.shape[2], k.shape[2], q.device)
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling,
+            enable_gqa=grouped,
+        )  # fmt: skip
+        parts.append(found.transpose(1, 2))
     return torch.cat(parts, dim=1)
+
+
+def _seen(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which keys each of the last `num_queries` places may look at."""
+    every_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return every_QK.tril(num_keys - num_queries)
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,13 +209,19 @@ class Passes:
         if self.problem is not None:
             yield
             return
-        with _switched(self.model):
+        with switched(self.model):
             yield
 
-    def hidden(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Last hidden states [positions, D] of one pass, and where each sequence begins there."""
+    def hidden(
+        self, sequences: Sequence[Sequence[int]], *, kept: Cache | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Last hidden states [positions, D] of one pass, and where each sequence begins there.
+
+        `kept` gets the keys and values of a packed pass: see `engines/kept.py`.
+        """
         if self.problem is None:
-            return _read(self.model, sequences)
+            return read_packed(self.model, sequences, kept)
+        assert kept is None, "those of a padded pass lie elsewhere"
         ids_BL = pad_right(sequences, self.pad_id, self.model.device)
         out = self.model.base_model(input_ids=ids_BL, use_cache=False)
         longest = ids_BL.shape[1]
@@ -196,7 +229,7 @@ class Passes:
 
 
 @contextmanager
-def _switched(model: Any) -> Iterator[None]:
+def switched(model: Any) -> Iterator[None]:
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -206,21 +239,32 @@ def _switched(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _read(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-    assert attention_of(model) == NAME, "packed passes stand inside `Passes.attention`"
-    device = model.device
-    lengths = tuple(len(ids) for ids in sequences)
-    packing = Packing(
-        lengths=lengths,
-        ends_S=placed([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-    )
+def read_packed(
+    model: Any, sequences: Sequence[Sequence[int]], kept: Cache | None = None
+) -> tuple[Tensor, list[int]]:
+    lengths = [len(ids) for ids in sequences]
+    packing = packing_of(lengths, device=model.device)
     ids = [token for ids in sequences for token in ids]
     position = [place for length in lengths for place in range(length)]
-    ids_N, position_N = placed([ids, position], dtype=torch.long, device=device)
+    return read_row(model, ids, position, packing, kept), packing.starts
+
+
+def read_row(
+    model: Any, ids: Sequence[int], position: Sequence[int], packing: Packing, cache: Cache | None
+) -> Tensor:
+    """Last hidden states [N, D] of one packed row."""
+    assert attention_of(model) == NAME, "packed passes stand inside `Passes.attention`"
+    ids_N, position_N = placed([ids, position], dtype=torch.long, device=model.device)
+    keeping: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     out = model.base_model(
-        input_ids=ids_N[None], position_ids=position_N[None], use_cache=False, packing=packing
+        input_ids=ids_N[None],
+        position_ids=position_N[None],
+        use_cache=cache is not None,
+        packing=packing,
+        **keeping,
     )
-    return out.last_hidden_state[0], packing.starts
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
 
 
 # ── tried on a small example ─────────────────────────────────────────────────────────────────────
@@ -240,16 +284,7 @@ def packing_problem(model: Any) -> str | None:
     if any(window is not None for window in windows_of(model).values()):
         return "it looks through a window"
     assert not model.training, "dropout would act"
-    try:
-        error = _example_error(model)
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        return f"a small example fails ({type(e).__name__}: {e})"
-    narrow = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not error < (0.05 if narrow else 0.01):
-        return "on a small example its hidden states are not those of separate passes"
-    return None
+    return example_problem(model, lambda: _example_error(model))
 
 
 @torch.no_grad()
@@ -257,13 +292,9 @@ def _example_error(model: Any) -> float:
     """How far the hidden states of packed sequences are from those of passes of their own."""
     num_words = model.get_input_embeddings().weight.shape[0]
     sequences = [[(7 * i + n) % num_words for i in range(1, n + 1)] for n in (5, 1, 12, 24)]
-    with _switched(model):
-        packed_ND, starts = _read(model, sequences)
-    errors = []
-    for start, ids in zip(starts, sequences, strict=True):
-        out = model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-        alone_LD = out.last_hidden_state[0].float()
-        error_LD = packed_ND[start : start + len(ids)].float() - alone_LD
-        # The median: rounding may send a single token to another expert.
-        errors.append(float((error_LD.norm(dim=-1) / alone_LD.norm(dim=-1)).median()))
-    return max(errors)
+    with switched(model):
+        packed_ND, starts = read_packed(model, sequences)
+    return max(
+        away_from_alone(model, ids, packed_ND[start : start + len(ids)])
+        for start, ids in zip(starts, sequences, strict=True)
+    )

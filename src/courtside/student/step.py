@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from courtside.config import Recipe
 from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens, placed
+from courtside.engines.kept import keeping
 from courtside.engines.packing import Passes, packing_problem
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
@@ -21,6 +22,7 @@ from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.fused_head import backward_through_head
 from courtside.student.head import chunk_size
+from courtside.student.live_hints import awaits, read_hints, said_of_branches
 from courtside.student.optimiser import learning_rate_at, make_optimiser
 from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
@@ -53,7 +55,7 @@ class Student:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         tally = Tally()
-        student_logp = self.accumulate(step, scored, parts, tally)
+        found_logp = self.accumulate(step, scored, parts, tally)
         self._clip(step, tally)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -66,7 +68,8 @@ class Student:
             components=values,
             metrics={**tally.metrics(), "learning_rate": rate},
             num_tokens={p.name: p.num_tokens for p in parts},
-            student_logp=student_logp,
+            student_logp=found_logp.student,
+            teacher_logp=found_logp.teacher,
         )
 
     def _is_without_mistake(self, step: int, scored: Sequence[Scored]) -> bool:
@@ -88,13 +91,14 @@ class Student:
 
     def accumulate(
         self, step: int, scored: Sequence[Scored], parts: Sequence[Component], tally: Tally
-    ) -> dict[str, tuple[float, ...]]:
-        """Add this step's gradients to the weights; returns the student's log-probs by id.
+    ) -> Logps:
+        """Add this step's gradients to the weights; returns log-probs by id.
 
         Trajectories that no loss looks at are left out; so is what follows the last token that
         one does. Log-probs of tokens in between that none looks at are NaN.
         """
-        logps: dict[str, Tensor] = {}
+        student: dict[str, Tensor] = {}
+        teacher: dict[str, Tensor] = {}
         passes = self.passes  # tried out, the first time, before dropout acts
         trained = trained_tokens(parts)
         self.weights.model.train()
@@ -108,13 +112,15 @@ class Student:
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
                 looked_at = [s for s in scored if s.trajectory.id in trained]
                 for micro in self._micro_batches(looked_at, trained):
-                    logps.update(self._micro_batch(micro, parts, trained, tally))
+                    found, told = self._micro_batch(micro, parts, trained, tally)
+                    student.update(found)
+                    teacher.update(told)
         finally:
             # What was rounded must not outlive the step, which changes the weights: also where
             # somebody's own autocast is around this one, which would keep it.
             torch.clear_autocast_cache()
             self.weights.model.eval()
-        return _on_host(logps, trained)
+        return _on_host(student, teacher, trained)
 
     @cached_property
     def passes(self) -> Passes:
@@ -123,10 +129,14 @@ class Student:
             problem = packing_problem(self.weights.model)
         return Passes(model=self.weights.model, pad_id=self.pad_id, problem=problem)
 
-    def _casting(self) -> Any:
+    def _casting(self, *, anew: bool = False) -> Any:
+        """`anew`: without using or keeping rounded weights."""
         autocast = self.weights.autocast
         return torch.autocast(
-            self.weights.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
+            self.weights.device.type,
+            dtype=autocast or torch.bfloat16,
+            enabled=autocast is not None,
+            cache_enabled=not anew,
         )
 
     def _micro_batches(self, scored: Sequence[Scored], trained: Trained) -> list[list[Scored]]:
@@ -148,9 +158,10 @@ class Student:
         parts: Sequence[Component],
         trained: Trained,
         tally: Tally,
-    ) -> dict[str, Tensor]:
-        """One forward and backward pass; log-probs of the trained tokens by trajectory."""
-        hidden_ND = self._hidden(micro, trained)
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """One forward and backward pass; log-probs of the trained tokens by trajectory, and what
+        the teacher said in it."""
+        hidden_ND, micro = self._hidden(micro, trained)
         counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
         parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
@@ -166,16 +177,25 @@ class Student:
             start = end
         hidden_ND.backward(torch.cat(gradients))
         by_trajectory = torch.cat(logps).split(list(counts.values()))
-        return dict(zip(counts, by_trajectory, strict=True))
+        return dict(zip(counts, by_trajectory, strict=True)), said_of_branches(micro)
 
-    def _hidden(self, micro: Sequence[Scored], trained: Trained) -> Tensor:
-        """Hidden states that predict the trained tokens, in order, with their graph."""
-        hidden_ND, starts = self.passes.hidden([_read(s, trained) for s in micro])
+    def _hidden(self, micro: Sequence[Scored], trained: Trained) -> tuple[Tensor, Sequence[Scored]]:
+        """Hidden states that predict the trained tokens, in order, with their graph. Hints that
+        are read over the same pass fill their targets."""
+        kept = keeping() if awaits(micro) else None
+        hidden_ND, starts = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
+        if kept is not None:
+            # Some versions of torch keep a weight without a graph that was first rounded so.
+            with self._casting(anew=True):
+                micro = read_hints(
+                    self.weights.model, self.head, micro, starts, kept,
+                    max_tokens=pass_tokens(self.weights.device),
+                )  # fmt: skip
         places = [_places(s, trained) for s in micro]
         assert all(its[0] > 0 for its in places), "nothing predicts the first token"
         before = [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its]
         before_N = placed(before, dtype=torch.long, device=hidden_ND.device)
-        return hidden_ND.index_select(0, before_N)
+        return hidden_ND.index_select(0, before_N), micro
 
     @torch.no_grad()
     def _with_coefficients(
@@ -251,16 +271,27 @@ def _read(s: Scored, trained: Trained) -> tuple[int, ...]:
     return s.trajectory.token_ids[: _places(s, trained)[-1]]
 
 
-def _on_host(logps: Mapping[str, Tensor], trained: Trained) -> dict[str, tuple[float, ...]]:
+class Logps(NamedTuple):
+    """By trajectory id."""
+
+    student: dict[str, tuple[float, ...]]
+    """Of the chosen tokens."""
+    teacher: dict[str, tuple[float, ...]]
+    """Of those that a target speaks of, where the update itself read its branches."""
+
+
+def _on_host(
+    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], trained: Trained
+) -> Logps:
     """In one piece, at the end of a step: a GPU is waited for once and not in every pass."""
-    if not logps:
-        return {}
-    counts = [len(logp_N) for logp_N in logps.values()]
-    values = torch.cat(list(logps.values())).float().cpu().split(counts)
-    return {
-        id: tuple(_in_place(own.tolist(), trained[id]))
-        for id, own in zip(logps, values, strict=True)
-    }
+    parts = [*student.values(), *teacher.values()]
+    if not parts:
+        return Logps(student={}, teacher={})
+    values = iter(torch.cat(parts).cpu().split([len(logp_N) for logp_N in parts]))
+    return Logps(
+        student={id: tuple(_in_place(next(values).tolist(), trained[id])) for id in student},
+        teacher={id: tuple(next(values).tolist()) for id in teacher},
+    )
 
 
 def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:

@@ -25,7 +25,7 @@ from courtside.engines.base import (
     Scores,
 )
 from courtside.seeds import seed_for
-from courtside.types import Branch, Hint, Judged, Trajectory
+from courtside.types import Branch, Hint, Judged, Scored, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,8 @@ class HintedTurns:
     judged: tuple[Judged, ...]
     spoken: Mapping[int, Spoken]
     """By turn: those whose hints train."""
+    unread: tuple[Branch, ...] = ()
+    """Instead of what was spoken, where the update reads them: those whose hints train, by turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,14 @@ class HintScorer:
         *,
         context_length: int,
         trial: Trial | None = None,
+        in_update: bool = False,
     ):
         self.engine, self.turns, self.settings = engine, turns, settings
         self.context_length = context_length
         self.trial = trial
         """How replies under a hint are tried; None: they are not."""
+        self.in_update = in_update
+        """Whether branches are left for the update to read; `measured` then says what hints did."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], *, hidden: bool
@@ -87,8 +92,22 @@ class HintScorer:
         for hint in sorted(hints, key=lambda hint: hint.turn):
             by_id.setdefault(hint.trajectory, []).append(hint)
         hinted = [(t, by_id[t.id]) for t in trajectories if t.id in by_id]
+        if self.in_update:
+            return {trajectory.id: self._left(trajectory, its) for trajectory, its in hinted}
         score = self._together if self.settings.cumulative else self._apart
         return score(hinted, hidden)
+
+    def _left(self, trajectory: Trajectory, hints: Sequence[Hint]) -> HintedTurns:
+        """For the update to read. Nothing is known of the hints but that they can be put in."""
+        dropped, branches = self._branches(trajectory, hints)
+        kept = {hint.turn: (Judged(hint=hint, shift=None), one) for hint, one in branches}
+        judged = [*dropped, *(unmeasured for unmeasured, _ in kept.values())]
+        return HintedTurns(
+            judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
+            spoken={},
+            # A turn in which nothing was chosen trains nothing, and the update may end before it.
+            unread=tuple(one for _, one in kept.values() if any(one.scored)),
+        )
 
     # ── each hint alone ──────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +252,24 @@ class HintScorer:
 
     # ── worth it? ────────────────────────────────────────────────────────────────────────────────
 
+    def measured(
+        self, scored: Scored, student_logp: Sequence[float], teacher_logp: Sequence[float]
+    ) -> tuple[Judged, ...]:
+        """What hints did that the update read, from the log-probs it found: of all chosen tokens
+        as they were, and of those that the target names under their hints."""
+        trajectory, target = scored.trajectory, scored.target
+        assert target is not None and target.where is not None
+        hints = {j.hint.turn: j.hint for j in scored.hints if j.dropped is None}
+        plain_T = torch.tensor(student_logp, dtype=torch.float64)[list(target.where)]
+        plain = _by_turn(trajectory, hints, plain_T)
+        under = _by_turn(trajectory, hints, torch.tensor(teacher_logp, dtype=torch.float64))
+        spoken = {
+            turn: Spoken(plain_T=plain[turn], hinted=Scores(logp_T=under[turn]), num_tokens=0)
+            for turn in hints
+        }
+        dropped = [j for j in scored.hints if j.dropped is not None]
+        return self._judge(trajectory, dropped, hints, spoken, {}).judged
+
     def _judge(
         self,
         trajectory: Trajectory,
@@ -245,7 +282,8 @@ class HintScorer:
         for turn, hint in hints.items():
             fall_T = spoken[turn].plain_T - spoken[turn].hinted.logp_T
             shift, share = float(fall_T.sum()), passed.get((trajectory.id, turn))
-            why = "shift" if shift < self.settings.min_shift else None
+            least = self.settings.min_shift
+            why = "shift" if least is not None and shift < least else None
             if share is not None and share < self.settings.min_passed:
                 why = why or "not_passed"
             judged.append(

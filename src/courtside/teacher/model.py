@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.teacher.context import contexts, privileged_messages, task_context
 from courtside.teacher.hinted import HintedTurns, HintScorer
-from courtside.types import Hint, Judged, Sample, Target, Task, Trajectory
+from courtside.types import Hint, Judged, Sample, Scored, Target, Task, Trajectory, Update
 
 
 class Teacher:
@@ -83,24 +84,51 @@ class Teacher:
         targets = {
             t.id: self._hinted_target(t, found[t.id])
             for t in trajectories
-            if t.id in found and found[t.id].spoken
+            if t.id in found and (found[t.id].spoken or found[t.id].unread)
         }
         return targets, {id: one.judged for id, one in found.items()}
 
     def _hinted_target(self, trajectory: Trajectory, hinted: HintedTurns) -> Target:
+        if hinted.unread:
+            return self._unread_target(trajectory, hinted)
         turns = sorted(hinted.spoken)
         parts = [hinted.spoken[turn].hinted for turn in turns]
-        texts = [j.hint.text for j in hinted.judged if j.dropped is None]
         return Target(
             teacher=self.name,
-            context="\n\n".join(texts),
-            where=tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in hinted.spoken),
+            context=_texts(hinted),
+            where=_chosen_in(trajectory, turns),
             logp_T=torch.cat([part.logp_T for part in parts]),
             hidden_TD=torch.cat([part.hidden_TD for part in parts if part.hidden_TD is not None])
             if self.hidden
             else None,
             head=self.engine.head if self.hidden else None,
             num_context_tokens=sum(hinted.spoken[turn].num_tokens for turn in turns),
+        )
+
+    def _unread_target(self, trajectory: Trajectory, hinted: HintedTurns) -> Target:
+        """Everything but what the update will find."""
+        where = _chosen_in(trajectory, [one.turn for one in hinted.unread])
+        return Target(
+            teacher=self.name,
+            context=_texts(hinted),
+            where=where,
+            logp_T=torch.full((len(where),), torch.nan),
+            head=self.engine.head if self.hidden else None,
+            num_context_tokens=sum(len(one.token_ids) for one in hinted.unread),
+            branches=hinted.unread,
+        )
+
+    def measured(self, scored: Scored, update: Update) -> Scored:
+        """With what the update found where it read the branches of this target itself."""
+        id, target = scored.trajectory.id, scored.target
+        if target is None or id not in update.teacher_logp:
+            return scored
+        assert self.hints is not None
+        student_logp, teacher_logp = update.student_logp[id], update.teacher_logp[id]
+        return replace(
+            scored,
+            target=replace(target, logp_T=torch.tensor(teacher_logp)),
+            hints=self.hints.measured(scored, student_logp, teacher_logp),
         )
 
     def write(
@@ -135,3 +163,12 @@ class Teacher:
             f"tokens and {self.name} takes {self.context_length}. Shorten the context, or set "
             "tasks.overlong = 'drop' to leave such trajectories out and count them"
         )
+
+
+def _texts(hinted: HintedTurns) -> str:
+    return "\n\n".join(j.hint.text for j in hinted.judged if j.dropped is None)
+
+
+def _chosen_in(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:
+    """Which of the chosen tokens stand in these turns."""
+    return tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in turns)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
-from courtside.types import Hint, Judged, Scored, Target, Trajectory
+from courtside.types import Hint, Judged, Scored, Target, Trajectory, Update
 
 
 class Scoring:
@@ -42,6 +42,13 @@ class Scoring:
             )
             for t in trajectories
         ]
+
+    def measured(self, scored: Sequence[Scored], update: Update) -> list[Scored]:
+        """With what the update found of hints that it read in its own pass."""
+        if not update.teacher_logp:
+            return list(scored)
+        assert isinstance(self.teacher, Teacher), "one teacher, and it is the student"
+        return [self.teacher.measured(s, update) for s in scored]
 
     def follow(self) -> None:
         if self.teacher:

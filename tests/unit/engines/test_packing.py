@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_models import MODELS, SHAPE, newer_stand_in, qwen3, stand_in
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import Tensor
@@ -18,45 +19,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from courtside.engines import packing
 from courtside.engines.base import ScoreRequest
-from courtside.engines.packing import NAME, Packing, Passes, packed_attention, packing_problem
+from courtside.engines.packing import NAME, Passes, packed_attention, packing_of, packing_problem
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError
 
 Make = Callable[..., TransformersEngine]
-SHAPE: dict[str, Any] = {
-    "vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "initializer_range": 0.3, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1,
-}  # fmt: skip
-
-
-def qwen3() -> Any:
-    torch.manual_seed(1)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).eval()
-
-
-def gpt2() -> Any:
-    """Its positions are absolute: rotated ones would not show that a sequence begins at another."""
-    torch.manual_seed(2)
-    config = GPT2Config(
-        vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3,
-        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
-
-
-MODELS: dict[str, Callable[[], Any]] = {"llama": tiny_model, "qwen3": qwen3, "gpt2": gpt2}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 """Relative to the largest number: sums of products are cut differently, nothing else."""
 
@@ -137,16 +111,17 @@ def test_adapters_and_recomputed_layers(checkpointing: bool) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param({"lengths": (2, 2, 4)}, id="the first ends too early"),
-        pytest.param({"lengths": (4, 4)}, id="two are one"),
+        pytest.param((2, 2, 4), id="the first ends too early"),
+        pytest.param((4, 4), id="two are one"),
     ],
 )
 def test_the_comparison_would_see_a_wrong_boundary(
-    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...]
 ) -> None:
     model = tiny_model().double()
     real = packing.Packing
-    monkeypatch.setattr(packing, "Packing", lambda **own: real(**(own | wrong)))
+    lengths = {"lengths": wrong, "key_lengths": wrong}
+    monkeypatch.setattr(packing, "Packing", lambda **own: real(**(own | lengths)))
     with pytest.raises(AssertionError, match="not close"):
         passes = passes_of(model)
         sequences = sequences_of(3, 1, 4)
@@ -337,8 +312,7 @@ def test_a_model_that_does_something_else_with_its_row_is_found_out() -> None:
 
 def test_what_the_attention_cannot_do_it_refuses() -> None:
     states = torch.zeros(1, 2, 5, 4)
-    ends_S = torch.tensor([0, 5], dtype=torch.int32)
-    whole = Packing(lengths=(5,), ends_S=ends_S)
+    whole = packing_of([5], device=torch.device("cpu"))
     for settings, why in (
         ({}, "not told where sequences end"),
         ({"packing": whole, "sliding_window": 4}, "looks through a window"),
@@ -351,40 +325,6 @@ def test_what_the_attention_cannot_do_it_refuses() -> None:
 
 
 # ── the kernel of a GPU, with a stand-in ─────────────────────────────────────────────────────────
-
-
-def stand_in(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """As in torch 2.11: whole scores, and a mask of who may see whom."""
-    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert query.shape == key.shape == value.shape, "this one knows no shared heads"
-    lengths = cu_seq_q.diff()
-    assert max_q == max_k == int(lengths.max()) and int(cu_seq_q[-1]) == len(query)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
-    seen = (owner[:, None] == owner) & torch.ones(len(owner), len(owner)).tril().bool()
-    scores = torch.einsum("nhd,mhd->hnm", query, key) * (scale or query.shape[-1] ** -0.5)
-    weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hnm,mhd->nhd", weight, value)
-
-
-def newer_stand_in(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
-) -> Tensor:
-    """As in torch 2.13."""
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    times = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    return stand_in(query, key, value, *args, **kwargs)
 
 
 @pytest.mark.parametrize("kernel", [stand_in, newer_stand_in])
@@ -405,7 +345,7 @@ def test_scores_are_scaled_as_the_model_says(monkeypatch: pytest.MonkeyPatch, ke
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 8, 4, dtype=torch.float64) for h in (6, 2, 2))
     ends_S = torch.tensor([0, 5, 8], dtype=torch.int32)
-    where = Packing(lengths=(5, 3), ends_S=ends_S)
+    where = packing_of([5, 3], device=torch.device("cpu"))
     out, _ = packed_attention(None, query, key, value, None, scaling=0.7, packing=where)
     args = [s[0].transpose(0, 1) for s in (query, key, value)]
     expected = newer_stand_in(
@@ -419,7 +359,7 @@ def test_dropout_in_attention_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
     torch.manual_seed(0)
     states = torch.randn(1, 2, 400, 8)
-    where = Packing(lengths=(400,), ends_S=torch.tensor([0, 400], dtype=torch.int32))
+    where = packing_of([400], device=torch.device("cpu"))
     value = torch.ones_like(states)
     out, _ = packed_attention(None, states, states, value, None, dropout=0.5, packing=where)
     assert 0.9 < float(out.mean()) < 1.1 and float(out.std()) > 0.05
@@ -431,8 +371,7 @@ def test_the_real_kernel_takes_what_it_is_given() -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, 7, 6, 16, **options).transpose(1, 2)
     key, value = (torch.empty(1, 7, 2, 16, **options).transpose(1, 2) for _ in range(2))
-    ends_S = torch.empty(3, dtype=torch.int32, device="meta")
-    where = Packing(lengths=(3, 4), ends_S=ends_S)
+    where = packing_of([3, 4], device=torch.device("meta"))
     out = packing._in_one(query, key, value, where, 0.25)
     assert out.shape == (1, 7, 6, 16) and out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out, [query, key, value], torch.empty_like(out))

@@ -142,7 +142,7 @@ def test_every_default_hint_is_well_formed() -> None:
 
 
 def test_hints_are_put_somewhere() -> None:
-    assert Hints() == Hints(place="above", role=None, min_shift=0.0, cumulative=False)
+    assert Hints() == Hints(place="above", role=None, min_shift=None, cumulative=False)
     assert Hints(role="system").role == "system"
     for place in ("inside", "system"):
         with pytest.raises(ValidationError, match="remove role"):

@@ -82,7 +82,6 @@ def hint_recipe(folder: Path, file: Path, **changes: Any) -> Any:
                 "kind": "rules",
                 "rules": [{"detect": "ignored_error", "hint": "The tools here are {tools}."}],
             },
-            "hints": {"min_shift": -1e9},
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [{"kind": "divergence", "on": "hinted_turns"}],
             **changes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from courtside.teacher.hinted import HintScorer, Trial, tokens_of_span
 from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
-from courtside.types import Hint, Message, Sample, Task, Trajectory
+from courtside.types import Hint, Message, Sample, Task, Trajectory, Update
 
 MODEL = tiny_model()
 TOKENIZER = tiny_tokenizer()
@@ -61,15 +62,17 @@ def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any
     return Hint(trajectory=of, turn=turn, text=text, source="rules", **options)
 
 
-def teacher(*, hidden: bool = True, context_length: int = 512, **settings: Any) -> Teacher:
-    chosen = Hints(**{"min_shift": -1e9, **settings})
+def teacher(
+    *, hidden: bool = True, context_length: int = 512, in_update: bool = False, **settings: Any
+) -> Teacher:
+    chosen = Hints(**settings)
     return Teacher(
         name="self:live",
         engine=ENGINE,
         renderer=RENDERER,
         context_length=context_length,
         hidden=hidden,
-        hints=HintScorer(ENGINE, TURNS, chosen, context_length=context_length),
+        hints=HintScorer(ENGINE, TURNS, chosen, context_length=context_length, in_update=in_update),
     )
 
 
@@ -158,6 +161,65 @@ def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
     assert torch.allclose(together["e"].logp_T, targets["e"].logp_T, atol=1e-4)
 
 
+HINTS = [hint(5), hint(1, bad_span="meteo"), hint(2), hint(3, "   ")]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_branches_can_be_left_for_the_update(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets, judged = teacher(hidden=hidden).score_hints([trajectory()], HINTS)
+    monkeypatch.setattr(ENGINE, "score_branches", None)  # nobody is asked
+    left, unjudged = teacher(hidden=hidden, in_update=True).score_hints([trajectory()], HINTS)
+    one, other = left["e"], targets["e"]
+    assert (one.where, one.context, one.head, one.num_context_tokens, one.teacher) == (
+        other.where, other.context, other.head, other.num_context_tokens, other.teacher
+    )  # fmt: skip
+    assert one.hidden_TD is None and len(one.logp_T) == 12 + 4 and bool(one.logp_T.isnan().all())
+    assert [b.turn for b in one.branches] == [1, 5] and not other.branches
+    before = [ids_of(f"{PROMPT}{told()}{OPEN}meteo(Rome)"), ids_of(f"{SECOND}{told()}{OPEN}sun")]
+    for branch, ids in zip(one.branches, before, strict=True):
+        assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
+    assert [(j.hint, j.dropped) for j in unjudged["e"]] == [
+        (j.hint, j.dropped) for j in judged["e"]
+    ]
+    assert all(j.shift is None for j in unjudged["e"])
+
+
+def test_what_the_update_found_is_judged_like_the_rest() -> None:
+    plain = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)"), naive_logps(f"{SECOND}{OPEN}", "sun")
+    (expected,) = Scoring(teacher(), None, hinted=True)([trajectory()], HINTS)
+    stage = Scoring(teacher(in_update=True), None, hinted=True)
+    scored = stage([trajectory(), trajectory("f")], HINTS)
+    assert expected.target is not None
+    update = Update(
+        step=0, loss=0.0, components={}, metrics={}, num_tokens={},
+        student_logp={"e": (*plain[0].tolist(), *[math.nan] * 18, *plain[1].tolist())},
+        teacher_logp={"e": tuple(expected.target.logp_T.tolist())},
+    )  # fmt: skip
+    found, other = stage.measured(scored, update)
+    assert found.target is not None and found.target.branches
+    assert torch.equal(found.target.logp_T, expected.target.logp_T)
+    for one, was in zip(found.hints, expected.hints, strict=True):
+        assert (one.hint, one.dropped) == (was.hint, was.dropped)
+        assert one.shift == pytest.approx(was.shift, abs=1e-3)
+        assert one.bad_span_shift == pytest.approx(was.bad_span_shift, abs=1e-3)
+    assert sum(j.bad_span_shift is not None for j in found.hints) == 1
+    assert other == scored[1]
+    nothing = replace(update, student_logp={}, teacher_logp={})
+    assert stage.measured(scored, nothing) == scored
+
+
+def test_a_turn_without_a_chosen_token_leaves_nothing_to_read() -> None:
+    """The update may end before it."""
+    last = trajectory().turns[-1]
+    silent = replace(last, chosen=(False,) * len(last.chosen))
+    cut = replace(trajectory(), turns=(*trajectory().turns[:-1], silent))
+    left, judged = teacher(in_update=True).score_hints([cut], [hint(1), hint(5)])
+    assert [b.turn for b in left["e"].branches] == [1]
+    assert [j.dropped for j in judged["e"]] == [None, None]
+    none, _ = teacher(in_update=True).score_hints([cut], [hint(5)])
+    assert not none
+
+
 def test_the_bad_span_is_measured_apart() -> None:
     named = hint(3, bad_span="get_weather")
     _, judged = teacher().score_hints([trajectory()], [named, hint(1, bad_span="no such words")])
@@ -227,7 +289,7 @@ def test_replies_under_a_hint_are_tried() -> None:
         return turn == 3
 
     def judge(**settings: Any) -> Any:
-        chosen = Hints(min_shift=-1e9, resamples=3, **settings)
+        chosen = Hints(resamples=3, **settings)
         trial = Trial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
         scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
         return scorer([trajectory()], [hint(1), hint(3)], hidden=False)["e"]

@@ -1,0 +1,173 @@
+"""Branches off sequences that were packed into one pass, over the keys and values it left behind.
+
+What `branches.py` does for padded rows, for a row without padding, as a training step has it: the
+pass keeps its keys and values, and a branch looks at those of its own sequence up to its splice,
+then at its own. No mask exists over the whole row, and neither the pass nor its graph is changed.
+
+Keys are laid out once for each branch, a layer at a time: [trunk up to the splice, its own] of all
+branches, one behind the other. `most_keys` bounds how many those are; more branches take several
+passes over the same trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from courtside.engines.batching import pass_tokens, placed
+from courtside.engines.branches import evaluating
+from courtside.engines.packing import as_cast, packing_of, read_packed, read_row, switched
+from courtside.engines.tried import away_from_alone, example_problem
+from courtside.types import Branch
+
+
+def most_keys(device: torch.device) -> int:
+    """Of all branches in one pass. With 8 heads of 128 in 16 bits a layer has 0.5 GiB of them on a
+    GPU, and again as much for each time that heads which share them are repeated."""
+    return 2**17 if device.type == "cuda" else 2**15
+
+
+# ── the pass that keeps ──────────────────────────────────────────────────────────────────────────
+
+
+class _KeptLayer(DynamicLayer):  # type: ignore[misc]
+    """Hands keys and values on, as the attention will have them, and keeps them without a graph."""
+
+    is_initialized: bool
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert not self.is_initialized, "one pass"
+        keys, values = as_cast(key_states, value_states)
+        self.keys, self.values = keys.detach(), values.detach()
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        return keys, values
+
+
+def keeping() -> Cache:
+    """For one packed pass, `Passes.hidden(…, kept=keeping())`: no number is copied."""
+    return Cache(layer_class_to_replicate=_KeptLayer)
+
+
+# ── the branches ─────────────────────────────────────────────────────────────────────────────────
+
+
+class _BranchLayer(DynamicLayer):  # type: ignore[misc]
+    """Gives each branch the keys and values it looks at."""
+
+    def __init__(self, kept: _KeptLayer, take_K: Tensor):
+        super().__init__()
+        self.keys, self.values = kept.keys, kept.values
+        self.dtype, self.device = kept.dtype, kept.device
+        self.is_initialized = True
+        self.take_K = take_K
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        keys, values = (
+            torch.cat([trunk, own.to(trunk.dtype)], dim=2).index_select(2, self.take_K)
+            for trunk, own in pairs
+        )
+        return keys, values
+
+
+Placed = tuple[int, Branch]
+"""A branch, and where in the row its trunk begins."""
+
+
+@torch.no_grad()
+def kept_branch_hidden(
+    model: Any, kept: Cache, branches: Sequence[Placed], *, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Last hidden states [|branch|, D] of every branch; the model's attention must be the packed
+    one. Hidden state i predicts token i + 1 of the branch."""
+    found: list[Tensor | None] = [None] * len(branches)
+    with evaluating(model):
+        for portion in _portions(branches, model.device, max_tokens):
+            its = [branches[i] for i in portion]
+            parts = _read(model, kept, its).split([len(b.token_ids) for _, b in its])
+            for i, part_ND in zip(portion, parts, strict=True):
+                found[i] = part_ND
+    return [part_ND for part_ND in found if part_ND is not None]
+
+
+def _portions(
+    branches: Sequence[Placed], device: torch.device, max_tokens: int | None
+) -> list[list[int]]:
+    """Which branches go into one pass, in order; one that is too large goes alone."""
+    room, room_keys = max_tokens or pass_tokens(device), most_keys(device)
+    portions: list[list[int]] = []
+    used = used_keys = 0
+    for i, (_, branch) in enumerate(branches):
+        size = len(branch.token_ids)
+        used, used_keys = used + size, used_keys + branch.splice + size
+        if not portions or used > room or used_keys > room_keys:
+            portions.append([])
+            used, used_keys = size, branch.splice + size
+        portions[-1].append(i)
+    return portions
+
+
+def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
+    """One pass: hidden states of all of them, one behind the other."""
+    trunk_size = kept.layers[0].keys.shape[2]
+    ids: list[int] = []
+    position: list[int] = []
+    take: list[int] = []
+    for start, branch in branches:
+        size = len(branch.token_ids)
+        assert start + branch.splice <= trunk_size and size
+        take += range(start, start + branch.splice)
+        take += range(trunk_size + len(ids), trunk_size + len(ids) + size)
+        ids += branch.token_ids
+        position += range(branch.splice, branch.splice + size)
+    packing = packing_of(
+        [len(b.token_ids) for _, b in branches],
+        [b.splice + len(b.token_ids) for _, b in branches],
+        device=model.device,
+    )
+    take_K = placed(take, dtype=torch.long, device=model.device)
+    lent = Cache(layers=[_BranchLayer(layer, take_K) for layer in kept.layers])
+    return read_row(model, ids, position, packing, lent)
+
+
+# ── tried on a small example ─────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def kept_branching_problem(model: Any) -> str | None:
+    """Why branches of a model whose passes can be packed cannot be read off one; None: they can.
+
+    Kernels count from the first or from the last key as they like, and models may do with a cache
+    as they like: a tiny example is tried.
+    """
+    with evaluating(model):
+        return example_problem(model, lambda: _example_error(model))
+
+
+def _example_error(model: Any) -> float:
+    """How far branches off two packed sequences are from passes of their own."""
+    num_words = model.get_input_embeddings().weight.shape[0]
+    ids = [(7 * i * i + 3) % num_words for i in range(1, 61)]
+    sequences = [ids[:9], ids[9:30]]
+    asked = [
+        (which, Branch(trajectory="", turn=0, splice=splice, token_ids=tuple(ids[-size:]),
+                       scored=(False,) * size))
+        for which, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
+    ]  # fmt: skip
+    kept = keeping()
+    with switched(model):
+        _, starts = read_packed(model, sequences, kept)
+        found = kept_branch_hidden(model, kept, [(starts[which], b) for which, b in asked])
+    return max(
+        away_from_alone(model, [*sequences[which][: b.splice], *b.token_ids], hidden_ND)
+        for (which, b), hidden_ND in zip(asked, found, strict=True)
+    )

@@ -1,0 +1,116 @@
+"""Hints whose teacher is the student itself, read in the update's own pass.
+
+The pass over the trajectories leaves keys and values behind; every hinted turn is a branch over
+those of its own trajectory, read without a graph. So hints cost their own tokens and no second pass
+over the trajectories. Where something must be known of a hint before the update, or the pass is not
+what a teacher would read, hints are scored before it: `why_before` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from courtside.config import Recipe, SelfTeacher
+from courtside.engines.base import Head, ScoreRequest, Scores
+from courtside.engines.kept import kept_branch_hidden, kept_branching_problem
+from courtside.engines.scoring import scores_of
+from courtside.types import Scored
+
+# ── when ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def why_before(recipe: Recipe, model: Any, problem: str | None) -> str | None:
+    """Why hints are scored before the update; None: they are read in its own pass.
+
+    `problem`: why passes of the model are not packed, or its branches take passes of their own.
+    """
+    teacher, hints = recipe.teacher, recipe.hints
+    if not isinstance(teacher, SelfTeacher) or teacher.weights != "live":
+        return "the teacher is not the live student"
+    if hints.min_shift is not None:
+        return "hints.min_shift drops some by what they do"
+    if hints.resamples:
+        return "hints.resamples tries them first"
+    if hints.cumulative:
+        return "hints.cumulative changes what later turns read"
+    if hints.place == "system":
+        return "hints.place = 'system' changes the trajectory from its beginning"
+    if recipe.student.gradient_checkpointing:
+        return "student.gradient_checkpointing keeps no keys and values"
+    if drops_out(model):
+        return "dropout acts on the update's pass"
+    return problem or kept_branching_problem(model)
+
+
+def drops_out(model: Any) -> bool:
+    """Whether a pass in training mode leaves anything out at random."""
+    settings = model.config.get_text_config().to_dict()
+    shares = [value for name, value in settings.items() if "drop" in name]
+    shares += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    return any(isinstance(share, float | int) and share > 0 for share in shares)
+
+
+# ── how ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def awaits(scored: Sequence[Scored]) -> bool:
+    """Whether some target is to be filled by the pass that reads these trajectories."""
+    return any(s.target is not None and s.target.branches for s in scored)
+
+
+def said_of_branches(scored: Sequence[Scored]) -> dict[str, Tensor]:
+    """By trajectory id: log-probs of the targets that were filled."""
+    return {
+        s.trajectory.id: s.target.logp_T
+        for s in scored
+        if s.target is not None and s.target.branches
+    }
+
+
+@torch.no_grad()
+def read_hints(
+    model: Any,
+    head: Head,
+    scored: Sequence[Scored],
+    starts: Sequence[int],
+    kept: Cache,
+    *,
+    max_tokens: int,
+) -> list[Scored]:
+    """The same with their targets filled, over what a pass of these trajectories has kept."""
+    branches = [
+        (start, s.trajectory.temperature, branch)
+        for s, start in zip(scored, starts, strict=True)
+        if s.target is not None
+        for branch in s.target.branches
+    ]
+    hidden = kept_branch_hidden(
+        model, kept, [(start, branch) for start, _, branch in branches], max_tokens=max_tokens
+    )
+    requests = [
+        ScoreRequest(token_ids=b.token_ids, scored=b.scored, temperature=temperature)
+        for _, temperature, b in branches
+    ]
+    assert not any(request.scored[0] for request in requests), "a hint stands above every turn"
+    begins = [0, *accumulate(len(part_ND) for part_ND in hidden)][:-1]
+    found = iter(scores_of(head, torch.cat(hidden), begins, requests, hidden=True, top_k=0))
+    return [_filled(s, [next(found) for _ in s.target.branches]) if s.target else s for s in scored]
+
+
+def _filled(s: Scored, scores: Sequence[Scores]) -> Scored:
+    assert s.target is not None
+    if not scores:
+        return s
+    hidden_TD = None
+    if s.target.head is not None:
+        hidden_TD = torch.cat([score.hidden_TD for score in scores if score.hidden_TD is not None])
+    logp_T = torch.cat([score.logp_T for score in scores])
+    assert len(logp_T) == len(s.target.logp_T)
+    return replace(s, target=replace(s.target, logp_T=logp_T, hidden_TD=hidden_TD))

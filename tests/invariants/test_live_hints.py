@@ -1,0 +1,331 @@
+"""A live student reads its hints in the update's own pass: the same update, for fewer tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe
+from textbook import double
+from tiny import save_tiny
+from torch import Tensor
+
+from courtside.assemble import assemble
+from courtside.parts import Parts
+from courtside.student.components import components
+from courtside.student.live_hints import drops_out
+from courtside.student.tally import Tally
+from courtside.types import Hint, Scored, Trajectory
+from courtside.verbs import rescore, train
+
+EVERY = -1e9
+"""A threshold that keeps every hint, but asks for its shift before the update."""
+
+LOSSES = {
+    "divergence": [{"kind": "divergence", "on": "hinted_turns"}],
+    "top_k": [
+        {"kind": "divergence", "on": "hinted_turns", "normalise": "turn",
+         "support": {"kind": "top_k", "k": 8, "of": "joint", "form": "tail"}},
+        {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
+        {"kind": "divergence", "on": "other_turns", "against": "reference", "name": "anchor"},
+    ],
+    "sampled": [{"kind": "policy_gradient", "advantage": "teacher_gap", "on": "hinted_turns"}],
+    "capped": [{"kind": "divergence", "on": "hinted_turns", "clip": 0.3}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder
+
+
+def tree(folder: Path, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
+        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "reader": {"kind": "rules"},
+        "teacher": {"kind": "self", "weights": "live"},
+        "losses": LOSSES["divergence"],
+        "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+        "run": {"checkpoint_every": 1},
+        "evaluate": {"tasks": 1},
+    }
+    return small_recipe(folder, **(settings | changes))
+
+
+def in_update(parts: Parts) -> bool:
+    teacher: Any = parts.teacher.teacher
+    return teacher.hints.in_update
+
+
+def prepared(recipe: Any) -> Parts:
+    """In float64, moved off the start so that adapters and references differ from it."""
+    parts = assemble(recipe)
+    for model in {parts.engine.model, *_models(parts)}:
+        double(model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in parts.student.weights.trained().values():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return parts
+
+
+def _models(parts: Parts) -> list[Any]:
+    return [parts.teacher.reference.engine.model] if parts.teacher.reference else []
+
+
+def some_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
+    """0, 1, 2 and 3 of them."""
+    return [
+        Hint(trajectory=t.id, turn=turn, text=f"Look again, {n} {turn}.", source="rules",
+             bad_span=t.turns[turn].text[:2] or None)
+        for n, t in enumerate(trajectories)
+        for turn in [i for i, one in enumerate(t.turns) if one.role == "assistant"][:n]
+    ]  # fmt: skip
+
+
+def batch_of(parts: Parts) -> list[Scored]:
+    trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
+    assert len(trajectories) == 4
+    return parts.teacher(trajectories, some_hints(trajectories))
+
+
+@contextmanager
+def counted(parts: Parts) -> Iterator[list[int]]:
+    """Tokens of every pass through the embedding."""
+    seen: list[int] = []
+    embedding = parts.engine.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
+    yield seen
+    hook.remove()
+
+
+def accumulated(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    tally = Tally()
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, tally)
+    trained = parts.student.weights.trained()
+    gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return gradients, {**tally.values, **tally.metrics()}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+def test_the_update_is_that_of_hints_scored_before(
+    student: Path, losses: Any, lora: dict[str, Any] | None
+) -> None:
+    changes = {
+        "student": {"model": str(student)} | ({"lora": lora} if lora else {}),
+        "losses": losses,
+    }
+    before = prepared(tree(student, hints={"min_shift": EVERY}, **changes))
+    live = prepared(tree(student, **changes))
+    assert in_update(live) and not in_update(before)
+    expected, values = accumulated(before, batch_of(before))
+    assert max(float(g.abs().max()) for g in expected.values()) > 1e-5
+    for budget in (1, 300, 10**6):
+        live.student.micro_batch_tokens = budget
+        gradients, found = accumulated(live, batch_of(live))
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
+        assert found == {name: pytest.approx(v, rel=1e-8, abs=1e-10) for name, v in values.items()}
+
+
+def test_what_hints_did_is_measured_by_the_update(student: Path) -> None:
+    before = prepared(tree(student, hints={"min_shift": EVERY}))
+    live = prepared(tree(student))
+    scored, expected = batch_of(live), batch_of(before)
+    kept = [j for s in scored for j in s.hints]
+    assert len(kept) == 6 and all(j.shift is None and j.dropped is None for j in kept)
+    measured = live.teacher.measured(scored, live.student.step(0, scored))
+    spans: list[float | None] = []
+    for one, other in zip(measured, expected, strict=True):
+        assert [j.hint for j in one.hints] == [j.hint for j in other.hints]
+        for ours, theirs in zip(one.hints, other.hints, strict=True):
+            assert ours.shift == pytest.approx(theirs.shift, abs=1e-10)
+            assert ours.bad_span_shift == pytest.approx(theirs.bad_span_shift, abs=1e-10)
+            spans.append(theirs.bad_span_shift)
+        assert (one.target is None) == (other.target is None)
+        if one.target is not None and other.target is not None:
+            assert one.target.where == other.target.where
+            assert one.target.context == other.target.context
+            assert one.target.num_context_tokens == other.target.num_context_tokens
+            torch.testing.assert_close(one.target.logp_T, other.target.logp_T.float())
+    assert any(shift is not None for shift in spans)
+
+
+def test_every_token_is_read_once(student: Path) -> None:
+    parts = prepared(tree(student))
+    with counted(parts) as seen:
+        trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
+        seen.clear()
+        scored = parts.teacher(trajectories, some_hints(trajectories))
+        assert not seen, "the teacher's stage reads nothing"
+        accumulated(parts, scored)
+    trunks = [
+        max(i for i, turn in enumerate(_turn_of_ids(s.trajectory)) if turn == s.hints[-1].hint.turn)
+        for s in scored
+        if s.hints
+    ]
+    branches = [len(b.token_ids) for s in scored if s.target for b in s.target.branches]
+    assert len(trunks) == 3 and len(branches) == 6
+    assert sum(seen) == sum(trunks) + sum(branches)
+
+
+def _turn_of_ids(trajectory: Trajectory) -> list[int]:
+    return [i for i, turn in enumerate(trajectory.turns) for _ in turn.token_ids]
+
+
+BEFORE: dict[str, dict[str, Any]] = {
+    "threshold": {"hints": {"min_shift": 0.0}},
+    "tried first": {"hints": {"resamples": 1}},
+    "in one sequence": {"hints": {"cumulative": True}},
+    "in the system prompt": {"hints": {"place": "system"}},
+    "frozen": {"teacher": {"kind": "self", "weights": "frozen"}},
+    "average": {"teacher": {"kind": "self", "weights": "ema"}},
+    "routes": {"teacher": {"kind": "routes", "default": "a",
+                           "routes": {"a": {"kind": "self", "weights": "live"}}}},
+    "checkpointing": {"student": {"gradient_checkpointing": True}},
+    "dropout": {"student": {"lora": {"rank": 2, "dropout": 0.1}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", BEFORE.values(), ids=BEFORE)
+def test_where_more_must_be_known_hints_are_scored_before(
+    student: Path, changes: dict[str, Any]
+) -> None:
+    changes = {**changes, "student": {"model": str(student), **changes.get("student", {})}}
+    parts = assemble(tree(student, **changes))
+    scored = batch_of(parts)
+    targets = [s.target for s in scored if s.target is not None]
+    assert targets and all(not t.branches and t.logp_T.isfinite().all() for t in targets)
+    assert all(j.shift is not None for s in scored for j in s.hints)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["courtside.student.step.packing_problem", "courtside.engines.transformers.branching_problem",
+     "courtside.student.live_hints.kept_branching_problem"],
+)  # fmt: skip
+def test_models_that_cannot_are_scored_before(
+    student: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, lambda model: "it is special")
+    parts = assemble(tree(student))
+    scored = batch_of(parts)
+    assert all(j.shift is not None for s in scored for j in s.hints)
+    assert any("hints are scored before the update" in note for note in parts.notes)
+
+
+def test_dropout_of_the_model_itself_is_seen(student: Path, tmp_path: Path) -> None:
+    parts = assemble(tree(student))
+    assert not drops_out(parts.engine.model)
+    parts.engine.model.config.attention_dropout = 0.1
+    assert drops_out(parts.engine.model)
+
+
+def test_hints_that_cannot_be_put_in_are_counted(student: Path) -> None:
+    def asked(trajectories: Sequence[Trajectory]) -> list[Hint]:
+        def hint(n: int, turn: int, text: str) -> Hint:
+            return Hint(trajectory=trajectories[n].id, turn=turn, text=text, source="rules")
+
+        return [hint(0, 1, "Look."), hint(0, 2, "Look."), hint(0, 3, "  "), hint(1, 1, "")]
+
+    found = []
+    for hints in ({}, {"min_shift": EVERY}):
+        parts = prepared(tree(student, hints=hints))
+        trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
+        scored = parts.teacher(trajectories, asked(trajectories))
+        dropped = [[(j.hint.turn, j.dropped) for j in s.hints] for s in scored]
+        (part,) = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+        found.append((dropped, part.weight, part.denominator))
+        after = parts.teacher.measured(scored, parts.student.step(0, scored))
+        assert [[j.shift is None for j in s.hints] for s in after] == [
+            [False, True, True], [True], [], []
+        ]  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0][0][:2] == [
+        [(1, None), (2, "no_assistant_turn"), (3, "empty")], [(1, "empty")]
+    ]  # fmt: skip
+
+
+def test_a_run_records_what_a_run_that_scores_before_does(student: Path, tmp_path: Path) -> None:
+    live = train(tree(student), tmp_path / "live")
+    before = train(tree(student, hints={"min_shift": EVERY}), tmp_path / "before")
+    for one, other in zip(live.metrics(), before.metrics(), strict=True):
+        assert one.keys() - other.keys() <= {"seconds/teacher"}
+        shared = [k for k in other if k in one and "second" not in k]
+        assert {k: one[k] for k in shared} == pytest.approx(
+            {k: other[k] for k in shared}, rel=1e-3, abs=1e-4
+        )
+        assert one["hints/shift"] is not None
+    for step in range(3):
+        for a, b in zip(live.trajectories(step), before.trajectories(step), strict=True):
+            assert a.trajectory.token_ids == b.trajectory.token_ids and a.where == b.where
+            assert a.teacher_logp == pytest.approx(b.teacher_logp, abs=1e-4)
+            assert [j.shift for j in a.hints] == pytest.approx([j.shift for j in b.hints], abs=1e-3)
+    costs, more = (json.loads((r.path / "costs.json").read_text()) for r in (live, before))
+    trunk = sum(
+        len(s.trajectory.token_ids) for n in range(3) for s in live.trajectories(n) if s.teacher
+    )
+    assert more["teacher"]["tokens_in"] - costs["teacher"]["tokens_in"] == trunk
+    assert costs["teacher"]["tokens_in"] > 0 and costs["teacher"]["flops"] > 0
+    assert costs["update"]["tokens_in"] == more["update"]["tokens_in"]
+    assert "mean shift" in (live.path / "report.html").read_text()
+
+
+def test_stored_trajectories_can_be_scored_again(student: Path, tmp_path: Path) -> None:
+    train(tree(student), tmp_path / "run")
+    live = rescore(tmp_path / "run")
+    before = rescore(tmp_path / "run", [f"hints.min_shift={EVERY}"])
+    for one, other in zip(live, before, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+def test_in_bfloat16_the_cut_changes_rounding_only(student: Path, lora: Any) -> None:
+    settings = {"model": str(student), "dtype": "bfloat16"} | ({"lora": lora} if lora else {})
+    parts = assemble(tree(student, student=settings))
+    assert in_update(parts)
+    with torch.no_grad():
+        for p in parts.student.weights.trained().values():
+            p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
+    scored = batch_of(parts)
+    found = []
+    for budget in (1, 10**6):
+        parts.student.micro_batch_tokens = budget
+        found.append(accumulated(parts, scored)[0])
+    assert found[0].keys() == found[1].keys() == parts.student.weights.trained().keys()
+    for name, gradient in found[1].items():
+        assert float((found[0][name] - gradient).norm() / gradient.norm()) < 0.1, name
+
+
+def test_a_weight_that_branches_use_first_still_trains(student: Path) -> None:
+    """Autocast keeps what it has rounded; rounded without a graph, it would stay without one."""
+    parts = assemble(tree(student, student={"model": str(student), "dtype": "bfloat16"}))
+    mlp = parts.engine.model.model.layers[0].mlp
+    mlp.sometimes = torch.nn.Linear(32, 32)
+    real, calls = mlp.forward, []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(x.requires_grad)
+        out: Tensor = real(x)
+        return out if len(calls) == 1 else out + mlp.sometimes(x)  # as a router might decide
+
+    mlp.forward = forward
+    scored = batch_of(parts)
+    calls.clear()
+    parts.student.micro_batch_tokens = 1
+    gradients, _ = accumulated(parts, scored)
+    assert calls[:3] == [True, False, True], "a pass, its branches, the next pass"
+    assert any(name.endswith("sometimes.weight") for name in gradients)
