@@ -113,7 +113,7 @@ def _append(key, value, keys, values, lengths, key_row, key_head, value_row, val
     at = tl.arange(0, PADDED)
     place = tl.load(lengths + row)
     # A row without room would write into its neighbour's.
-    inside = (at < SIZE) & (place < num_places)
+    inside = at < tl.where(place < num_places, SIZE, 0)
     k = tl.load(key + row * key_row + head * key_head + at, mask=inside, other=0.0)
     v = tl.load(value + row * value_row + head * value_head + at, mask=inside, other=0.0)
     where = row * row_places + head * head_places + place * SIZE + at

@@ -1,0 +1,365 @@
+"""What `growth.py` measures: the stages of a run at growing sizes, on random weights.
+
+The classes are those of a run: the engine, `Teacher` with its `HintScorer`, `Student.step`,
+`AgentRollout`. Only the model is drawn instead of loaded, trajectories are made up, and no row ends
+early.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hint_scoring import shape
+from long_episode import HINT, byte_tokenizer, episode
+from transformers import LlamaConfig, LlamaForCausalLM
+from workload import SEED
+
+from courtside.chat.render import Renderer
+from courtside.chat.turns import Turns
+from courtside.config import Hints, Limits, Rollout
+from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.transformers import TransformersEngine
+from courtside.recipe_file import recipe_from
+from courtside.rollout.agent import AgentRollout
+from courtside.student import weights as student_weights
+from courtside.student.step import Student
+from courtside.student.weights import StudentWeights
+from courtside.teacher.hinted import HintScorer
+from courtside.teacher.model import Teacher
+from courtside.teacher.scoring import Scoring
+from courtside.types import Grade, Hint, Message, Observation, Sample, Task, Trajectory
+
+NO_END = -1
+"""In place of the end token once the parts are made."""
+OBSERVED = "Next."
+END = 1
+"""The byte tokenizer's."""
+
+
+def drawn(name: str) -> Any:
+    """A model of a known shape; `small` is for a CPU: enough weights to decode on copies of them as
+    larger models do, and so few words that the logits of 256 rows are 4 MiB."""
+    if name != "small":
+        return shape(name)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=2304, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=131072,
+        tie_word_embeddings=True))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """What a model cannot do without: floating-point operations, or bytes that are read."""
+
+    weights: float
+    """With weights: linear in tokens."""
+    attention: float
+    """With the keys and values of the tokens before."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is done at one size."""
+
+    call: Callable[[], Any]
+    num_tokens: int
+    counts: dict[str, Count]
+    """Operations, and bytes where tokens are written one by one."""
+
+
+class Parts:
+    """One model and the stages around it."""
+
+    def __init__(self, model: str, device: str):
+        recipe = recipe_from(
+            {
+                "student": {"model": model, "device": device},
+                "tasks": {"kind": "arithmetic"},
+                "teacher": {"kind": "model", "model": model},
+                "losses": [{"kind": "divergence", "support": {"kind": "full"}}],
+            }
+        )
+
+        def draw(name: str, *, dtype: torch.dtype, device: torch.device, **_: Any) -> Any:
+            torch.manual_seed(SEED)
+            with device:
+                return drawn(name).to(dtype).eval()
+
+        with patch.object(student_weights, "load_model", draw):
+            self.weights = StudentWeights(recipe.student, seed=SEED)
+        self.tokenizer = byte_tokenizer()
+        self.renderer = Renderer(self.tokenizer, name=model, eos_ids={END})
+        self.turns = Turns(self.renderer)
+        self.random = random.Random(SEED)
+        self.renew()
+        head, pad_id = self.engine.head, self.engine.pad_id
+        self.student = Student(self.weights, head, recipe, pad_id=pad_id)
+        layers = self.weights.model.base_model.layers
+        self.num_weights = sum(p.numel() for p in (*layers.parameters(), head.parameters()[0]))
+        """Those that every token is multiplied with."""
+
+    def renew(self) -> None:
+        """Without the room and the graphs that an engine keeps from one batch to the next."""
+        self.engine = TransformersEngine(
+            self.weights.model, self.tokenizer, name="growth", autocast=self.weights.autocast
+        )
+        self.engine.eos_ids = frozenset({NO_END})
+
+    def ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.choices(range(END + 1, self.engine.head.num_words), k=count))
+
+    def scoring(self, hints: HintScorer | None = None) -> Scoring:
+        length = self.engine.context_length
+        teacher = Teacher(
+            name="self:live", engine=self.engine, renderer=self.renderer, context_length=length,
+            hidden=True, hints=hints,
+        )  # fmt: skip
+        return Scoring(teacher, None, hinted=hints is not None)
+
+    def trajectory(self, number: int, num_tokens: int) -> Trajectory:
+        """One question and one answer, so many tokens together."""
+        task = Task(id=str(number), split="train", messages=(_said("Go."),))
+        prompt = self.turns.prompt_turn(task)
+        ids = self.ids(num_tokens - len(prompt.token_ids))
+        answer = Sample(token_ids=ids, logp=(-9.0,) * len(ids), stop="length", text="")
+        return Trajectory(
+            id=str(number), task=task, turns=(prompt, self.turns.assistant_turn(answer)),
+            source="student", policy_version=0, temperature=1.0, stop="length",
+        )  # fmt: skip
+
+    def operations(self, lengths: Sequence[int]) -> Count:
+        """Of one forward pass over sequences of these lengths."""
+        settings = self.weights.model.config
+        width = settings.num_hidden_layers * settings.num_attention_heads * settings.head_dim
+        num_seen = sum(length * (length + 1) // 2 for length in lengths)
+        return Count(
+            weights=2.0 * self.num_weights * sum(lengths), attention=4.0 * width * num_seen
+        )
+
+    def bytes_read(self, num_steps: int, rows: int, mean_length: float) -> Count:
+        """By so many steps of decoding, with rows of that length on average."""
+        settings = self.weights.model.config
+        size = (self.weights.autocast or torch.float32).itemsize
+        width = settings.num_hidden_layers * settings.num_key_value_heads * settings.head_dim
+        return Count(
+            weights=1.0 * size * self.num_weights * num_steps,
+            attention=2.0 * size * width * rows * mean_length * num_steps,
+        )
+
+
+def _said(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+class Echo:
+    """An environment that always says the same."""
+
+    def step(self, reply: str) -> Observation:
+        return Observation(messages=(_said(OBSERVED),))
+
+    def grade(self) -> Grade:
+        return Grade(score=1.0, passed=True, feedback="")
+
+
+# ── the stages ───────────────────────────────────────────────────────────────────────────────────
+
+
+def sampling(parts: Parts, *, rows: int, prompt: int, new: int) -> Work:
+    requests = [SampleRequest(prompt_ids=parts.ids(prompt), seed=row) for row in range(rows)]
+    how = Sampling(max_new_tokens=new)
+
+    def call() -> None:
+        written = parts.engine.sample(requests, how)
+        assert all(len(sample.token_ids) == new for sample in written)
+
+    counts = {
+        "operations": parts.operations([prompt + new] * rows),
+        "bytes": parts.bytes_read(new, rows, prompt + new / 2),
+    }
+    return Work(call=call, num_tokens=rows * (prompt + new), counts=counts)
+
+
+def scoring(parts: Parts, *, sequences: int, length: int) -> Work:
+    trajectories = [parts.trajectory(i, length) for i in range(sequences)]
+    score = parts.scoring()
+    return Work(
+        call=lambda: score(trajectories),
+        num_tokens=sequences * length,
+        counts={"operations": parts.operations([length] * sequences)},
+    )
+
+
+def update(parts: Parts, *, sequences: int, length: int) -> Work:
+    scored = parts.scoring()([parts.trajectory(i, length) for i in range(sequences)])
+
+    def call() -> None:
+        done = parts.student.step(0, scored)
+        assert sum(done.num_tokens.values()) == sum(s.trajectory.num_chosen for s in scored)
+
+    # The backward pass is twice as much again, of both.
+    counts = {"operations": parts.operations([length] * sequences)}
+    return Work(call=call, num_tokens=sequences * length, counts=counts)
+
+
+def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
+    rollout = AgentRollout(
+        engine=parts.engine,
+        turns=parts.turns,
+        config=Rollout(samples=1, max_new_tokens=new, limits=Limits(turns=turns)),
+        begin=lambda task: Echo(),
+        demonstrate=None,
+        context_length=parts.engine.context_length,
+        seed=SEED,
+    )
+    # Different beginnings: equal ones would be read once.
+    tasks = [
+        Task(id=str(row), split="train", messages=(_said(f"Go {row}."),)) for row in range(rows)
+    ]
+    heard = parts.turns.environment_turn((_said(OBSERVED),), closing=True)
+    length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
+    length += turns * (new + len(heard.token_ids))
+
+    def call() -> None:
+        played = rollout(tasks, 0)
+        spoken = {sum(turn.role == "assistant" for turn in one.turns) for one in played}
+        assert spoken == {turns} and len(played) == rows
+
+    counts = {
+        "operations": parts.operations([length] * rows),
+        "bytes": parts.bytes_read(turns * (new + 1), rows, length / 2),
+    }
+    return Work(call=call, num_tokens=rows * length, counts=counts)
+
+
+def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
+    one = episode(parts.turns, tokens, turns)
+    spoken = [i for i, turn in enumerate(one.turns) if turn.role == "assistant"]
+    places = [spoken[(2 * n + 1) * len(spoken) // (2 * hints)] for n in range(hints)]
+    given = [Hint(trajectory=one.id, turn=turn, text=HINT, source="made up") for turn in places]
+    rules = Hints(min_shift=-1e9)  # of random weights: none is dropped
+    length = parts.engine.context_length
+    score = parts.scoring(HintScorer(parts.engine, parts.turns, rules, context_length=length))
+
+    def call() -> None:
+        (scored,) = score([one], given)
+        assert len(scored.hints) == hints and not any(j.dropped for j in scored.hints)
+
+    # Of the trajectory alone, which is the same for any number of hints.
+    counts = {"operations": parts.operations([len(one.token_ids)])}
+    return Work(call=call, num_tokens=len(one.token_ids), counts=counts)
+
+
+# ── the series ───────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One stage at growing sizes, each twice the one before."""
+
+    name: str
+    unit: str
+    sizes: tuple[int, ...]
+    job: Callable[[Parts, int], Work]
+    beside: str | None = None
+    """The series in whose picture it is drawn: the same tokens, cut into short sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large everything is that does not grow, and how far the rest does."""
+
+    rows: int
+    """Of sampling, while the number of new tokens grows."""
+    prompt: int
+    new: int
+    short: int
+    """Tokens of a sequence, while the number of sequences grows."""
+    sequences: tuple[int, int]
+    lengths: tuple[int, int]
+    update_lengths: tuple[int, int]
+    piece: int
+    """Tokens of a sequence, where the tokens of one long sequence are cut into several."""
+    episode_rows: int
+    trunk: int
+    """Tokens of the trajectory with hints."""
+
+
+SCALES = {
+    "cpu": Scale(
+        rows=4, prompt=16, new=16, short=64, sequences=(4, 64), lengths=(128, 8192),
+        update_lengths=(128, 2048), piece=256, episode_rows=2, trunk=2048,
+    ),
+    "cuda": Scale(
+        rows=16, prompt=64, new=64, short=256, sequences=(8, 256), lengths=(256, 8192),
+        update_lengths=(256, 8192), piece=256, episode_rows=8, trunk=16384,
+    ),
+}  # fmt: skip
+TURN_TOKENS = 8
+"""That the student writes in a turn of an episode."""
+
+
+def doubled(first: int, last: int) -> tuple[int, ...]:
+    return (first, *doubled(2 * first, last)) if first <= last else ()
+
+
+def all_series(at: Scale) -> tuple[Series, ...]:
+    cut = f"in sequences of {at.piece}"
+
+    def cut_up(stage: Callable[..., Work]) -> Callable[[Parts, int], Work]:
+        return lambda parts, n: stage(parts, sequences=n // at.piece, length=at.piece)
+
+    return (
+        Series(
+            name="sampling: rows", unit="rows", sizes=doubled(8, 256),
+            job=lambda p, n: sampling(p, rows=n, prompt=at.prompt, new=at.new),
+        ),
+        Series(
+            name="sampling: new tokens", unit="new tokens a row", sizes=doubled(32, 512),
+            job=lambda p, n: sampling(p, rows=at.rows, prompt=at.prompt, new=n),
+        ),
+        Series(
+            name="scoring: sequences", unit=f"sequences of {at.short}",
+            sizes=doubled(*at.sequences),
+            job=lambda p, n: scoring(p, sequences=n, length=at.short),
+        ),
+        Series(
+            name="scoring: length", unit="tokens of one sequence", sizes=doubled(*at.lengths),
+            job=lambda p, n: scoring(p, sequences=1, length=n),
+        ),
+        Series(
+            name=f"scoring: tokens {cut}", unit="tokens", sizes=doubled(at.piece, at.lengths[1]),
+            job=cut_up(scoring), beside="scoring: length",
+        ),
+        Series(
+            name="update: sequences", unit=f"sequences of {at.short}",
+            sizes=doubled(*at.sequences),
+            job=lambda p, n: update(p, sequences=n, length=at.short),
+        ),
+        Series(
+            name="update: length", unit="tokens of one sequence",
+            sizes=doubled(*at.update_lengths),
+            job=lambda p, n: update(p, sequences=1, length=n),
+        ),
+        Series(
+            name=f"update: tokens {cut}", unit="tokens",
+            sizes=doubled(at.piece, at.update_lengths[1]),
+            job=cut_up(update), beside="update: length",
+        ),
+        Series(
+            name="episodes: turns", unit="turns", sizes=doubled(4, 64),
+            job=lambda p, n: episodes(p, rows=at.episode_rows, turns=n, new=TURN_TOKENS),
+        ),
+        Series(
+            name="hints", unit=f"hints on {at.trunk} tokens", sizes=doubled(1, 32),
+            job=lambda p, n: hints(p, tokens=at.trunk, turns=32, hints=n),
+        ),
+    )  # fmt: skip
