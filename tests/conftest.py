@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -26,3 +27,14 @@ def tiny_teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny-teacher"), seed=1, layers=3)
+
+
+@pytest.fixture(scope="session")
+def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the tiny one, with room for an episode."""
+    from tiny import save_tiny
+
+    folder = save_tiny(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder

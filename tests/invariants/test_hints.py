@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from small_runs import small_recipe
-from tiny import save_tiny
 
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
@@ -20,15 +19,6 @@ from courtside.student.components import components
 from courtside.student.tally import Tally
 from courtside.types import Hint, Scored
 from courtside.verbs import rescore, train
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the tiny one, with room for an episode."""
-    folder = save_tiny(tmp_path_factory.mktemp("long"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
 
 
 def tree(folder: Path, **changes: Any) -> Any:
@@ -91,8 +81,8 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-6), name
 
 
-def test_the_update_is_that_of_the_textbook(student: Path) -> None:
-    parts = assemble(tree(student))
+def test_the_update_is_that_of_the_textbook(roomy_folder: Path) -> None:
+    parts = assemble(tree(roomy_folder))
     scored = scored_batch(parts)
     assert sum(len(s.hints) for s in scored) >= 4 and all(
         j.dropped is None for s in scored for j in s.hints
@@ -100,9 +90,9 @@ def test_the_update_is_that_of_the_textbook(student: Path) -> None:
     close(gradient(parts, scored), naive_gradient(parts, scored))
 
 
-def test_only_the_hinted_turn_moves(student: Path) -> None:
+def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
     """Another hint elsewhere changes nothing of what this turn contributes."""
-    parts = assemble(tree(student))
+    parts = assemble(tree(roomy_folder))
 
     def first(trajectories: Any, found: Any) -> list[Hint]:
         return [next(h for h in found if h.trajectory == trajectories[0].id)]
@@ -126,7 +116,7 @@ def test_only_the_hinted_turn_moves(student: Path) -> None:
         assert torch.allclose(both, whole, rtol=1e-3, atol=1e-5), name
 
 
-def test_micro_batches_change_nothing(student: Path) -> None:
+def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
     losses = [
         {"kind": "divergence", "on": "hinted_turns", "normalise": "turn"},
         {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
@@ -135,7 +125,7 @@ def test_micro_batches_change_nothing(student: Path) -> None:
     found = []
     for micro in (100_000, 1):
         train_ = {"steps": 3, "prompts": 2, "micro_batch_tokens": micro}
-        parts = assemble(tree(student, losses=losses, train=train_))
+        parts = assemble(tree(roomy_folder, losses=losses, train=train_))
 
         def half(trajectories: Any, found: Any) -> list[Hint]:
             return list(found)[::2]  # so that there are other turns, too
@@ -150,11 +140,11 @@ def test_micro_batches_change_nothing(student: Path) -> None:
 @pytest.mark.parametrize("weights", ["live", "frozen", "ema"])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_every_kind_of_self_reads_hints(
-    student: Path, tmp_path: Path, weights: str, lora: Any
+    roomy_folder: Path, tmp_path: Path, weights: str, lora: Any
 ) -> None:
     recipe = tree(
-        student,
-        student={"model": str(student)} | ({"lora": lora} if lora else {}),
+        roomy_folder,
+        student={"model": str(roomy_folder)} | ({"lora": lora} if lora else {}),
         teacher={"kind": "self", "weights": weights},
         train={"steps": 2, "prompts": 2},
     )
@@ -164,22 +154,22 @@ def test_every_kind_of_self_reads_hints(
     assert rows[0]["tokens/divergence"] == rows[0]["length/mean"] * 4
 
 
-def test_a_batch_without_a_mistake_is_no_step(student: Path, tmp_path: Path) -> None:
+def test_a_batch_without_a_mistake_is_no_step(roomy_folder: Path, tmp_path: Path) -> None:
     quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
-    run = train(tree(student, reader=quiet), tmp_path / "run")
+    run = train(tree(roomy_folder, reader=quiet), tmp_path / "run")
     rows = run.metrics()
     assert len(rows) == 3 and all(row["grad_norm"] == 0 for row in rows)
     one, other = (e for e in run.evaluations() if e.who == "student")
     assert one.scores == other.scores and other.metrics["drift/wrong"] == pytest.approx(0, abs=1e-5)
 
 
-def test_hints_that_are_all_dropped_are_an_error(student: Path, tmp_path: Path) -> None:
+def test_hints_that_are_all_dropped_are_an_error(roomy_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nothing|no trajectory has anything to train on"):
-        train(tree(student, hints={"min_shift": 1e9}), tmp_path / "run")
+        train(tree(roomy_folder, hints={"min_shift": 1e9}), tmp_path / "run")
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not(student: Path, tmp_path: Path) -> None:
-    whole = train(tree(student), tmp_path / "whole")
+def test_a_stopped_run_goes_on_as_if_it_had_not(roomy_folder: Path, tmp_path: Path) -> None:
+    whole = train(tree(roomy_folder), tmp_path / "whole")
     pid = os.fork()
     if pid == 0:
         from courtside.report.folder import RunFolder
@@ -192,10 +182,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(student: Path, tmp_path: Path) -
             return recorded(self, step, *args, **kwargs)
 
         RunFolder.record = record  # type: ignore[method-assign]
-        train(tree(student), tmp_path / "cut")
+        train(tree(roomy_folder), tmp_path / "cut")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    cut = train(tree(student), tmp_path / "cut")
+    cut = train(tree(roomy_folder), tmp_path / "cut")
 
     def plain(rows: Any) -> Any:
         return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
@@ -205,8 +195,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(student: Path, tmp_path: Path) -
     assert [e.metrics for e in cut.evaluations()] == [e.metrics for e in whole.evaluations()]
 
 
-def test_stored_episodes_can_be_hinted_again(student: Path, tmp_path: Path) -> None:
-    train(tree(student), tmp_path / "run")
+def test_stored_episodes_can_be_hinted_again(roomy_folder: Path, tmp_path: Path) -> None:
+    train(tree(roomy_folder), tmp_path / "run")
     again = rescore(tmp_path / "run", ["hints.role=system"])
     plain = rescore(tmp_path / "run")
     assert [row["step"] for row in again] == [0, 1, 2]
@@ -214,9 +204,9 @@ def test_stored_episodes_can_be_hinted_again(student: Path, tmp_path: Path) -> N
     assert again[0]["without_teacher"] == 0
 
 
-def test_suites_are_measured_before_and_after(student: Path, tmp_path: Path) -> None:
+def test_suites_are_measured_before_and_after(roomy_folder: Path, tmp_path: Path) -> None:
     settings = {"tasks": 2, "suites": {"held_out": {"names": "held_out"}}}
-    run = train(tree(student, evaluate=settings), tmp_path / "run")
+    run = train(tree(roomy_folder, evaluate=settings), tmp_path / "run")
     assert [(e.who, e.step) for e in run.evaluations()] == [
         ("student", 0), ("student:held_out", 0), ("student", 3), ("student:held_out", 3),
     ]  # fmt: skip
@@ -224,10 +214,10 @@ def test_suites_are_measured_before_and_after(student: Path, tmp_path: Path) -> 
     assert run.evaluations()[2].metrics["drift/wrong"] != 0
 
 
-def test_demonstrations_can_be_imitated(student: Path, tmp_path: Path) -> None:
+def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> None:
     recipe = recipe_from(
         {
-            "student": {"model": str(student)},
+            "student": {"model": str(roomy_folder)},
             "tasks": {"kind": "toolbox", "turns": 2, "habit_share": 0.5},
             "rollout": {"student_share": 0, "max_new_tokens": 6},
             "losses": [{"kind": "cross_entropy"}],
@@ -261,27 +251,27 @@ def test_demonstrations_can_be_imitated(student: Path, tmp_path: Path) -> None:
          r"evaluate.suites.other: .*names"),
     ],
 )  # fmt: skip
-def test_impossible_recipes_are_refused(student: Path, changes: Any, message: str) -> None:
+def test_impossible_recipes_are_refused(roomy_folder: Path, changes: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        tree(student, **changes)
+        tree(roomy_folder, **changes)
 
 
-def test_limits_and_penalties_need_episodes(student: Path) -> None:
+def test_limits_and_penalties_need_episodes(roomy_folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"rollout.limits are those of episodes"):
-        small_recipe(student, rollout={"limits": {"turns": 3}})
+        small_recipe(roomy_folder, rollout={"limits": {"turns": 3}})
     loss = {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 1.0}
     with pytest.raises(RecipeError, match=r"turn_penalty needs an environment"):
-        small_recipe(student, losses=[loss])
+        small_recipe(roomy_folder, losses=[loss])
 
 
-def test_costs_are_of_what_was_read(student: Path, tmp_path: Path) -> None:
+def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
     """One hint in the first turn of one trajectory: the update ends there, and skips the others."""
     rule = {"detect": "pattern", "pattern": "^", "hint": "Look."}
     changes: dict[str, Any] = {
         "reader": {"kind": "rules", "rules": [rule], "max_hints": 1},
         "train": {"steps": 1, "prompts": 2},
     }
-    run = train(tree(student, **changes), tmp_path / "run")
+    run = train(tree(roomy_folder, **changes), tmp_path / "run")
     stored = run.trajectories(step=0)
     assert all([j.hint.turn for j in one.hints] == [1] for one in stored)
     first = sum(
@@ -292,18 +282,22 @@ def test_costs_are_of_what_was_read(student: Path, tmp_path: Path) -> None:
     assert costs["update"]["tokens_in"] == first
     # The teacher is the student, whose pass over the trajectory serves both.
     branches = costs["teacher"]["tokens_in"]
-    frozen = tree(student, **changes, teacher={"kind": "self", "weights": "frozen"})
+    frozen = tree(roomy_folder, **changes, teacher={"kind": "self", "weights": "frozen"})
     costs = json.loads((train(frozen, tmp_path / "frozen").path / "costs.json").read_text())
     whole = sum(len(t.trajectory.token_ids) for t in stored)
     assert costs["teacher"]["tokens_in"] == whole + branches > whole > first
     quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
-    nothing = train(tree(student, reader=quiet, train={"steps": 1, "prompts": 2}), tmp_path / "no")
+    nothing = train(
+        tree(roomy_folder, reader=quiet, train={"steps": 1, "prompts": 2}), tmp_path / "no"
+    )
     costs = json.loads((nothing.path / "costs.json").read_text())
     assert costs["update"]["tokens_in"] == 0 and costs["teacher"]["tokens_in"] == 0
 
 
-def test_a_student_that_reads_itself_pays_for_it(student: Path, tmp_path: Path) -> None:
+def test_a_student_that_reads_itself_pays_for_it(roomy_folder: Path, tmp_path: Path) -> None:
     reader = {"kind": "model", "max_new_tokens": 8, "window": 1000, "overlap": 0, "shown": 100}
-    run = train(tree(student, reader=reader, train={"steps": 1, "prompts": 1}), tmp_path / "run")
+    run = train(
+        tree(roomy_folder, reader=reader, train={"steps": 1, "prompts": 1}), tmp_path / "run"
+    )
     reading = json.loads((run.path / "costs.json").read_text())["reader"]
     assert reading["tokens_in"] > 0 and reading["tokens_out"] > 0 and reading["flops"] > 0

@@ -12,7 +12,6 @@ import pytest
 import torch
 from small_runs import small_recipe
 from textbook import double
-from tiny import save_tiny
 from torch import Tensor
 
 from courtside.assemble import assemble
@@ -37,14 +36,6 @@ LOSSES = {
     "sampled": [{"kind": "policy_gradient", "advantage": "teacher_gap", "on": "hinted_turns"}],
     "capped": [{"kind": "divergence", "on": "hinted_turns", "clip": 0.3}],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("long"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
 
 
 def tree(folder: Path, **changes: Any) -> Any:
@@ -121,14 +112,14 @@ def accumulated(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], 
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
 def test_the_update_is_that_of_hints_scored_before(
-    student: Path, losses: Any, lora: dict[str, Any] | None
+    roomy_folder: Path, losses: Any, lora: dict[str, Any] | None
 ) -> None:
     changes = {
-        "student": {"model": str(student)} | ({"lora": lora} if lora else {}),
+        "student": {"model": str(roomy_folder)} | ({"lora": lora} if lora else {}),
         "losses": losses,
     }
-    before = prepared(tree(student, hints={"min_shift": EVERY}, **changes))
-    live = prepared(tree(student, **changes))
+    before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}, **changes))
+    live = prepared(tree(roomy_folder, **changes))
     assert in_update(live) and not in_update(before)
     expected, values = accumulated(before, batch_of(before))
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-5
@@ -141,9 +132,9 @@ def test_the_update_is_that_of_hints_scored_before(
         assert found == {name: pytest.approx(v, rel=1e-8, abs=1e-10) for name, v in values.items()}
 
 
-def test_what_hints_did_is_measured_by_the_update(student: Path) -> None:
-    before = prepared(tree(student, hints={"min_shift": EVERY}))
-    live = prepared(tree(student))
+def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
+    before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}))
+    live = prepared(tree(roomy_folder))
     scored, expected = batch_of(live), batch_of(before)
     kept = [j for s in scored for j in s.hints]
     assert len(kept) == 6 and all(j.shift is None and j.dropped is None for j in kept)
@@ -164,8 +155,8 @@ def test_what_hints_did_is_measured_by_the_update(student: Path) -> None:
     assert any(shift is not None for shift in spans)
 
 
-def test_every_token_is_read_once(student: Path) -> None:
-    parts = prepared(tree(student))
+def test_every_token_is_read_once(roomy_folder: Path) -> None:
+    parts = prepared(tree(roomy_folder))
     with counted(parts) as seen:
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         seen.clear()
@@ -202,10 +193,10 @@ BEFORE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", BEFORE.values(), ids=BEFORE)
 def test_where_more_must_be_known_hints_are_scored_before(
-    student: Path, changes: dict[str, Any]
+    roomy_folder: Path, changes: dict[str, Any]
 ) -> None:
-    changes = {**changes, "student": {"model": str(student), **changes.get("student", {})}}
-    parts = assemble(tree(student, **changes))
+    changes = {**changes, "student": {"model": str(roomy_folder), **changes.get("student", {})}}
+    parts = assemble(tree(roomy_folder, **changes))
     scored = batch_of(parts)
     targets = [s.target for s in scored if s.target is not None]
     assert targets and all(not t.branches and t.logp_T.isfinite().all() for t in targets)
@@ -218,23 +209,23 @@ def test_where_more_must_be_known_hints_are_scored_before(
      "courtside.student.live_hints.kept_branching_problem"],
 )  # fmt: skip
 def test_models_that_cannot_are_scored_before(
-    student: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    roomy_folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, lambda model: "it is special")
-    parts = assemble(tree(student))
+    parts = assemble(tree(roomy_folder))
     scored = batch_of(parts)
     assert all(j.shift is not None for s in scored for j in s.hints)
     assert any("hints are scored before the update" in note for note in parts.notes)
 
 
-def test_dropout_of_the_model_itself_is_seen(student: Path, tmp_path: Path) -> None:
-    parts = assemble(tree(student))
+def test_dropout_of_the_model_itself_is_seen(roomy_folder: Path, tmp_path: Path) -> None:
+    parts = assemble(tree(roomy_folder))
     assert not drops_out(parts.engine.model)
     parts.engine.model.config.attention_dropout = 0.1
     assert drops_out(parts.engine.model)
 
 
-def test_hints_that_cannot_be_put_in_are_counted(student: Path) -> None:
+def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
     def asked(trajectories: Sequence[Trajectory]) -> list[Hint]:
         def hint(n: int, turn: int, text: str) -> Hint:
             return Hint(trajectory=trajectories[n].id, turn=turn, text=text, source="rules")
@@ -243,7 +234,7 @@ def test_hints_that_cannot_be_put_in_are_counted(student: Path) -> None:
 
     found = []
     for hints in ({}, {"min_shift": EVERY}):
-        parts = prepared(tree(student, hints=hints))
+        parts = prepared(tree(roomy_folder, hints=hints))
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         scored = parts.teacher(trajectories, asked(trajectories))
         dropped = [[(j.hint.turn, j.dropped) for j in s.hints] for s in scored]
@@ -259,9 +250,11 @@ def test_hints_that_cannot_be_put_in_are_counted(student: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_records_what_a_run_that_scores_before_does(student: Path, tmp_path: Path) -> None:
-    live = train(tree(student), tmp_path / "live")
-    before = train(tree(student, hints={"min_shift": EVERY}), tmp_path / "before")
+def test_a_run_records_what_a_run_that_scores_before_does(
+    roomy_folder: Path, tmp_path: Path
+) -> None:
+    live = train(tree(roomy_folder), tmp_path / "live")
+    before = train(tree(roomy_folder, hints={"min_shift": EVERY}), tmp_path / "before")
     for one, other in zip(live.metrics(), before.metrics(), strict=True):
         assert one.keys() - other.keys() <= {"seconds/teacher"}
         shared = [k for k in other if k in one and "second" not in k]
@@ -284,8 +277,8 @@ def test_a_run_records_what_a_run_that_scores_before_does(student: Path, tmp_pat
     assert "mean shift" in (live.path / "report.html").read_text()
 
 
-def test_stored_trajectories_can_be_scored_again(student: Path, tmp_path: Path) -> None:
-    train(tree(student), tmp_path / "run")
+def test_stored_trajectories_can_be_scored_again(roomy_folder: Path, tmp_path: Path) -> None:
+    train(tree(roomy_folder), tmp_path / "run")
     live = rescore(tmp_path / "run")
     before = rescore(tmp_path / "run", [f"hints.min_shift={EVERY}"])
     for one, other in zip(live, before, strict=True):
@@ -293,9 +286,9 @@ def test_stored_trajectories_can_be_scored_again(student: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
-def test_in_bfloat16_the_cut_changes_rounding_only(student: Path, lora: Any) -> None:
-    settings = {"model": str(student), "dtype": "bfloat16"} | ({"lora": lora} if lora else {})
-    parts = assemble(tree(student, student=settings))
+def test_in_bfloat16_the_cut_changes_rounding_only(roomy_folder: Path, lora: Any) -> None:
+    settings = {"model": str(roomy_folder), "dtype": "bfloat16"} | ({"lora": lora} if lora else {})
+    parts = assemble(tree(roomy_folder, student=settings))
     assert in_update(parts)
     with torch.no_grad():
         for p in parts.student.weights.trained().values():
@@ -310,9 +303,9 @@ def test_in_bfloat16_the_cut_changes_rounding_only(student: Path, lora: Any) -> 
         assert float((found[0][name] - gradient).norm() / gradient.norm()) < 0.1, name
 
 
-def test_a_weight_that_branches_use_first_still_trains(student: Path) -> None:
+def test_a_weight_that_branches_use_first_still_trains(roomy_folder: Path) -> None:
     """Autocast keeps what it has rounded; rounded without a graph, it would stay without one."""
-    parts = assemble(tree(student, student={"model": str(student), "dtype": "bfloat16"}))
+    parts = assemble(tree(roomy_folder, student={"model": str(roomy_folder), "dtype": "bfloat16"}))
     mlp = parts.engine.model.model.layers[0].mlp
     mlp.sometimes = torch.nn.Linear(32, 32)
     real, calls = mlp.forward, []

@@ -1,7 +1,7 @@
 """Attention of one new token a row over rows of different lengths, in room of one size.
 
-For the time of a step the model's attention is this one; `Ragged.length_B` says how much of each
-row is there. On a GPU a kernel reads just that; elsewhere, for tests, a mask hides the rest.
+For the time of a step the model's attention is this one, and `ragged` is told how much of each row
+is there. On a GPU a kernel reads just that; elsewhere, for tests, a mask hides the rest.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from courtside.engines import layer_kernels, layer_parts
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.graphs import LOOK_EVERY
+from courtside.engines.graphs import LOOK_EVERY, Decoder
 from courtside.engines.lent import JoinedProduct, LentWeights
 from courtside.engines.slots import KEPT, SlotSession
 from courtside.engines.transformers import TransformersEngine, head_of
@@ -136,10 +136,19 @@ def test_an_interrupted_batch_leaves_no_row_at_work(monkeypatch: pytest.MonkeyPa
 
         patched.setattr(SlotSession, "_end", interrupt)
         made.sample(REQUESTS, sampling)
+    active: list[int] = []
+    go = Decoder.go
+
+    def watched(self: Decoder) -> list[bool]:
+        active.append(int(self.active_B.sum()))
+        return go(self)
+
+    monkeypatch.setattr(Decoder, "go", watched)
     same(
         made.sample(REQUESTS[:2], sampling),
         engine(slots=False).sample(REQUESTS[:2], sampling),
     )
+    assert max(active) <= 2
 
 
 def test_other_weights_get_another_graph_and_old_ones_go() -> None:

@@ -116,6 +116,13 @@ def test_room_grows_and_nothing_is_lost(engine: TransformersEngine) -> None:
     same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
 
 
+@BOTH
+def test_a_row_that_sits_out_while_room_grows_keeps_its_own(engine: TransformersEngine) -> None:
+    script = [{0: (7,) * 30, 1: (9,) * 3}, {1: (8,) * 300}, {0: (5, 6)}]
+    sampling = Sampling(max_new_tokens=8)
+    same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
+
+
 def test_models_with_windows_read_again() -> None:
     torch.manual_seed(0)
     config = MistralConfig(
