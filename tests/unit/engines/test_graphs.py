@@ -31,7 +31,7 @@ from courtside.engines import layer_kernels, layer_parts
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.graphs import LOOK_EVERY, Decoder
 from courtside.engines.lent import JoinedProduct, LentWeights
-from courtside.engines.slots import KEPT, SlotSession
+from courtside.engines.slots import KEPT
 from courtside.engines.transformers import TransformersEngine, head_of
 from courtside.types import Sample
 
@@ -129,15 +129,16 @@ def test_a_second_session_leaves_the_first_alone() -> None:
 def test_an_interrupted_batch_leaves_no_row_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=30)
     made = engine(slots=True)
+    go = Decoder.go
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
-        def interrupt(self: SlotSession, *_: Any) -> None:
+        def interrupted(self: Decoder) -> list[bool]:
+            go(self)
             raise KeyboardInterrupt
 
-        patched.setattr(SlotSession, "_end", interrupt)
+        patched.setattr(Decoder, "go", interrupted)
         made.sample(REQUESTS, sampling)
     active: list[int] = []
-    go = Decoder.go
 
     def watched(self: Decoder) -> list[bool]:
         active.append(int(self.active_B.sum()))
@@ -145,7 +146,7 @@ def test_an_interrupted_batch_leaves_no_row_at_work(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Decoder, "go", watched)
     same(
-        made.sample(REQUESTS[:2], sampling),
+        made.session(len(REQUESTS)).sample([0, 1], REQUESTS[:2], sampling),
         engine(slots=False).sample(REQUESTS[:2], sampling),
     )
     assert max(active) <= 2
