@@ -159,6 +159,8 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
     for parameter in made.model.parameters():
         parameter.data = parameter.data * 0.5  # a new address, as when weights are lent
     after = made.sample(REQUESTS, sampling)
+    (slots,) = made._pool._slots.values()
+    assert len(slots.decoders) == 2, "a graph would go on with the old weights"
     fresh = engine(slots=False)
     for parameter in fresh.model.parameters():
         parameter.data.mul_(0.5)
