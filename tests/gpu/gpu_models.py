@@ -68,5 +68,6 @@ def _norm(layer: Any, hidden: Tensor) -> Tensor:
 
 def off(found: Tensor, right: Tensor) -> float:
     """‖found − right‖ / ‖right‖; inf where something is not finite."""
-    error = (found.detach().cpu().double() - right.double()).norm() / right.double().norm()
+    found, right = (t.detach().cpu().double() for t in (found, right))
+    error = (found - right).norm() / right.norm()
     return float(error) if bool(error.isfinite()) else float("inf")
