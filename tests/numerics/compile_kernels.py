@@ -1,4 +1,4 @@
-"""Compiles the fused head's kernels for a GPU, on a machine without one, with Triton's compiler.
+"""Compiles the kernels of the fused head and of layers for a GPU, on a machine without one.
 
     python tests/numerics/compile_kernels.py [--all]
 
@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from courtside.engines import layer_gradients, layer_kernels
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
 from courtside.losses.fused_select import crowded_kernel, select_kernel
 
@@ -77,6 +78,45 @@ def select_resources(kernel: Any, *, dtype: str = "bf16", num_words: int = 15193
     return used(kernel, types, constants, ("values", "keys", "stride"), 8)
 
 
+LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
+    (layer_kernels._rms_norm, "x=fp32 out=bf16 weight=fp32 scales=fp32",
+     "outer inner num_inner num_rows",
+     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "ROUNDS": True, "KEEPS": True}, 8),
+    (layer_kernels._rms_norm, "x=bf16 out=fp32 weight=fp32 scales=fp32",
+     "outer inner num_inner num_rows",
+     {"SIZE": 128, "PADDED": 128, "ROWS": 8, "ROUNDS": False, "KEEPS": True}, 4),
+    (layer_gradients._rms_norm_back,
+     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
+     "outer inner num_inner num_rows",
+     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "OF_WEIGHT": True}, 8),
+    (layer_gradients._rms_norm_back,
+     "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 sums=fp32",
+     "outer inner num_inner num_rows",
+     {"SIZE": 128, "PADDED": 128, "ROWS": 8, "OF_WEIGHT": True}, 4),
+    *(
+        (layer_kernels._rotate,
+         "query=fp32 key=fp32 cos=fp32 sin=fp32 query_out=bf16 key_out=bf16",
+         "query_row query_head query_place key_row key_head key_place cos_row cos_place sin_row "
+         "sin_place num_places",
+         {"QUERIES": 16, "KEYS": 8, "SIZE": 128, "PADDED": 64, "ROUNDS": False, "BACK": back}, 1)
+        for back in (False, True)
+    ),
+    (layer_gradients._gated_back,
+     "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
+     {"SIZE": 3072, "BLOCK": 1024}, 4),
+]  # fmt: skip
+"""Kernel, the numbers behind its pointers, its integers, its constants and warps."""
+
+
+def layer_resources(
+    kernel: Any, pointers: str, integers: str, constants: dict[str, Any], warps: int
+) -> str:
+    types = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(integers.split(), "i32")
+    types |= {name: f"*{kind}" for name, kind in (p.split("=") for p in pointers.split())}
+    types = {name: kind for name, kind in types.items() if name not in constants}
+    return used(kernel, types, constants, (), warps)
+
+
 def used(
     kernel: Any,
     types: dict[str, str],
@@ -113,6 +153,10 @@ def main() -> None:
             found = select_resources(kernel, **options)
             spills += "STACK:0" not in found or "LOCAL:0" not in found
             print(f"{kernel.__name__}, {options}: {found}")
+    for kernel, pointers, integers, constants, warps in LAYERS:
+        found = layer_resources(kernel, pointers, integers, constants, warps)
+        spills += "STACK:0" not in found or "LOCAL:0" not in found
+        print(f"{kernel.__name__}, {pointers}: {found}")
     sys.exit(1 if spills else 0)
 
 

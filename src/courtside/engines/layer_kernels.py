@@ -15,94 +15,141 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_GATED = 1024
+MANY_ROWS = 8192
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, outer, inner, num_inner, SIZE: tl.constexpr,
-              PADDED: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+def _rms_norm(x, weight, out, scales, eps, outer, inner, num_inner, num_rows, SIZE: tl.constexpr,
+              PADDED: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr,
+              KEEPS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, PADDED)
+    inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
     first = (row // num_inner) * outer + (row % num_inner) * inner
-    y = tl.load(x + first + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
+    y = tl.load(x + first[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)
+    if KEEPS:
+        tl.store(scales + row, scale, mask=row < num_rows)
+    y = y * scale[:, None]
     if ROUNDS:
         y = y.to(x.dtype.element_ty).to(tl.float32)
-    y = y * tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + at, y.to(out.dtype.element_ty), mask=at < SIZE)
+    y = y * tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
+    where = row[:, None] * SIZE + at[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
-    x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
+    x: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    rounds: bool,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """`rounds`: to the numbers of `x` before the weights are multiplied."""
+    """`rounds`: to the numbers of `x` before the weights are multiplied. `scales` [rows] gets what
+    each row was multiplied by."""
     D = x.shape[-1]
-    x_NKD = x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, D)
-    if x_NKD.stride(2) != 1:
-        x_NKD = x_NKD.contiguous()
+    x_NKD = rows_of(x)
+    num_rows = x_NKD.shape[0] * x_NKD.shape[1]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     padded = triton.next_power_of_2(D)
-    _rms_norm[(x_NKD.shape[0] * x_NKD.shape[1],)](
-        x_NKD, weight_D, out, eps, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
-        SIZE=D, PADDED=padded, ROUNDS=rounds, num_warps=min(max(padded // 256, 1), 8),
+    rows = tile_rows(num_rows, padded)
+    _rms_norm[(triton.cdiv(num_rows, rows),)](
+        x_NKD, weight_D, out, scales, eps, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
+        num_rows, SIZE=D, PADDED=padded, ROWS=rows, ROUNDS=rounds, KEEPS=scales is not None,
+        num_warps=min(max(rows * padded // 256, 1), 8),
     )  # fmt: skip
     return out
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """As [outer, inner, D] with the last dimension in one piece, without a copy where possible."""
+    return dense(x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1]))
+
+
+def tile_rows(num_rows: int, padded: int) -> int:
+    """Rows of one program: few rows want many programs, many short rows want fewer."""
+    return max(1, 1024 // padded) if num_rows > MANY_ROWS else 1
+
+
 @triton.jit
-def _turned(source, out, cos, sin, HALF: tl.constexpr, PADDED: tl.constexpr):
+def _turned(source, out, cos, sin, HALF: tl.constexpr, PADDED: tl.constexpr, ROUNDS: tl.constexpr,
+            BACK: tl.constexpr):  # fmt: skip
+    """The halves of one head turned against each other; `BACK`: what gradients go through."""
     at = tl.arange(0, PADDED)
     inside = at < HALF
     low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    low_cos = _times(low, cos + at, out, inside)
-    high_sin = _times(high, sin + at, out, inside)
-    high_cos = _times(high, cos + HALF + at, out, inside)
-    low_sin = _times(low, sin + HALF + at, out, inside)
-    numbers = out.dtype.element_ty
-    tl.store(out + at, (low_cos - high_sin).to(numbers), mask=inside)
-    tl.store(out + HALF + at, (high_cos + low_sin).to(numbers), mask=inside)
-
-
-@triton.jit
-def _times(x, factor, out, inside):
-    """A product, rounded as torch rounds it before it adds two."""
-    product = x * tl.load(factor, mask=inside, other=0.0).to(tl.float32)
-    return product.to(out.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _rotate(query, key, cos, sin, query_out, key_out, query_row, query_head, key_row, key_head,
-            cos_row, sin_row, QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-            PADDED: tl.constexpr):  # fmt: skip
-    """One head of one row: the heads of the query first, then those of the key."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    cos += row * cos_row
-    sin += row * sin_row
-    if head < QUERIES:
-        query += row * query_row + head * query_head
-        _turned(query, query_out + (row * QUERIES + head) * SIZE, cos, sin, SIZE // 2, PADDED)
+    low_cos = _times(low, cos + at, out, inside, ROUNDS)
+    high_cos = _times(high, cos + HALF + at, out, inside, ROUNDS)
+    if BACK:
+        turned_low = low_cos + _times(high, sin + HALF + at, out, inside, ROUNDS)
+        turned_high = high_cos - _times(low, sin + at, out, inside, ROUNDS)
     else:
-        key += row * key_row + (head - QUERIES) * key_head
-        out = key_out + (row * KEYS + head - QUERIES) * SIZE
-        _turned(key, out, cos, sin, SIZE // 2, PADDED)
+        turned_low = low_cos - _times(high, sin + at, out, inside, ROUNDS)
+        turned_high = high_cos + _times(low, sin + HALF + at, out, inside, ROUNDS)
+    numbers = out.dtype.element_ty
+    tl.store(out + at, turned_low.to(numbers), mask=inside)
+    tl.store(out + HALF + at, turned_high.to(numbers), mask=inside)
+
+
+@triton.jit
+def _times(x, factor, out, inside, ROUNDS: tl.constexpr):
+    """A product, rounded where torch would round it before it adds two."""
+    product = x * tl.load(factor, mask=inside, other=0.0).to(tl.float32)
+    if ROUNDS:
+        product = product.to(out.dtype.element_ty).to(tl.float32)
+    return product
+
+
+@triton.jit
+def _rotate(query, key, cos, sin, query_out, key_out, query_row, query_head, query_place, key_row,
+            key_head, key_place, cos_row, cos_place, sin_row, sin_place, num_places,
+            QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+            ROUNDS: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+    """One head at one place: the heads of the query first, then those of the key."""
+    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, place = index // num_places, index % num_places
+    cos += row * cos_row + place * cos_place
+    sin += row * sin_row + place * sin_place
+    if head < QUERIES:
+        query += row * query_row + head * query_head + place * query_place
+        out = query_out + (index * QUERIES + head) * SIZE
+        _turned(query, out, cos, sin, SIZE // 2, PADDED, ROUNDS, BACK)
+    else:
+        key += row * key_row + (head - QUERIES) * key_head + place * key_place
+        out = key_out + (index * KEYS + head - QUERIES) * SIZE
+        _turned(key, out, cos, sin, SIZE // 2, PADDED, ROUNDS, BACK)
 
 
 def rotate(
-    query_BH1D: Tensor, key_BK1D: Tensor, cos_B1D: Tensor, sin_B1D: Tensor
+    query_BHND: Tensor,
+    key_BKND: Tensor,
+    cos_BND: Tensor,
+    sin_BND: Tensor,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    back: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Both with position: halves turned against each other by the row's angles."""
-    B, H, _, D = query_BH1D.shape
-    K = key_BK1D.shape[1]
-    dtype = torch.promote_types(query_BH1D.dtype, cos_B1D.dtype)
-    query_out = torch.empty(B, H, 1, D, dtype=dtype, device=query_BH1D.device)
-    key_out = torch.empty(B, K, 1, D, dtype=dtype, device=query_BH1D.device)
-    query, key, cos, sin = (_dense(x) for x in (query_BH1D, key_BK1D, cos_B1D, sin_B1D))
-    _rotate[(B, H + K)](
-        query, key, cos, sin, query_out, key_out, query.stride(0), query.stride(1), key.stride(0),
-        key.stride(1), cos.stride(0), sin.stride(0), QUERIES=H, KEYS=K, SIZE=D,
-        PADDED=triton.next_power_of_2(D // 2), num_warps=1,
+    """Both with position: halves turned against each other by each place's angles. `dtypes` of the
+    results, which lie as [B, N, heads, D]. One row of angles may serve all rows."""
+    B, H, N, D = query_BHND.shape
+    K = key_BKND.shape[1]
+    device = query_BHND.device
+    query_out = torch.empty(B, N, H, D, dtype=dtypes[0], device=device)
+    key_out = torch.empty(B, N, K, D, dtype=dtypes[1], device=device)
+    query, key, cos, sin = (dense(x) for x in (query_BHND, key_BKND, cos_BND, sin_BND))
+    per_row = [0 if len(x) == 1 else x.stride(0) for x in (cos, sin)]
+    # Torch multiplies in 16 bits where both are of those, and rounds each product.
+    rounds = not back and torch.promote_types(query.dtype, cos.dtype).itemsize == 2
+    _rotate[(B * N, H + K)](
+        query, key, cos, sin, query_out, key_out, query.stride(0), query.stride(1),
+        query.stride(2), key.stride(0), key.stride(1), key.stride(2), per_row[0], cos.stride(1),
+        per_row[1], sin.stride(1), N, QUERIES=H, KEYS=K, SIZE=D,
+        PADDED=triton.next_power_of_2(D // 2), ROUNDS=rounds, BACK=back, num_warps=1,
     )  # fmt: skip
-    return query_out, key_out
+    return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
 
 @triton.jit
@@ -127,7 +174,7 @@ def append(
     """Write each row's new key and value behind the `length_B` that it has."""
     B, K, L, D = keys_BKLD.shape
     assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
-    key, value = _dense(key_BK1D), _dense(value_BK1D)
+    key, value = dense(key_BK1D), dense(value_BK1D)
     _append[(B, K)](
         key, value, keys_BKLD, values_BKLD, length_B, key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), keys_BKLD.stride(0), keys_BKLD.stride(1), L,
@@ -150,7 +197,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     size = gate.shape[-1]
     dtype = torch.promote_types(gate.dtype, up.dtype)
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    gate_NI, up_NI = _dense(gate.reshape(-1, size)), _dense(up.reshape(-1, size))
+    gate_NI, up_NI = dense(gate.reshape(-1, size)), dense(up.reshape(-1, size))
     block = min(BLOCK_GATED, triton.next_power_of_2(size))
     _gated[(gate_NI.shape[0], triton.cdiv(size, block))](
         gate_NI, up_NI, out, gate_NI.stride(0), up_NI.stride(0), SIZE=size, BLOCK=block,
@@ -159,6 +206,6 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """Its last dimension lies together; the kernels step over the others."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -55,9 +55,9 @@ def rms_norm(
     x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
 ) -> Tensor:
     if by_kernel(x):
-        from courtside.engines import layer_kernels  # needs Triton, which CPUs do without
+        from courtside.engines import layer_gradients  # needs Triton, which CPUs do without
 
-        return layer_kernels.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+        return layer_gradients.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
@@ -86,14 +86,18 @@ def rms_norm_of(module: Any, dtype: torch.dtype | None) -> RmsNorm | None:
 
 
 def rotate(
-    query_BH1D: Tensor, key_BK1D: Tensor, cos_B1D: Tensor, sin_B1D: Tensor
+    query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if by_kernel(query_BH1D) and by_kernel(cos_B1D):
-        from courtside.engines import layer_kernels
+    """In the numbers of both; under autocast in those that attention would round them to."""
+    if by_kernel(query_BHND) and by_kernel(cos_BND):
+        from courtside.engines import layer_gradients
 
-        return layer_kernels.rotate(query_BH1D, key_BK1D, cos_B1D, sin_B1D)
-    cos, sin = cos_B1D[:, None], sin_B1D[:, None]
-    return _rotated(query_BH1D, cos, sin), _rotated(key_BK1D, cos, sin)
+        dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
+        if torch.is_autocast_enabled(query_BHND.device.type):
+            dtype = torch.get_autocast_dtype(query_BHND.device.type)
+        return layer_gradients.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
+    cos, sin = cos_BND[:, None], sin_BND[:, None]
+    return _rotated(query_BHND, cos, sin), _rotated(key_BKND, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -101,17 +105,17 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def rotary_for_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`own` as it is, but by `rotate` where each row has one token."""
+def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, by `rotate` where it is given what that takes."""
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        one_token = q.dim() == k.dim() == 4 and q.shape[2] == k.shape[2] == 1
-        angles = (q.shape[0], 1, q.shape[-1])
-        if more or named or not one_token or not cos.shape == sin.shape == angles:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        plain = not more and not named and q.dim() == k.dim() == 4
+        angles = cos.shape[1:] == q.shape[2:] and len(cos) in (1, len(q))
+        if not plain or k.shape[2:] != q.shape[2:] or cos.shape != sin.shape or not angles:
             return own(q, k, cos, sin, *more, **named)
         return rotate(q, k, cos, sin)
 
-    return rotary
+    return rotated
 
 
 def rotary_modules(model: Any) -> list[ModuleType]:
@@ -125,11 +129,13 @@ def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
     numbers = torch.linspace(-3, 4, 2 * 3 * 8, device=device).sin()
     query, key = numbers.view(2, 3, 1, 8), numbers.flip(0)[:32].view(2, 2, 1, 8)
     cos, sin = (3 * numbers)[:16].view(2, 1, 8), (5 * numbers)[7:23].view(2, 1, 8)
-    try:
-        theirs = own(query, key, cos, sin)
-    except (RuntimeError, TypeError):  # it takes angles of another form
-        return False
-    return all(_gap(x, y) < 1e-5 for x, y in zip(rotate(query, key, cos, sin), theirs, strict=True))
+    with torch.autocast(device.type, enabled=False):
+        try:
+            theirs = own(query, key, cos, sin)
+        except (RuntimeError, TypeError):  # it takes angles of another form
+            return False
+        ours = rotate(query, key, cos, sin)
+    return all(_gap(x, y) < 1e-5 for x, y in zip(ours, theirs, strict=True))
 
 
 # ── gated MLPs ───────────────────────────────────────────────────────────────────────────────────
@@ -138,9 +144,9 @@ def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     if by_kernel(gate):
-        from courtside.engines import layer_kernels
+        from courtside.engines import layer_gradients
 
-        return layer_kernels.gated(gate, up)
+        return layer_gradients.gated(gate, up)
     return F.silu(gate) * up
 
 

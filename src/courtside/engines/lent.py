@@ -3,7 +3,7 @@
 Trained weights are float32 and a pass under autocast rounds them to bfloat16 first. A step of
 decoding would round every weight again for each token; copies that are refreshed once a batch are
 the same numbers. Copies of layers that read the same input lie one behind the other and are one
-product. What stands between the products is as `layer_parts` has it.
+product. What stands between the products is as `few_launches` has it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from courtside.engines.base import Head
-from courtside.engines.layer_parts import (
-    ROTARY,
-    gated_mlp_of,
-    rms_norm_of,
-    rotary_for_tokens,
-    rotary_modules,
-)
+from courtside.engines.few_launches import FewLaunches, Replacement, replaced
 from courtside.engines.traced import Trace
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that may read the same input, in the order in which they are called."""
-ABSENT: Any = object()
 
 
 class LentWeights:
     @torch.no_grad()
     def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
         self.model, self.head, self.dtype = model, head, dtype
-        linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
-        norms = [n for m in model.modules() if (n := rms_norm_of(m, dtype)) is not None]
-        self.norms = {norm.module: norm for norm in norms}
-        trace = Trace(model, self.norms, linear)
-        self.rounded_norms = trace.feeds_linear if dtype is not None else set()
-        """Norms whose results nobody reads who would not round them."""
-        self.groups = _grouped(model, linear, trace)
+        self.parts = FewLaunches(model, head, dtype)
+        trace = self.parts.trace
+        self.groups = _grouped(model, self.parts.linear, trace)
         """Linear layers that are one product, most of them alone."""
-        self.mlps = {m: f for m in model.modules() if (f := gated_mlp_of(m)) is not None}
-        self.rotary = rotary_modules(model)
         self.adapted = [m for m in model.modules() if _is_plain_adapter(m, trace)]
         """Layers of PEFT, which would turn what they read into the numbers of their weights."""
         self._copies: list[tuple[Tensor, Tensor | None]] = []
@@ -87,27 +74,11 @@ class LentWeights:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Passes of the model and its head in here multiply by the copies."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for namespace, name, value in self._replacements():
-                before.append((namespace, name, namespace.get(name, ABSENT)))
-                namespace[name] = value
+        with replaced(self._replacements()):
             yield
-        finally:
-            for namespace, name, value in reversed(before):
-                if value is ABSENT:
-                    del namespace[name]
-                else:
-                    namespace[name] = value
 
-    def _replacements(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        for module, norm in self.norms.items():
-            dtype = self.dtype if module in self.rounded_norms else None
-            yield vars(module), "forward", partial(norm.forward, dtype=dtype)
-        for mlp, forward in self.mlps.items():
-            yield vars(mlp), "forward", forward
-        for module in self.rotary:
-            yield vars(module), ROTARY, rotary_for_tokens(vars(module)[ROTARY])
+    def _replacements(self) -> Iterator[Replacement]:
+        yield from self.parts.replacements()
         if self.dtype is None:
             return
         for layer in self.adapted:

@@ -10,7 +10,7 @@ Models that do anything special with attention take passes padded on the right, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from courtside.engines.attention import attention_of, special_attention, windows_of
 from courtside.engines.batching import batches_by_length, full_batches, pad_right, placed
+from courtside.engines.few_launches import FewLaunches
 from courtside.engines.tried import away_from_alone, example_problem
 from courtside.errors import ModelError
 
@@ -193,6 +194,7 @@ class Passes:
     pad_id: int
     problem: str | None
     """Why they are padded; None: they are packed."""
+    parts: FewLaunches | None = None
 
     def size(self, lengths: Sequence[int]) -> int:
         """Tokens that a pass computes for these sequences."""
@@ -206,10 +208,10 @@ class Passes:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """What `hidden` wants around it, and around a backward pass through what it gave."""
-        if self.problem is not None:
-            yield
-            return
-        with switched(self.model):
+        with (
+            nullcontext() if self.parts is None else self.parts.used(),
+            switched(self.model) if self.problem is None else nullcontext(),
+        ):
             yield
 
     def hidden(

@@ -32,6 +32,7 @@ from courtside.engines.base import (
 from courtside.engines.batching import batches_by_length, pad_left, pass_tokens
 from courtside.engines.branches import branching_problem, read_branches, score_branches_separately
 from courtside.engines.drawn import Drawn
+from courtside.engines.few_launches import few_launches
 from courtside.engines.lent import LentWeights
 from courtside.engines.packing import Passes, packing_problem
 from courtside.engines.sampling import draw, uniforms
@@ -179,7 +180,8 @@ class TransformersEngine:
         """How sequences become passes of the model; its `problem` says why they are padded."""
         with self.casting():
             problem = packing_problem(self.model)
-        return Passes(model=self.model, pad_id=self.pad_id, problem=problem)
+        parts = few_launches(self.model, self.head, self.autocast)
+        return Passes(model=self.model, pad_id=self.pad_id, problem=problem, parts=parts)
 
     def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from courtside.config import Recipe
 from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens, placed
+from courtside.engines.few_launches import few_launches
 from courtside.engines.kept import keeping
 from courtside.engines.packing import Passes, packing_problem
 from courtside.errors import NotFiniteError, RunError
@@ -127,7 +128,8 @@ class Student:
         """How trajectories become passes of the model; its `problem` says why they are padded."""
         with self._casting():
             problem = packing_problem(self.weights.model)
-        return Passes(model=self.weights.model, pad_id=self.pad_id, problem=problem)
+        parts = few_launches(self.weights.model, self.head, self.weights.autocast)
+        return Passes(model=self.weights.model, pad_id=self.pad_id, problem=problem, parts=parts)
 
     def _casting(self, *, anew: bool = False) -> Any:
         """`anew`: without using or keeping rounded weights."""

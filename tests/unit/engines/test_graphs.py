@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from model_kinds import lora, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -16,14 +16,6 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -175,47 +167,6 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
 # ── copies of the weights ────────────────────────────────────────────────────────────────────────
 
 
-def made_of(config: type, model: type, **settings: Any) -> Any:
-    torch.manual_seed(1)
-    made = model(config(
-        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1, **settings,
-    )).eval()  # fmt: skip
-    for name, parameter in made.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
-    return made
-
-
-def qwen() -> Any:
-    return made_of(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
-
-
-def qwen2() -> Any:
-    return made_of(Qwen2Config, Qwen2ForCausalLM)
-
-
-def phi3() -> Any:
-    """Query, key and value are one layer already."""
-    return made_of(Phi3Config, Phi3ForCausalLM)
-
-
-def olmo2() -> Any:
-    """Norms behind the layers: what they give is added up, unrounded."""
-    return made_of(Olmo2Config, Olmo2ForCausalLM)
-
-
-def lora(model: Any) -> Any:
-    torch.manual_seed(2)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, config).base_model.model
-
-
-def lora_qwen() -> Any:
-    return lora(qwen())
-
-
 KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen]
 
 
@@ -279,11 +230,11 @@ def test_what_is_found_in_a_model(
 ) -> None:
     model = make()
     lent = LentWeights(model, head_of(model), torch.bfloat16)
-    assert len(lent.norms) == norms
-    assert len(lent.rounded_norms) == rounded
+    assert len(lent.parts.norms) == norms
+    assert len(lent.parts.rounded_norms) == rounded
     assert sum(len(group) > 1 for group in lent.groups) == joined
-    assert len(lent.mlps) == mlps
-    assert len(lent.rotary) == rotary
+    assert len(lent.parts.mlps) == mlps
+    assert len(lent.parts.rotary) == rotary
     every = [m for group in lent.groups for m in group]
     linear = [m for m in model.modules() if type(m) is nn.Linear and m is not lent.head.module]
     assert len(every) == len(linear) and set(every) == set(linear)
@@ -306,7 +257,7 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     same(made.sample(REQUESTS[:2], sampling), eager, within=1e-4)
     steps = 3 if on_gpu else LOOK_EVERY  # two trials and what is captured, or each by itself
     both = steps + 1  # prompts are read by the same layers, in one pass
-    assert calls == {"rms_norm": 5 * both, "rotate": 2 * steps, "append": 2 * steps,
+    assert calls == {"rms_norm": 5 * both, "rotate": 2 * both, "append": 2 * steps,
                      "gated": 2 * both}  # fmt: skip
 
 
@@ -348,18 +299,21 @@ def test_adapters_get_their_input_as_it_is() -> None:
     assert layer.cast_input_dtype_enabled
 
 
-def test_rows_with_several_tokens_are_rotated_by_the_models_own() -> None:
+@pytest.mark.parametrize("rows", [2, 1])
+def test_rows_with_several_tokens_are_rotated_as_the_model_does(rows: int) -> None:
     model = qwen()
     lent = LentWeights(model, head_of(model), None)
-    (module,) = lent.rotary
+    (module,) = lent.parts.rotary
     own = module.apply_rotary_pos_emb
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16)
-    cos, sin = torch.randn(2, 2, 3, 16)
-    expected = own(q, k, cos, sin)
+    cos, sin = torch.randn(2, rows, 3, 16)
+    expected = own(q, k, cos, sin), own(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0)
     with lent.used():
         assert module.apply_rotary_pos_emb is not own
         found = module.apply_rotary_pos_emb(q, k, cos, sin)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        other = module.apply_rotary_pos_emb(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0)
+    for ours, theirs in zip((*found, *other), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_layers_are_their_own_again_afterwards() -> None:
@@ -390,5 +344,5 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
     model = qwen()
     model.model.norm = OffsetRMSNorm()
     lent = LentWeights(model, head_of(qwen()), None)
-    assert model.model.norm not in lent.norms
-    assert model.model.layers[0].input_layernorm in lent.norms
+    assert model.model.norm not in lent.parts.norms
+    assert model.model.layers[0].input_layernorm in lent.parts.norms

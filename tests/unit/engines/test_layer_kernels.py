@@ -57,8 +57,11 @@ def test_rotation_of_query_and_key(
     query, key, _ = joined(4 * D, 2 * D, 2 * D, rows=3, dtype=dtype)
     q, k = query.view(3, 1, 4, D).transpose(1, 2), key.view(3, 1, 2, D).transpose(1, 2)
     cos, sin = torch.randn(2, 3, 1, D, device=DEVICE).to(angles)
+    both = torch.promote_types(dtype, angles)
     for ours, theirs in zip(
-        layer_kernels.rotate(q, k, cos, sin), layer_parts.rotate(q, k, cos, sin), strict=True
+        layer_kernels.rotate(q, k, cos, sin, dtypes=(both, both)),
+        layer_parts.rotate(q, k, cos, sin),
+        strict=True,
     ):
         close(ours, theirs, exact=torch.float32 in (dtype, angles))
         assert ours[:, :, 0].is_contiguous()

@@ -1,0 +1,78 @@
+"""A model's norms, rotary embedding and gated MLPs in one launch each, while they are asked for.
+
+Models are code of transformers and stay so: for the length of a `with` their layers' `forward` is
+another one with the same numbers (`layer_parts`), and then their own again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from courtside.engines import layer_parts
+from courtside.engines.base import Head
+from courtside.engines.layer_parts import ROTARY, gated_mlp_of, rms_norm_of, rotary, rotary_modules
+from courtside.engines.traced import Trace
+
+ABSENT: Any = object()
+
+Replacement = tuple[dict[str, Any], str, Any]
+"""A namespace, a name in it, and what stands there for a while."""
+
+
+class FewLaunches:
+    """`dtype`: the numbers that passes multiply in, where those are not the weights' own."""
+
+    @torch.no_grad()
+    def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
+        self.dtype = dtype
+        self.linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
+        norms = [n for m in model.modules() if (n := rms_norm_of(m, dtype)) is not None]
+        self.norms = {norm.module: norm for norm in norms}
+        self.trace = Trace(model, self.norms, self.linear)
+        self.rounded_norms = self.trace.feeds_linear if dtype is not None else set()
+        """Norms whose results nobody reads who would not round them."""
+        self.mlps = {m: f for m in model.modules() if (f := gated_mlp_of(m)) is not None}
+        self.rotary = rotary_modules(model)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with replaced(self.replacements()):
+            yield
+
+    def replacements(self) -> Iterator[Replacement]:
+        for module, norm in self.norms.items():
+            dtype = self.dtype if module in self.rounded_norms else None
+            yield vars(module), "forward", partial(norm.forward, dtype=dtype)
+        for mlp, forward in self.mlps.items():
+            yield vars(mlp), "forward", forward
+        for module in self.rotary:
+            yield vars(module), ROTARY, rotary(vars(module)[ROTARY])
+
+
+def few_launches(model: Any, head: Head, dtype: torch.dtype | None) -> FewLaunches | None:
+    """Where there are kernels; elsewhere a model's own layers are as good."""
+    if not layer_parts.by_kernel(model.get_input_embeddings().weight):
+        return None
+    return FewLaunches(model, head, dtype)
+
+
+@contextmanager
+def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    before: list[Replacement] = []
+    try:
+        for namespace, name, value in replacements:
+            before.append((namespace, name, namespace.get(name, ABSENT)))
+            namespace[name] = value
+        yield
+    finally:
+        for namespace, name, value in reversed(before):
+            if value is ABSENT:
+                del namespace[name]
+            else:
+                namespace[name] = value

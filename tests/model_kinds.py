@@ -1,0 +1,59 @@
+"""Tiny models of the kinds whose layers are had with fewer launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+def made_of(config: type, model: type, **settings: Any) -> Any:
+    torch.manual_seed(1)
+    made = model(config(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1, **settings,
+    )).eval()  # fmt: skip
+    for name, parameter in made.named_parameters():
+        if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
+    return made
+
+
+def qwen() -> Any:
+    return made_of(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
+
+
+def qwen2() -> Any:
+    return made_of(Qwen2Config, Qwen2ForCausalLM)
+
+
+def phi3() -> Any:
+    """Query, key and value are one layer already."""
+    return made_of(Phi3Config, Phi3ForCausalLM)
+
+
+def olmo2() -> Any:
+    """Norms behind the layers: what they give is added up, unrounded."""
+    return made_of(Olmo2Config, Olmo2ForCausalLM)
+
+
+def lora(model: Any) -> Any:
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).base_model.model
+
+
+def lora_qwen() -> Any:
+    return lora(qwen())
