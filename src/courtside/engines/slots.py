@@ -30,10 +30,13 @@ from courtside.engines.session import portions
 from courtside.types import Sample
 
 ROW_STEP = 8
-PLACE_STEP = 256
+PLACE_STEP = 128
 """Shapes are rounded up to these, so that batches of about one size share a graph."""
 KEPT = 8
 """Graphs kept; they share their working memory."""
+KEPT_BYTES = 2**30
+"""Room up to this stays when no session holds it. More is worth more to an update than the tenth of
+a second in which room and graphs are made again."""
 REFILL = 8
 """Waiting requests begin once 1/8 of the rows is free: reading for a few costs as for many."""
 
@@ -95,6 +98,11 @@ class Slots:
         self.cache = Cache(layers=[_SlotLayer(self, i) for i in range(num_layers)])
         self.decoders: OrderedDict[Any, Decoder] = OrderedDict()
 
+    def close(self) -> None:
+        """Let go of room and graphs at once: layers and slots hold on to each other."""
+        self.decoders.clear()
+        self.cache.layers.clear()
+
     def room(self, index: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         shape = (self.num_rows, like.shape[1], self.num_places, like.shape[3])
         return self.pool.store(self, index, prod(shape), dtype).view(shape)
@@ -116,6 +124,8 @@ class RoomPool:
         one gets memory of its own."""
         if self._holder() not in (None, session):
             return RoomPool(self.model, self.dtype).lend(session, num_rows, num_places)
+        if self._holder() is None:
+            weakref.finalize(session, self._rest).atexit = False
         self._holder = weakref.ref(session)
         shape = (_up(num_rows, ROW_STEP), _up(num_places, PLACE_STEP))
         if shape not in self._slots:
@@ -124,6 +134,14 @@ class RoomPool:
         while len(self._slots) > KEPT:
             self._slots.popitem(last=False)
         return self._slots[shape]
+
+    def _rest(self) -> None:
+        """Nobody samples now."""
+        if sum(store.nbytes for store in self._stores.values()) > KEPT_BYTES:
+            for slots in self._slots.values():
+                slots.close()
+            self._slots.clear()
+            self._stores.clear()
 
     def store(self, asking: Slots, index: int, size: int, dtype: torch.dtype) -> Tensor:
         """All shapes lie in the same memory; when it is too small, those that lay there go."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from courtside.config import Recipe
 from courtside.engines.base import Head
-from courtside.engines.batching import pass_tokens, placed
+from courtside.engines.batching import pass_tokens, placed, update_tokens
 from courtside.engines.few_launches import few_launches
 from courtside.engines.kept import keeping
 from courtside.engines.packing import Passes, packing_problem
@@ -38,7 +38,9 @@ class Student:
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimiser = make_optimiser(weights.trained(), recipe)
-        self.micro_batch_tokens = recipe.train.micro_batch_tokens or pass_tokens(weights.device)
+        self.micro_batch_tokens = recipe.train.micro_batch_tokens or update_tokens(
+            weights.device, weights.num_layer_weights
+        )
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:

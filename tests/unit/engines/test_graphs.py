@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import (
 from transformers.models.qwen3 import modeling_qwen3
 
 from courtside.engines import layer_kernels, layer_parts
+from courtside.engines import slots as slots_module
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.graphs import LOOK_EVERY, Decoder
 from courtside.engines.lent import JoinedProduct, LentWeights
@@ -162,6 +165,28 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
         made.sample(REQUESTS, Sampling(max_new_tokens=length + 2))
     (slots,) = made._pool._slots.values()
     assert len(slots.decoders) == KEPT
+
+
+def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(slots=True)
+    sampling = Sampling(max_new_tokens=3)
+    expected = made.sample(REQUESTS, sampling)
+    assert made._pool._slots and made._pool._stores, "a little stays"
+    monkeypatch.setattr(slots_module, "KEPT_BYTES", 0)
+    session = made.session(2, num_places=64)
+    session.sample([0, 1], REQUESTS[:2], sampling)
+    (slots,) = [s for s in made._pool._slots.values() if s.num_rows == 8]
+    room = [weakref.ref(layer.keys) for layer in slots.cache.layers]
+    del slots
+    assert all(one() is not None for one in room)
+    gc.disable()  # nothing may wait for it
+    try:
+        del session
+        assert not made._pool._slots and not made._pool._stores
+        assert all(one() is None for one in room)
+    finally:
+        gc.enable()
+    same(made.sample(REQUESTS, sampling), expected)
 
 
 # ── copies of the weights ────────────────────────────────────────────────────────────────────────
