@@ -14,7 +14,7 @@ from torch import Tensor
 
 from courtside.engines import packing
 from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
-from courtside.engines.packing import Passes, packing_problem
+from courtside.engines.passes import Passes, packing_problem
 from courtside.types import Branch
 
 LENGTHS = (130, 1, 64, 7, 300, 33)
@@ -71,8 +71,8 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     for name, problem in (("packed", None), ("padded", "asked for")):
         passes = Passes(model=model, pad_id=1, problem=problem)
         with passes.attention(), casting(device, cast):
-            hidden_ND, starts = passes.hidden(sequences())
-            own = [hidden_ND[s : s + n] for s, n in zip(starts, LENGTHS, strict=True)]
+            hidden_ND, places = passes.hidden(sequences())
+            own = [hidden_ND[p.start : p.start + n] for p, n in zip(places, LENGTHS, strict=True)]
             own_ND = torch.cat(own)
             own_ND.backward(weight_ND.to(own_ND))
         found[name] = own_ND, gradients(model)
@@ -128,9 +128,9 @@ def test_branches_off_a_row_are_sequences_of_their_own(
     for looked in (False, True):
         cache = keeping() if looked else None
         with passes.attention(), casting(device, cast):
-            trunk_ND, starts = passes.hidden(sequences(), kept=cache)
+            trunk_ND, places = passes.hidden(sequences(), kept=cache)
             if cache is not None:
-                asked = [(starts[which], branch) for which, branch in branches()]
+                asked = [(places[which], branch) for which, branch in branches()]
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:

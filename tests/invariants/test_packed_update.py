@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
-from courtside.engines.packing import NAME, Passes
+from courtside.engines.packing import NAME
+from courtside.engines.passes import Passes
 from courtside.parts import Parts
 from courtside.student.components import components, trained_tokens
 from courtside.student.tally import Tally
