@@ -205,7 +205,7 @@ def test_where_more_must_be_known_hints_are_scored_before(
 
 @pytest.mark.parametrize(
     "where",
-    ["courtside.student.step.packing_problem", "courtside.engines.transformers.branching_problem",
+    ["courtside.engines.passes.packing_problem", "courtside.engines.transformers.branching_problem",
      "courtside.student.live_hints.kept_branching_problem"],
 )  # fmt: skip
 def test_models_that_cannot_are_scored_before(

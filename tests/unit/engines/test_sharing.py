@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from packed_models import MODELS, newer_stand_in, qwen3, stand_in
 from peft import LoraConfig, get_peft_model
-from textbook import norm
+from textbook import double
 from tiny import tiny_model
 from torch import Tensor
 
@@ -43,11 +42,7 @@ NUM_SHARED = 20 + 7 + 31 + 33 + 1 + 12 + 9
 
 
 def exact(model: Any) -> Any:
-    """In float64 throughout: norms would compute in float32 whatever the weights are."""
-    model.double()
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(norm, module)
+    double(model)
     return model
 
 
