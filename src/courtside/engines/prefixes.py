@@ -18,8 +18,9 @@ LEAST_IDS = 16
 LEAST_SHARE = 1 / 16
 """Of a sequence, that its beginning must be: laying out all of its keys costs about as much as
 computing a fiftieth of its tokens (docs/performance.md)."""
-BESIDE = 256
-"""Tokens that a pass may have beside a beginning that fills it alone: enough to keep a CPU busy."""
+BESIDE = 1024
+"""Tokens that a pass may always have beside a shared beginning: four answers of 256, which a CPU's
+passes of 256 would each read with a prompt of their own."""
 
 Ids = Sequence[int]
 
@@ -51,11 +52,11 @@ class _Open:
 
 
 def groups_of(sequences: Sequence[Ids]) -> list[Group]:
-    """The disjoint groups that save the most tokens; a sequence may be in none.
+    """Disjoint groups; a sequence may be in none.
 
     A beginning has one level: where all sequences share some instructions, and those of a group a
-    question too, either is shared, whichever saves more. A part of the sequences can do as they
-    would do here, so that passes over parts never compute more than was planned.
+    question too, either is shared, whichever saves more tokens. Some of the sequences alone can
+    always do what they do here, so that a pass over them never computes more than was planned.
     """
     rows = [tuple(ids) for ids in sequences]
     order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -186,9 +187,9 @@ def shared_batches(
 ) -> list[list[int]]:
     """Indices of units (sequences that must share a pass) by pass; largest first.
 
-    A pass has at most `max_tokens`, a shared beginning counted once. One with a long beginning may
-    have `BESIDE` more than that, unless they exceed `most_tokens`: else no two long sequences
-    would ever share theirs. A group that does not fit is cut, each piece with its beginning.
+    A pass has at most `max_tokens`, a shared beginning counted once; one with a shared beginning
+    may have that and `BESIDE` tokens, up to `most_tokens`: else no two long sequences would ever
+    share theirs. A group that does not fit is cut, each piece with its beginning.
     """
     owner = [number for number, unit in enumerate(units) for _ in unit]
     sequences = [ids for unit in units for ids in unit]
