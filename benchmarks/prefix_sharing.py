@@ -173,6 +173,11 @@ def once(job: Job, call: Callable[[], Any]) -> dict[str, float]:
     }
 
 
+def clock_of(device: torch.device) -> str:
+    """What is compared: on a CPU its own time, which other programs disturb less."""
+    return "seconds" if device.type == "cuda" else "cpu_seconds"
+
+
 def rise(job: Job, call: Callable[[], Any]) -> float:
     """GiB that memory rises by, at most, above what was held before."""
     gc.collect()
@@ -207,7 +212,7 @@ def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
                         its[way] += [found] if number >= args.warmup else []
                 row[stage] = {way: {"runs": runs} for way, runs in its.items()}
             rows.append(row)
-            print(line(row), flush=True)
+            print(line(row, clock_of(job.device)), flush=True)
     if job.device.type == "cpu":
         # What is freed goes back to the system at once: else an allocator's habits were measured.
         # From here on nothing is timed, because that takes its time.
@@ -230,15 +235,15 @@ def fastest(row: dict[str, Any], stage: str, way: str, what: str) -> float:
     return float(min(run[what] for run in row[stage][way]["runs"]))
 
 
-def ratio(row: dict[str, Any], stage: str, what: str = "seconds") -> float:
+def ratio(row: dict[str, Any], stage: str, what: str) -> float:
     return fastest(row, stage, "shared", what) / fastest(row, stage, "separate", what)
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any], clock: str) -> str:
     cells = [f"{row['prompt']:6d} | {row['samples']:7d} | {ratio(row, 'scoring', 'tokens'):6.2f}"]
     for stage in ("scoring", "update"):
-        cells.append(f"{fastest(row, stage, 'shared', 'seconds'):9.3f}")
-        cells.append(f"{ratio(row, stage):6.2f}")
+        cells.append(f"{fastest(row, stage, 'shared', clock):9.3f}")
+        cells.append(f"{ratio(row, stage, clock):6.2f}")
         its = [row[stage][way].get("memory_gib") for way in WAYS]
         cells.append("     –" if None in its else f"{its[0] / max(its[1], 1e-9):6.2f}")
     return " | ".join(cells)
@@ -284,7 +289,7 @@ def main() -> None:
     print(HEADINGS)
     rows = measure(job, args)
     print("with memory:")
-    print("\n".join(map(line, rows)))
+    print("\n".join(line(row, clock_of(job.device)) for row in rows))
     result = {
         **header("prefix_sharing", job.device),
         "load_before": load,
