@@ -189,14 +189,17 @@ def test_every_token_is_read_once(roomy_folder: Path) -> None:
         scored = parts.teacher(trajectories, some_hints(trajectories))
         assert not seen, "the teacher's stage reads nothing"
         accumulated(parts, scored)
+    hinted = [s for s in scored if s.hints]
     trunks = [
         max(i for i, turn in enumerate(_turn_of_ids(s.trajectory)) if turn == s.hints[-1].hint.turn)
-        for s in scored
-        if s.hints
+        for s in hinted
     ]
     branches = [len(b.token_ids) for s in scored if s.target for b in s.target.branches]
     assert len(trunks) == 3 and len(branches) == 6
-    assert sum(seen) == sum(trunks) + sum(branches)
+    tasks = [s.trajectory.task.id for s in hinted]
+    assert tasks[0] != tasks[1] == tasks[2], "two of them share their prompt"
+    prompt = len(hinted[2].trajectory.turns[0].token_ids)
+    assert sum(seen) == sum(trunks) - prompt + sum(branches)
 
 
 def _turn_of_ids(trajectory: Trajectory) -> list[int]:
