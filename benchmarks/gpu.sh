@@ -5,7 +5,8 @@
 # Liger is measured beside it when it can be imported:
 #   PYTHONPATH=/where/liger/is bash benchmarks/gpu.sh
 # And, each a command of its own: head_variants.py (40 s), hint_scoring.py --device cuda --model
-# qwen3-0.6b (a minute), long_episode.py --device cuda (a minute).
+# qwen3-0.6b (a minute), long_episode.py --device cuda (a minute), prefix_sharing.py --device cuda --model
+# qwen3-0.6b (two minutes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

@@ -41,6 +41,7 @@ from workload import SEED
 from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.branches import score_branches_separately
 from courtside.engines.kept import keeping, kept_branch_hidden
+from courtside.engines.prefixes import Place
 from courtside.engines.scoring import scores_of
 from courtside.engines.transformers import TransformersEngine
 from courtside.losses.fused import divergence_head
@@ -151,11 +152,11 @@ class Job:
         its = self.first(num_hints)
         with self.engine.casting(), self.engine.passes.attention():
             found = kept_branch_hidden(
-                self.engine.model, kept, [(0, branch) for branch in its],
+                self.engine.model, kept, [(Place(start=0), branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,
             )  # fmt: skip
             requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]
-            starts = [0, *accumulate(map(len, found))][:-1]
+            starts = [Place(start=n) for n in [0, *accumulate(map(len, found))][:-1]]
             scores = scores_of(
                 self.engine.head, torch.cat(found), starts, requests, hidden=True, top_k=0
             )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from courtside.types import Scored, Trajectory
 
@@ -163,10 +162,10 @@ def double(model: Any) -> None:
     """In float64 throughout: the norm layers would compute in float32 whatever the weights are."""
     model.double()
     for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
+        if hasattr(module, "variance_epsilon"):
             module.forward = partial(norm, module)
 
 
-def norm(layer: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+def norm(layer: Any, hidden: Tensor) -> Tensor:
     size = hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon
     return layer.weight * hidden * size.rsqrt()

@@ -198,6 +198,8 @@ def assemble(recipe: Recipe) -> Parts:
             notes.append(turns.note)
     if engine.passes.problem is not None:
         notes.append(f"{name}: passes are padded ({engine.passes.problem})")
+    elif engine.passes.unshared is not None:
+        notes.append(f"{name}: every sample reads its own prompt ({engine.passes.unshared})")
     if engine.device.type == "cuda" and not engine.in_slots:
         notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
     if recipe.reader is not None and engine.branching_problem is not None:

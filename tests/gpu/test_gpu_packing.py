@@ -14,7 +14,7 @@ from torch import Tensor
 
 from courtside.engines import packing
 from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
-from courtside.engines.packing import Passes, packing_problem
+from courtside.engines.passes import Passes, packing_problem, sharing_problem
 from courtside.types import Branch
 
 LENGTHS = (130, 1, 64, 7, 300, 33)
@@ -71,8 +71,8 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     for name, problem in (("packed", None), ("padded", "asked for")):
         passes = Passes(model=model, pad_id=1, problem=problem)
         with passes.attention(), casting(device, cast):
-            hidden_ND, starts = passes.hidden(sequences())
-            own = [hidden_ND[s : s + n] for s, n in zip(starts, LENGTHS, strict=True)]
+            hidden_ND, places = passes.hidden(sequences())
+            own = [hidden_ND[p.start : p.start + n] for p, n in zip(places, LENGTHS, strict=True)]
             own_ND = torch.cat(own)
             own_ND.backward(weight_ND.to(own_ND))
         found[name] = own_ND, gradients(model)
@@ -96,6 +96,60 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     slack = 1e-5 if arithmetic == "float32" else 0.01
     for name, gradient in expected.items():
         assert off(packed[name], gradient) < slack + 2 * off(padded[name], gradient), name
+
+
+def group() -> list[list[int]]:
+    """Two prompts, four samples of each, one with nothing behind its prompt; one of neither."""
+    draw = random.Random(2)
+    found = []
+    for num_prompt, rests in ((150, (40, 1, 0, 130)), (33, (64, 7, 65, 200))):
+        prompt = [draw.randrange(NUM_WORDS) for _ in range(num_prompt)]
+        found += [prompt + [draw.randrange(NUM_WORDS) for _ in range(n)] for n in rests]
+    return [*found[1:], [draw.randrange(NUM_WORDS) for _ in range(77)], found[0]]
+
+
+NUM_SHARED = 150 + 171 + 33 + 336 + 77
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_samples_that_share_a_prompt_are_each_alone(
+    arithmetic: str, checkpointing: bool, device: torch.device
+) -> None:
+    dtype, cast = ARITHMETIC[arithmetic]
+    model = qwen3().to(device, dtype)
+    exact = in_float64(model)
+    with casting(device, cast):
+        assert sharing_problem(model) is None
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    sequences = group()
+    sizes = [len(ids) for ids in sequences]
+    weight_ND = torch.randn(sum(sizes), model.config.hidden_size, dtype=torch.float64)
+    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    for name, unshared in (("shared", None), ("separate", "asked for")):
+        passes = Passes(model=model, pad_id=1, problem=None, unshared=unshared)
+        with passes.attention(), casting(device, cast):
+            hidden_ND, places = passes.hidden(sequences)
+            assert len(hidden_ND) == (sum(sizes) if unshared else NUM_SHARED)
+            where = [i for p, n in zip(places, sizes, strict=True) for i in p.of(range(n))]
+            own_ND = hidden_ND.index_select(0, torch.tensor(where, device=device))
+            own_ND.backward(weight_ND.to(own_ND))
+        found[name] = own_ND, gradients(model)
+    right = [exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state for ids in sequences]
+    right_ND = torch.cat([own_1LD[0] for own_1LD in right])
+    right_ND.backward(weight_ND)
+    expected = gradients(exact)
+    # Rounding is that of samples apart; a rest that missed a key of its prompt would be far off.
+    shared_ND, shared = found["shared"]
+    separate_ND, separate = found["separate"]
+    assert off(shared_ND, right_ND.detach()) < 1e-5 + 1.5 * off(separate_ND, right_ND.detach())
+    assert off(shared_ND, right_ND.detach()) < (1e-4 if arithmetic == "float32" else 0.05)
+    assert shared.keys() == separate.keys() == expected.keys()
+    slack = 1e-5 if arithmetic == "float32" else 0.01
+    for name, gradient in expected.items():
+        assert off(shared[name], gradient) < slack + 2 * off(separate[name], gradient), name
 
 
 ASKED = [(0, 130, 40), (0, 17, 1), (1, 1, 64), (4, 300, 9), (4, 150, 200), (5, 0, 30), (4, 1, 3)]
@@ -128,9 +182,9 @@ def test_branches_off_a_row_are_sequences_of_their_own(
     for looked in (False, True):
         cache = keeping() if looked else None
         with passes.attention(), casting(device, cast):
-            trunk_ND, starts = passes.hidden(sequences(), kept=cache)
+            trunk_ND, places = passes.hidden(sequences(), kept=cache)
             if cache is not None:
-                asked = [(starts[which], branch) for which, branch in branches()]
+                asked = [(places[which], branch) for which, branch in branches()]
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -156,13 +210,14 @@ def test_the_host_does_not_wait_for_a_pass(arithmetic: str, device: torch.device
     dtype, cast = ARITHMETIC[arithmetic]
     model = qwen3().to(device, dtype)
     passes = Passes(model=model, pad_id=1, problem=None)
-    with passes.attention(), casting(device, cast):
-        passes.hidden(sequences())
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            hidden_ND, _ = passes.hidden(sequences())
-        finally:
+    for asked, num_tokens in ((sequences(), sum(LENGTHS)), (group(), NUM_SHARED)):
+        with passes.attention(), casting(device, cast):
+            passes.hidden(asked)
             if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-    assert len(hidden_ND) == sum(LENGTHS)
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                hidden_ND, _ = passes.hidden(asked)
+            finally:
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+        assert len(hidden_ND) == num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,31 @@ def test_the_update_is_that_of_hints_scored_before(
         assert found == {name: pytest.approx(v, rel=1e-8, abs=1e-10) for name, v in values.items()}
 
 
+def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: Path) -> None:
+    """Hinted ones next to others of the same prompt: the same update, for fewer tokens."""
+    live = prepared(tree(roomy_folder, losses=LOSSES["top_k"]))
+    assert in_update(live)
+    scored = batch_of(live)
+    assert [len(s.hints) for s in scored] == [0, 1, 2, 3]
+    shared = live.student.passes
+    assert shared.problem is None and shared.unshared is None
+    for budget in (None, 10**6):
+        live.student.micro_batch_tokens = budget
+        found, counts = [], []
+        for unshared in (None, "asked for"):
+            live.student.passes = replace(shared, unshared=unshared)
+            with counted(live) as seen:
+                found.append(accumulated(live, scored))
+            counts.append(sum(seen))
+        prompts = {s.trajectory.task.id: len(s.trajectory.turns[0].token_ids) for s in scored}
+        assert len(prompts) == 2 and counts[1] - counts[0] >= sum(prompts.values())
+        (gradients, values), (separate, expected) = found
+        assert gradients.keys() == separate.keys()
+        for name, gradient in separate.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
+        assert values == {n: pytest.approx(v, rel=1e-8, abs=1e-10) for n, v in expected.items()}
+
+
 def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
     before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}))
     live = prepared(tree(roomy_folder))
@@ -163,14 +189,17 @@ def test_every_token_is_read_once(roomy_folder: Path) -> None:
         scored = parts.teacher(trajectories, some_hints(trajectories))
         assert not seen, "the teacher's stage reads nothing"
         accumulated(parts, scored)
+    hinted = [s for s in scored if s.hints]
     trunks = [
         max(i for i, turn in enumerate(_turn_of_ids(s.trajectory)) if turn == s.hints[-1].hint.turn)
-        for s in scored
-        if s.hints
+        for s in hinted
     ]
     branches = [len(b.token_ids) for s in scored if s.target for b in s.target.branches]
     assert len(trunks) == 3 and len(branches) == 6
-    assert sum(seen) == sum(trunks) + sum(branches)
+    tasks = [s.trajectory.task.id for s in hinted]
+    assert tasks[0] != tasks[1] == tasks[2], "two of them share their prompt"
+    prompt = len(hinted[2].trajectory.turns[0].token_ids)
+    assert sum(seen) == sum(trunks) - prompt + sum(branches)
 
 
 def _turn_of_ids(trajectory: Trajectory) -> list[int]:
@@ -205,7 +234,7 @@ def test_where_more_must_be_known_hints_are_scored_before(
 
 @pytest.mark.parametrize(
     "where",
-    ["courtside.student.step.packing_problem", "courtside.engines.transformers.branching_problem",
+    ["courtside.engines.passes.packing_problem", "courtside.engines.transformers.branching_problem",
      "courtside.student.live_hints.kept_branching_problem"],
 )  # fmt: skip
 def test_models_that_cannot_are_scored_before(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
-from courtside.engines.packing import NAME, Passes
+from courtside.engines.packing import NAME
+from courtside.engines.passes import Passes
+from courtside.engines.prefixes import row_of
 from courtside.parts import Parts
 from courtside.student.components import components, trained_tokens
 from courtside.student.tally import Tally
@@ -40,9 +44,17 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepared(model: Path, teacher: Path, tmp_path: Path, **sections: Any) -> Parts:
+def prepared(
+    model: Path,
+    teacher: Path,
+    tmp_path: Path,
+    /,
+    *,
+    prompts: Sequence[str] = tuple("Why? " * n for n in (1, 30, 2, 9, 4)),
+    **sections: Any,
+) -> Parts:
     """Prompts of 1 to 30 words; everything in float64, the student moved off its start."""
-    lines = [{"prompt": "Why? " * n, "split": "train"} for n in (1, 30, 2, 9, 4)]
+    lines = [{"prompt": prompt, "split": "train"} for prompt in prompts]
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", lines))}
     parts = assemble(small_recipe(model, teacher, tasks=tasks, **sections))
     double(parts.engine.model)
@@ -59,7 +71,7 @@ def batch_of(parts: Parts) -> list[Scored]:
 
 
 def accumulated(
-    parts: Parts, scored: list[Scored], budget: int
+    parts: Parts, scored: list[Scored], budget: int | None
 ) -> tuple[Gradients, dict[str, tuple[float, ...]], list[int]]:
     """Gradients, the student's log-probs, and how many tokens each pass computed."""
     student = parts.student
@@ -128,6 +140,7 @@ def test_packed_passes_are_one_sequence_at_a_time(
     alone, logps, computed = accumulated(parts, scored, 1)
     assert sorted(computed) == sorted(lengths)
     assert_equal(alone, textbook)
+    parts.student.passes = replace(parts.student.passes, unshared="asked for")
     for budget in (60, 250, 10**6):
         packed, again, computed = accumulated(parts, scored, budget)
         assert_equal(packed, alone)
@@ -170,19 +183,21 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     parts = assemble(recipe)
     double(parts.engine.model)
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
-    lengths = {s.trajectory.id: len(s.trajectory.token_ids) - 1 for s in scored}
-    assert len(lengths) == 6
+    read = {s.trajectory.id: s.trajectory.token_ids[:-1] for s in scored}
+    assert len(read) == 6
     chosen = components(recipe.losses, recipe.loss_names(), scored)
     trained = trained_tokens(chosen)
     pair = max(
-        sum(lengths[s.trajectory.id] for s in scored if s.trajectory.task.id == id)
+        row_of(
+            [read[s.trajectory.id] for s in scored if s.trajectory.task.id == id], shared=True
+        ).num_tokens
         for id in {s.trajectory.task.id for s in scored}
     )
     parts.student.micro_batch_tokens = pair
     for micro in parts.student._micro_batches(scored, trained):
         tasks_of = [s.trajectory.task.id for s in micro]
         assert all(tasks_of.count(id) == 2 for id in tasks_of)
-        assert sum(lengths[s.trajectory.id] for s in micro) <= pair
+        assert row_of([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(
@@ -204,3 +219,145 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(
     hook.remove()
     gradients, _, _ = accumulated(parts, scored, 300)
     assert gradients
+
+
+# ── samples that share their prompt ──────────────────────────────────────────────────────────────
+
+
+QUESTIONS = ("Is it far to the sea? " * 3, "Who said so, and when? " * 2, "Why?")
+SAMPLES = {"rollout": {"samples": 4, "max_new_tokens": 8}}
+
+
+def once_a_prompt(scored: list[Scored]) -> int:
+    """Tokens of the batch without its last ones, every prompt counted once."""
+    answers = sum(len(s.trajectory.turns[1].token_ids) - 1 for s in scored)
+    prompts = {s.trajectory.task.id: len(s.trajectory.turns[0].token_ids) for s in scored}
+    return answers + sum(prompts.values())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_samples_that_share_their_prompt_give_the_same_update(
+    family: str,
+    checkpointing: bool,
+    lora: dict[str, Any] | None,
+    tiny_folder: Path,
+    qwen_folder: Path,
+    tiny_teacher_folder: Path,
+    tmp_path: Path,
+) -> None:
+    student = {
+        "model": str(tiny_folder if family == "llama" else qwen_folder),
+        "gradient_checkpointing": checkpointing,
+    } | ({"lora": lora} if lora else {})
+    parts = prepared(
+        tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, student=student, **SAMPLES
+    )
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+    lengths = read_lengths(parts, scored)
+    assert len(lengths) == 12
+    shared = parts.student.passes
+    assert shared.problem is None and shared.unshared is None
+    parts.student.passes = replace(shared, unshared="asked for")
+    separate, logps, computed = accumulated(parts, scored, 10**6)
+    assert sum(computed) == sum(lengths)
+    parts.student.passes = shared
+    counts = {}
+    # One sequence a pass, groups cut over passes, all in one.
+    for budget in (1, max(lengths) + 10, 10**6):
+        found, again, computed = accumulated(parts, scored, budget)
+        assert_equal(found, separate)
+        assert max(computed) <= max(budget, *lengths)
+        assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+        counts[budget] = sum(computed)
+    assert counts[1] == sum(lengths)
+    assert once_a_prompt(scored) < counts[max(lengths) + 10] < sum(lengths)
+    assert counts[10**6] == once_a_prompt(scored)
+
+
+def test_in_float32_every_gradient_is_the_same(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, **SAMPLES)
+    for model in (parts.engine.model, parts.teacher.teacher.engine.model):
+        model.float()
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+    found, _, computed = accumulated(parts, scored, None)
+    assert len(computed) > 1 and sum(computed) == once_a_prompt(scored), "a prompt in a pass of 256"
+    parts.student.passes = replace(parts.student.passes, unshared="asked for")
+    separate, _, _ = accumulated(parts, scored, None)
+    for name, gradient in separate.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+def test_a_teacher_reads_its_own_prompts_once(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Its context makes them others than the student's."""
+    context = {"kind": "system", "text": "Answer in one word."}
+    teacher = {"kind": "model", "model": str(tiny_teacher_folder), "context": context}
+    parts = prepared(
+        tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, teacher=teacher, **SAMPLES
+    )
+    trajectories = parts.rollout(parts.tasks.batch(0, 3), 0)
+    engine = parts.teacher.teacher.engine
+    engine.score_batch_tokens = 10**6
+    shared = engine.passes
+    found, counts = [], []
+    for unshared in (None, "asked for"):
+        engine.passes = replace(shared, unshared=unshared)
+        computed: list[int] = []
+        hook = engine.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs, seen=computed: seen.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        found.append(parts.teacher(trajectories))
+        hook.remove()
+        counts.append(sum(computed))
+    saved = 0
+    for one, other in zip(*found, strict=True):
+        assert one.target is not None and other.target is not None
+        assert one.target.num_context_tokens > 0
+        torch.testing.assert_close(one.target.logp_T, other.target.logp_T, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            one.target.hidden_TD, other.target.hidden_TD, rtol=1e-9, atol=1e-10
+        )
+        saved += len(one.trajectory.turns[0].token_ids) + one.target.num_context_tokens
+    # All have the template and the context in common: that is not more than a prompt of one.
+    assert counts[1] - counts[0] == saved * 3 // 4
+
+
+def test_pairs_share_their_prompt(tiny_folder: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": prompt, "split": "train", "completion": "yes, " * n, "rejected": "no " * n}
+        for n, prompt in enumerate(QUESTIONS, 1)
+    ]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "pairs.jsonl", lines))}
+    losses = [{"kind": "preference", "beta": 0.4}]
+    parts = assemble(
+        small_recipe(tiny_folder, losses=losses, tasks=tasks, rollout={"student_share": 0.0})
+    )
+    double(parts.engine.model)
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+    found, logps, computed = accumulated(parts, scored, 10**6)
+    assert sum(computed) == once_a_prompt(scored)
+    parts.student.passes = replace(parts.student.passes, unshared="asked for")
+    separate, again, _ = accumulated(parts, scored, 10**6)
+    assert_equal(found, separate)
+    assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+
+
+def test_under_dropout_every_sample_has_its_own_draw(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    student = {"model": str(tiny_folder), "lora": {"rank": 2, "dropout": 0.3}}
+    parts = prepared(
+        tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, student=student, **SAMPLES
+    )
+    assert parts.student.passes.problem is None
+    assert parts.student.passes.unshared == "dropout acts on each sample"
+    assert parts.engine.passes.unshared is None, "nothing is dropped where nothing trains"
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+    _, _, computed = accumulated(parts, scored, 10**6)
+    assert sum(computed) == sum(read_lengths(parts, scored))

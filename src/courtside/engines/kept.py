@@ -20,7 +20,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.batching import pass_tokens
 from courtside.engines.branches import evaluating
-from courtside.engines.packing import as_cast, packing_of, read_packed, read_row, switched
+from courtside.engines.packing import as_cast, packing_of, read_row, switched
+from courtside.engines.passes import read_packed
+from courtside.engines.prefixes import Place
 from courtside.engines.tried import away_from_alone, example_problem
 from courtside.types import Branch
 
@@ -58,8 +60,8 @@ def keeping() -> Cache:
 # ── the branches ─────────────────────────────────────────────────────────────────────────────────
 
 
-Placed = tuple[int, Branch]
-"""A branch, and where in the row its trunk begins."""
+Placed = tuple[Place, Branch]
+"""A branch, and where in the row its trunk lies."""
 
 
 class _BranchLayer(DynamicLayer):  # type: ignore[misc]
@@ -81,10 +83,10 @@ class _BranchLayer(DynamicLayer):  # type: ignore[misc]
         """Slices are joined: picking places one by one takes a CPU ten times as long."""
         sizes = [len(branch.token_ids) for _, branch in self.branches]
         parts: list[Tensor] = []
-        for (start, branch), own in zip(
+        for (place, branch), own in zip(
             self.branches, new.to(trunk.dtype).split(sizes, dim=2), strict=True
         ):
-            parts += [trunk[:, :, start : start + branch.splice], own]
+            parts += [*(trunk[:, :, its] for its in place.slices(branch.splice)), own]
         return torch.cat(parts, dim=2)
 
 
@@ -124,7 +126,8 @@ def _portions(
 def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
     """One pass: hidden states of all of them, one behind the other."""
     trunk_size = kept.layers[0].keys.shape[2]
-    assert all(start + b.splice <= trunk_size and b.token_ids for start, b in branches)
+    assert all(b.token_ids for _, b in branches)
+    assert all(its.stop <= trunk_size for place, b in branches for its in place.slices(b.splice))
     ids = [token for _, b in branches for token in b.token_ids]
     position = [b.splice + n for _, b in branches for n in range(len(b.token_ids))]
     packing = packing_of(
@@ -162,8 +165,8 @@ def _example_error(model: Any) -> float:
     ]  # fmt: skip
     kept = keeping()
     with switched(model):
-        _, starts = read_packed(model, sequences, kept)
-        found = kept_branch_hidden(model, kept, [(starts[which], b) for which, b in asked])
+        _, places = read_packed(model, sequences, kept)
+        found = kept_branch_hidden(model, kept, [(places[which], b) for which, b in asked])
     return max(
         away_from_alone(model, [*sequences[which][: b.splice], *b.token_ids], hidden_ND)
         for (which, b), hidden_ND in zip(asked, found, strict=True)

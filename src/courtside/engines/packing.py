@@ -4,14 +4,17 @@ Positions start again with every sequence, and attention stays inside each: the 
 passes of their own. No mask exists; where sequences end is handed to the attention itself, through
 the model, so that a layer that is computed again in the backward pass finds it too.
 
-Models that do anything special with attention take passes padded on the right, as before.
+Sequences that begin alike share their beginning (`prefixes.py`): it lies in the row once, and the
+attention lays its keys before those of every rest. Their gradients come back summed.
+
+This is the attention and the row; how sequences become passes is in `passes.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from itertools import accumulate
@@ -24,10 +27,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention import attention_of, special_attention, windows_of
-from courtside.engines.batching import batches_by_length, full_batches, pad_right, placed
-from courtside.engines.few_launches import FewLaunches
-from courtside.engines.tried import away_from_alone, example_problem
+from courtside.engines.attention import attention_of
+from courtside.engines.batching import placed
+from courtside.engines.prefixes import Row
 from courtside.errors import ModelError
 
 NAME = "courtside_packed"
@@ -35,30 +37,53 @@ NAME = "courtside_packed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the sequences of a row of N ids lie, and where their keys in a row of K."""
+    """Where the parts of a row of N ids lie, and where their keys in a row of K."""
 
     lengths: tuple[int, ...]
     ends_S: Tensor
-    """0 and where each sequence ends, on the device: int32, as kernels want it."""
+    """0 and where each part ends, on the device: int32, as kernels want it."""
     key_lengths: tuple[int, ...]
-    """As `lengths`, or longer: the ids of a sequence are then the last of those it looks at."""
+    """As `lengths`, or longer: the ids of a part are then the last of those it looks at."""
     key_ends_S: Tensor
-
-    @property
-    def starts(self) -> list[int]:
-        return [0, *accumulate(self.lengths)][:-1]
+    joined: tuple[int, ...] | None = None
+    """Which parts' keys, one behind the other, are the row of K; None: they come as that."""
+    corners: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    """What `_corner` made: the same for all layers, which would each keep their own."""
 
 
 def packing_of(
-    lengths: Sequence[int], key_lengths: Sequence[int] | None = None, *, device: torch.device
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+    *,
+    joined: Sequence[int] | None = None,
+    device: torch.device,
 ) -> Packing:
-    """`key_lengths` = None: each sequence looks at its own ids only."""
+    """`key_lengths` = None: each part looks at its own ids only."""
     assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
     keys = lengths if key_lengths is None else key_lengths
     ends = [[0, *accumulate(its)] for its in (lengths, keys)]
     ends_S, key_ends_S = placed(ends, dtype=torch.int32, device=device)
     return Packing(
-        lengths=tuple(lengths), ends_S=ends_S, key_lengths=tuple(keys), key_ends_S=key_ends_S
+        lengths=tuple(lengths),
+        ends_S=ends_S,
+        key_lengths=tuple(keys),
+        key_ends_S=key_ends_S,
+        joined=None if joined is None else tuple(joined),
+    )
+
+
+def packing_of_row(row: Row, *, device: torch.device) -> Packing:
+    """A part looks at its own ids, and before them at the beginning that it goes on from."""
+    if all(part.prefix is None for part in row.parts):
+        return packing_of([len(part.ids) for part in row.parts], device=device)
+    joined: list[int] = []
+    key_lengths: list[int] = []
+    for number, part in enumerate(row.parts):
+        its = [number] if part.prefix is None else [part.prefix, number]
+        joined += its
+        key_lengths.append(sum(len(row.parts[i].ids) for i in its))
+    return packing_of(
+        [len(part.ids) for part in row.parts], key_lengths, joined=joined, device=device
     )
 
 
@@ -77,7 +102,10 @@ def packed_attention(
     packing: Packing | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """[1, heads, N, D] and [1, shared heads, K, D] to [1, N, heads, D]: causal in each sequence."""
+    """[1, heads, N, D] and [1, shared heads, K, D] to [1, N, heads, D]: causal in each part.
+
+    Keys and values are [1, shared heads, N, D] where they have to be laid out first.
+    """
     if packing is None:
         raise ModelError(f"{type(module).__name__} was not told where sequences end")
     if attention_mask is not None or settings.get("position_bias") is not None:
@@ -86,11 +114,50 @@ def packed_attention(
     if window is not None and window < max(packing.key_lengths):
         raise ModelError(f"{type(module).__name__} looks through a window, which packing ignores")
     assert query.shape[0] == 1 and query.shape[2] == sum(packing.lengths)
-    assert key.shape[2] == sum(packing.key_lengths)
     query, key, value = as_cast(query, key, value)
+    if packing.joined is not None:
+        key, value = (_laid_out(state, packing) for state in (key, value))
+    assert key.shape[2] == sum(packing.key_lengths)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
     return _one_by_one(query, key, value, packing, scaling, dropout), None
+
+
+class _LaidOut(torch.autograd.Function):
+    """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its parts look at them."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, packing: Packing) -> Tensor:
+        assert packing.joined is not None
+        ctx.packing = packing
+        # Along the layout in memory, where a part is one piece.
+        parts = state.transpose(1, 2).split(list(packing.lengths), dim=1)
+        return torch.cat([parts[i] for i in packing.joined], dim=1).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        packing: Packing = ctx.packing
+        assert packing.joined is not None
+        (gradient,) = gradients
+        sizes = [packing.lengths[i] for i in packing.joined]
+        found: list[list[Tensor]] = [[] for _ in packing.lengths]
+        parts = gradient.transpose(1, 2).split(sizes, dim=1)
+        for i, part in zip(packing.joined, parts, strict=True):
+            found[i].append(part)
+        return torch.cat([_summed(its) for its in found], dim=1).transpose(1, 2), None
+
+
+_laid_out: Callable[[Tensor, Packing], Tensor] = _LaidOut.apply
+
+
+def _summed(parts: Sequence[Tensor]) -> Tensor:
+    """In float32 at least: in 16 bits every sample of a large group would be rounded away a bit."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -159,19 +226,36 @@ def _one_by_one(
         strict=True,
     ):  # fmt: skip
         # `is_causal` counts from the first key, which is the same where there are as many.
-        seen = None if q.shape[2] == k.shape[2] else _seen(q.shape[2], k.shape[2], q.device)
-        found = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling,
-            enable_gqa=grouped,
-        )  # fmt: skip
-        parts.append(found.transpose(1, 2))
+        whole = q.shape[2] == k.shape[2]
+        for end in [q.shape[2]] if whole else _block_ends(q.shape[2]):
+            start = 0 if whole else (end - 1) // BLOCK * BLOCK
+            num_keys = k.shape[2] - q.shape[2] + end
+            seen = None if whole else _corner(packing, q)[start - end :, -num_keys:]
+            found = F.scaled_dot_product_attention(
+                q[:, :, start:end], k[:, :, :num_keys], v[:, :, :num_keys], attn_mask=seen,
+                dropout_p=dropout, is_causal=whole, scale=scaling, enable_gqa=grouped,
+            )  # fmt: skip
+            parts.append(found.transpose(1, 2))
     return torch.cat(parts, dim=1)
 
 
-def _seen(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which keys each of the last `num_queries` places may look at."""
-    every_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return every_QK.tril(num_keys - num_queries)
+BLOCK = 512
+"""Queries that share a mask, so that it grows with the number of keys and not with its square."""
+
+
+def _block_ends(num_queries: int) -> list[int]:
+    return [*range(BLOCK, num_queries, BLOCK), num_queries]
+
+
+def _corner(packing: Packing, query: Tensor) -> Tensor:
+    """To be added to scores: 0 where a query may look, −∞ elsewhere. The last q rows of the last k
+    columns are the mask of the last q places of k, for every q and k of this packing."""
+    if query.dtype not in packing.corners:
+        num_queries = min(BLOCK, max(packing.lengths))
+        num_keys = -(-max(packing.key_lengths) // 16) * 16  # a GPU's kernels want slices aligned
+        corner_QK = query.new_full((num_queries, num_keys), -torch.inf)
+        packing.corners[query.dtype] = corner_QK.triu_(num_keys - num_queries + 1)
+    return packing.corners[query.dtype]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,51 +267,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 AttentionInterface.register(NAME, packed_attention)
 
 
-# ── passes ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """How sequences become passes of one model."""
-
-    model: Any
-    pad_id: int
-    problem: str | None
-    """Why they are padded; None: they are packed."""
-    parts: FewLaunches | None = None
-
-    def size(self, lengths: Sequence[int]) -> int:
-        """Tokens that a pass computes for these sequences."""
-        return sum(lengths) if self.problem is None else len(lengths) * max(lengths)
-
-    def batches(self, sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Indices by pass, each of at most `max_tokens`; longest first."""
-        cut = full_batches if self.problem is None else batches_by_length
-        return cut(sizes, max_tokens)
-
-    @contextmanager
-    def attention(self) -> Iterator[None]:
-        """What `hidden` wants around it, and around a backward pass through what it gave."""
-        with (
-            nullcontext() if self.parts is None else self.parts.used(),
-            switched(self.model) if self.problem is None else nullcontext(),
-        ):
-            yield
-
-    def hidden(
-        self, sequences: Sequence[Sequence[int]], *, kept: Cache | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Last hidden states [positions, D] of one pass, and where each sequence begins there.
-
-        `kept` gets the keys and values of a packed pass: see `engines/kept.py`.
-        """
-        if self.problem is None:
-            return read_packed(self.model, sequences, kept)
-        assert kept is None, "those of a padded pass lie elsewhere"
-        ids_BL = pad_right(sequences, self.pad_id, self.model.device)
-        out = self.model.base_model(input_ids=ids_BL, use_cache=False)
-        longest = ids_BL.shape[1]
-        return out.last_hidden_state.flatten(0, 1), [row * longest for row in range(len(ids_BL))]
+# ── a row ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -239,16 +279,6 @@ def switched(model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-
-
-def read_packed(
-    model: Any, sequences: Sequence[Sequence[int]], kept: Cache | None = None
-) -> tuple[Tensor, list[int]]:
-    lengths = [len(ids) for ids in sequences]
-    packing = packing_of(lengths, device=model.device)
-    ids = [token for ids in sequences for token in ids]
-    position = [place for length in lengths for place in range(length)]
-    return read_row(model, ids, position, packing, kept), packing.starts
 
 
 def read_row(
@@ -267,36 +297,3 @@ def read_row(
     )
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
-
-
-# ── tried on a small example ─────────────────────────────────────────────────────────────────────
-
-
-def packing_problem(model: Any) -> str | None:
-    """Why passes of this model are padded; None: they can be packed.
-
-    Beside the settings a tiny example is tried, because a model may do as it likes with what it is
-    given. The model must not be in training mode: dropout would act.
-    """
-    why = special_attention(model)
-    if why is not None:
-        return why
-    if attention_of(model) != "sdpa":
-        return f"attn_implementation = {attention_of(model)!r} was asked for"
-    if any(window is not None for window in windows_of(model).values()):
-        return "it looks through a window"
-    assert not model.training, "dropout would act"
-    return example_problem(model, lambda: _example_error(model))
-
-
-@torch.no_grad()
-def _example_error(model: Any) -> float:
-    """How far the hidden states of packed sequences are from those of passes of their own."""
-    num_words = model.get_input_embeddings().weight.shape[0]
-    sequences = [[(7 * i + n) % num_words for i in range(1, n + 1)] for n in (5, 1, 12, 24)]
-    with switched(model):
-        packed_ND, starts = read_packed(model, sequences)
-    return max(
-        away_from_alone(model, ids, packed_ND[start : start + len(ids)])
-        for start, ids in zip(starts, sequences, strict=True)
-    )

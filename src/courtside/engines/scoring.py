@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from courtside.engines.base import Head, ScoreRequest, Scores
 from courtside.engines.batching import placed
+from courtside.engines.prefixes import Place
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:
@@ -21,13 +23,13 @@ def chunk_size(num_words: int, device: torch.device) -> int:
 def scores_of(
     head: Head,
     hidden_ND: Tensor,
-    starts: Sequence[int],
+    lying: Sequence[Place],
     requests: Sequence[ScoreRequest],
     *,
     hidden: bool,
     top_k: int,
 ) -> list[Scores]:
-    """Of each request; `starts` says where in `hidden_ND` its sequence begins.
+    """Of each request; `lying` says where in `hidden_ND` its sequence lies.
 
     Positions of all requests go through the head together: sequences may be short.
     """
@@ -36,7 +38,7 @@ def scores_of(
     counts = [len(its) for its in places]
     before_T, ids_T = placed(
         [
-            [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its],
+            [*chain(*(p.of(i - 1 for i in its) for p, its in zip(lying, places, strict=True)))],
             [r.token_ids[i] for r, its in zip(requests, places, strict=True) for i in its],
         ],
         dtype=torch.long,

@@ -34,7 +34,8 @@ from courtside.engines.branches import branching_problem, read_branches, score_b
 from courtside.engines.drawn import Drawn
 from courtside.engines.few_launches import few_launches
 from courtside.engines.lent import LentWeights
-from courtside.engines.packing import Passes, packing_problem
+from courtside.engines.passes import Passes, tried_passes
+from courtside.engines.prefixes import Place
 from courtside.engines.sampling import draw, uniforms
 from courtside.engines.scoring import scores_of
 from courtside.engines.session import KeptSession, RereadingSession
@@ -165,13 +166,16 @@ class TransformersEngine:
             assert not request.scored[0], "nothing predicts the first token"
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
-        lengths = [len(request.token_ids) for request in requests]
         passes = self.passes
         with self.casting(), passes.attention():
-            for batch in passes.batches(lengths, self.score_batch_tokens):
+            for batch in passes.batches(
+                [[request.token_ids] for request in requests],
+                self.score_batch_tokens,
+                most_tokens=self.max_batch_tokens,
+            ):
                 asked = [requests[i] for i in batch]
-                hidden_ND, starts = passes.hidden([request.token_ids for request in asked])
-                found = scores_of(self.head, hidden_ND, starts, asked, hidden=hidden, top_k=top_k)
+                hidden_ND, lying = passes.hidden([request.token_ids for request in asked])
+                found = scores_of(self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k)
                 results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
 
@@ -179,9 +183,8 @@ class TransformersEngine:
     def passes(self) -> Passes:
         """How sequences become passes of the model; its `problem` says why they are padded."""
         with self.casting():
-            problem = packing_problem(self.model)
-        parts = few_launches(self.model, self.head, self.autocast)
-        return Passes(model=self.model, pad_id=self.pad_id, problem=problem, parts=parts)
+            parts = few_launches(self.model, self.head, self.autocast)
+            return tried_passes(self.model, pad_id=self.pad_id, parts=parts)
 
     def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""
@@ -258,7 +261,8 @@ class TransformersEngine:
     def _scores(
         self, hidden_LD: Tensor, request: ScoreRequest, *, hidden: bool, top_k: int
     ) -> Scores:
-        (scores,) = scores_of(self.head, hidden_LD, [0], [request], hidden=hidden, top_k=top_k)
+        whole = [Place(start=0)]
+        (scores,) = scores_of(self.head, hidden_LD, whole, [request], hidden=hidden, top_k=top_k)
         return scores
 
     def _check_length(self, length: int) -> None:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from courtside.config import Recipe, SelfTeacher
 from courtside.engines.base import Head, ScoreRequest, Scores
 from courtside.engines.kept import kept_branch_hidden, kept_branching_problem
+from courtside.engines.prefixes import Place
 from courtside.engines.scoring import scores_of
 from courtside.types import Scored
 
@@ -79,20 +80,20 @@ def read_hints(
     model: Any,
     head: Head,
     scored: Sequence[Scored],
-    starts: Sequence[int],
+    lying: Sequence[Place],
     kept: Cache,
     *,
     max_tokens: int,
 ) -> list[Scored]:
     """The same with their targets filled, over what a pass of these trajectories has kept."""
     branches = [
-        (start, s.trajectory.temperature, branch)
-        for s, start in zip(scored, starts, strict=True)
+        (place, s.trajectory.temperature, branch)
+        for s, place in zip(scored, lying, strict=True)
         if s.target is not None
         for branch in s.target.branches
     ]
     hidden = kept_branch_hidden(
-        model, kept, [(start, branch) for start, _, branch in branches], max_tokens=max_tokens
+        model, kept, [(place, branch) for place, _, branch in branches], max_tokens=max_tokens
     )
     requests = [
         ScoreRequest(token_ids=b.token_ids, scored=b.scored, temperature=temperature)
@@ -100,7 +101,8 @@ def read_hints(
     ]
     assert not any(request.scored[0] for request in requests), "a hint stands above every turn"
     begins = [0, *accumulate(len(part_ND) for part_ND in hidden)][:-1]
-    found = iter(scores_of(head, torch.cat(hidden), begins, requests, hidden=True, top_k=0))
+    own = [Place(start=start) for start in begins]
+    found = iter(scores_of(head, torch.cat(hidden), own, requests, hidden=True, top_k=0))
     return [_filled(s, [next(found) for _ in s.target.branches]) if s.target else s for s in scored]
 
 

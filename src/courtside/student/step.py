@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,14 @@ from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens, placed, update_tokens
 from courtside.engines.few_launches import few_launches
 from courtside.engines.kept import keeping
-from courtside.engines.packing import Passes, packing_problem
+from courtside.engines.passes import Passes, tried_passes
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.fused_head import backward_through_head
 from courtside.student.head import chunk_size
-from courtside.student.live_hints import awaits, read_hints, said_of_branches
+from courtside.student.live_hints import awaits, drops_out, read_hints, said_of_branches
 from courtside.student.optimiser import learning_rate_at, make_optimiser
 from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
@@ -129,9 +130,9 @@ class Student:
     def passes(self) -> Passes:
         """How trajectories become passes of the model; its `problem` says why they are padded."""
         with self._casting():
-            problem = packing_problem(self.weights.model)
-        parts = few_launches(self.weights.model, self.head, self.weights.autocast)
-        return Passes(model=self.weights.model, pad_id=self.pad_id, problem=problem, parts=parts)
+            model = self.weights.model
+            parts = few_launches(model, self.head, self.weights.autocast)
+            return tried_passes(model, pad_id=self.pad_id, parts=parts, drops_out=drops_out(model))
 
     def _casting(self, *, anew: bool = False) -> Any:
         """`anew`: without using or keeping rounded weights."""
@@ -147,13 +148,17 @@ class Student:
         """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
-        sizes = [self.passes.size([len(_read(s, trained)) for s in unit]) for unit in units]
+        batches = self.passes.batches(
+            [[_read(s, trained) for s in unit] for unit in units],
+            self.micro_batch_tokens,
+            most_tokens=self.recipe.train.micro_batch_tokens,  # what was asked for is kept to
+        )
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.
         heads = list(dict.fromkeys(_head_id(s) for s in scored))
         return [
             sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_id(s)))
-            for batch in self.passes.batches(sizes, self.micro_batch_tokens)
+            for batch in batches
         ]
 
     def _micro_batch(
@@ -187,18 +192,18 @@ class Student:
         """Hidden states that predict the trained tokens, in order, with their graph. Hints that
         are read over the same pass fill their targets."""
         kept = keeping() if awaits(micro) else None
-        hidden_ND, starts = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
+        hidden_ND, lying = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
         if kept is not None:
             # Some versions of torch keep a weight without a graph that was first rounded so.
             with self._casting(anew=True):
                 micro = read_hints(
-                    self.weights.model, self.head, micro, starts, kept,
+                    self.weights.model, self.head, micro, lying, kept,
                     max_tokens=pass_tokens(self.weights.device),
                 )  # fmt: skip
         places = [_places(s, trained) for s in micro]
         assert all(its[0] > 0 for its in places), "nothing predicts the first token"
-        before = [start + i - 1 for start, its in zip(starts, places, strict=True) for i in its]
-        before_N = placed(before, dtype=torch.long, device=hidden_ND.device)
+        before = (place.of(i - 1 for i in its) for place, its in zip(lying, places, strict=True))
+        before_N = placed([*chain(*before)], dtype=torch.long, device=hidden_ND.device)
         return hidden_ND.index_select(0, before_N), micro
 
     @torch.no_grad()

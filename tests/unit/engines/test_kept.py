@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines import kept, packing
 from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
-from courtside.engines.packing import Passes
+from courtside.engines.passes import Passes, packing_problem
 from courtside.types import Branch
 
 SEQUENCES = [[3 + (7 * i * i + n) % 250 for i in range(n)] for n in (25, 40, 1, 12)]
@@ -35,8 +35,8 @@ def read(model: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
     passes = Passes(model=model, pad_id=1, problem=None)
     cache = keeping()
     with passes.attention():
-        trunk_ND, starts = passes.hidden(SEQUENCES, kept=cache)
-        asked = [(starts[which], branch) for which, branch in branches()]
+        trunk_ND, places = passes.hidden(SEQUENCES, kept=cache)
+        asked = [(places[which], branch) for which, branch in branches()]
         return trunk_ND, kept_branch_hidden(model, cache, asked, **options)
 
 
@@ -135,7 +135,7 @@ def test_a_kernel_that_aligns_the_other_end_is_found_out(monkeypatch: pytest.Mon
     model = tiny_model()
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
     monkeypatch.setattr(packing, "varlen_attn", from_the_first_key)
-    assert packing.packing_problem(model) is None
+    assert packing_problem(model) is None
     assert kept_branching_problem(model) == (
         "on a small example its hidden states are not those of separate passes"
     )

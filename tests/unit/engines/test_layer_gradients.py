@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.engines import few_launches as few
 from courtside.engines import layer_gradients, layer_kernels, layer_parts
-from courtside.engines.packing import Passes, packing_problem
+from courtside.engines.passes import Passes, packing_problem
 from courtside.engines.transformers import head_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,7 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from courtside.engines import packing
 from courtside.engines.base import ScoreRequest
-from courtside.engines.packing import NAME, Passes, packed_attention, packing_of, packing_problem
+from courtside.engines.packing import NAME, packed_attention, packing_of
+from courtside.engines.passes import Passes, packing_problem
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError
 
@@ -59,8 +60,9 @@ def compare(model: Any, sequences: list[list[int]]) -> None:
     """Hidden states, and gradients of all weights from weighted sums of them."""
     passes = passes_of(model)
     with passes.attention():
-        hidden_ND, starts = passes.hidden(sequences)
+        hidden_ND, places = passes.hidden(sequences)
         assert len(hidden_ND) == sum(map(len, sequences))
+        starts = [place.start for place in places]
         torch.manual_seed(0)
         weight_ND = torch.randn_like(hidden_ND)
         hidden_ND.backward(weight_ND)
@@ -167,7 +169,10 @@ def test_every_computed_token_is_a_real_one(make_engine: Make, budget: int) -> N
 
     engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
     engine.score(
-        [ScoreRequest(token_ids=(5,) * n, scored=(False, *(True,) * (n - 1))) for n in lengths]
+        [
+            ScoreRequest(token_ids=tuple(ids), scored=(False, *(True,) * (len(ids) - 1)))
+            for ids in sequences_of(*lengths)
+        ]
     )
     assert sum(computed) == sum(lengths)
     assert len(computed) == -(-sum(lengths) // budget), "no pass that a fuller one would save"
@@ -391,9 +396,10 @@ def test_arithmetic_is_that_of_autocast() -> None:
 
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), changed("_one_by_one", note):
         with passes.attention():
-            hidden_ND, starts = passes.hidden(sequences)
-        for start, ids in zip(starts, sequences, strict=True):
+            hidden_ND, places = passes.hidden(sequences)
+        for place, ids in zip(places, sequences, strict=True):
             own_LD = alone(model, ids).float()
-            error = (hidden_ND[start : start + len(ids)].float() - own_LD).norm() / own_LD.norm()
+            found_LD = hidden_ND[place.of(range(len(ids)))]
+            error = (found_LD.float() - own_LD).norm() / own_LD.norm()
             assert error < 0.02
     assert seen == [{torch.bfloat16}] * 2

@@ -101,7 +101,7 @@ def test_no_pass_is_larger_than_the_budget(make_engine: Make) -> None:
 
     engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
     requests = [
-        ScoreRequest(token_ids=(5,) * n, scored=(False,) + (True,) * (n - 1))
+        ScoreRequest(token_ids=(n, *(5,) * (n - 1)), scored=(False,) + (True,) * (n - 1))
         for n in (3, 21, 20, 4, 6, 60)
     ]
     engine.score(requests)

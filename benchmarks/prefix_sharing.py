@@ -1,0 +1,307 @@
+"""Samples of one prompt in scoring and in the update: the prompt read once against once a sample.
+
+A group is a prompt and n answers of one length, on random weights of a given shape. Timed, with
+passes as the engine and the student cut them by default:
+
+    scoring    log-probs of all answers, by the engine
+    update     forward and backward pass with the loss on the sampled tokens, all weights or LoRA
+
+each with the prompt shared and with every sample reading its own. Log-probs and gradients of both
+ways are compared before anything is timed.
+
+    python benchmarks/prefix_sharing.py                                   # on a CPU, two minutes
+    python benchmarks/prefix_sharing.py --device cuda --model qwen3-0.6b  # bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpu_machine import GIB, HERE, header
+from hint_scoring import shape
+from torch import Tensor
+from workload import SEED, peak_rss
+
+from courtside.engines.base import ScoreRequest
+from courtside.engines.batching import pass_tokens
+from courtside.engines.passes import Passes
+from courtside.engines.transformers import TransformersEngine
+from courtside.losses.fused import divergence_head
+from courtside.losses.fused_records import Asked, HeadGradient, Projection
+
+M_MMAP_THRESHOLD = -3
+WAYS = ("shared", "separate")
+
+
+class Job:
+    """One model, and groups of any shape for it."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.device = torch.device(args.device)
+        self.num_answer = args.answer
+        torch.manual_seed(SEED)
+        with self.device:
+            model = shape(args.model)
+        if args.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = model.to(torch.bfloat16) if self.device.type == "cuda" else model
+            get_peft_model(
+                model, LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
+            )
+        self.engine = TransformersEngine(
+            model.eval(),
+            SimpleNamespace(eos_token_id=0),
+            name=args.model,
+            autocast=torch.bfloat16 if self.device.type == "cuda" else None,
+        )
+        found = self.engine.passes
+        assert found.problem is None and found.unshared is None
+        self.passes = {"shared": found, "separate": replace(found, unshared="asked for")}
+        self.computed = 0
+        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.computed += kwargs["input_ids"].numel()
+
+    def group(self, num_prompt: int, num_samples: int) -> list[tuple[int, ...]]:
+        generator = torch.Generator().manual_seed(SEED)
+        num_words = self.engine.model.config.vocab_size
+        size = num_prompt + num_samples * self.num_answer
+        ids = torch.randint(1, num_words, (size,), generator=generator).tolist()
+        prompt, rest = ids[:num_prompt], ids[num_prompt:]
+        starts = range(0, len(rest), self.num_answer)
+        return [(*prompt, *rest[start : start + self.num_answer]) for start in starts]
+
+    def scoring(self, way: str, group: list[tuple[int, ...]]) -> list[Tensor]:
+        vars(self.engine)["passes"] = self.passes[way]
+        scored = (False,) * (len(group[0]) - self.num_answer) + (True,) * self.num_answer
+        requests = [ScoreRequest(token_ids=ids, scored=scored) for ids in group]
+        return [scores.logp_T for scores in self.engine.score(requests)]
+
+    def update(self, way: str, group: list[tuple[int, ...]]) -> None:
+        """Leaves its gradients in the weights."""
+        passes: Passes = self.passes[way]
+        read = [ids[:-1] for ids in group]
+        self.engine.model.train()
+        with self.engine.casting(), passes.attention():
+            for batch in passes.batches([[ids] for ids in read], pass_tokens(self.device)):
+                hidden_ND, places = passes.hidden([read[i] for i in batch])
+                before = range(len(read[0]) - self.num_answer, len(read[0]))
+                where = [i for place in places for i in place.of(before)]
+                where_T = torch.tensor(where, device=self.device)
+                hidden_TD = hidden_ND.index_select(0, where_T)
+                wanted = [i for b in batch for i in group[b][-self.num_answer :]]
+                hidden_TD.backward(self._through_head(hidden_TD.detach(), wanted))
+        self.engine.model.eval()
+
+    def _through_head(self, hidden_TD: Tensor, wanted: list[int]) -> Tensor:
+        """A loss on the sampled tokens, as the student's step has it."""
+        weight_VD, _ = self.engine.head.parameters()
+        into = None
+        if weight_VD.requires_grad:
+            into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
+        ones_T = torch.ones(len(hidden_TD), device=self.device)
+        found = divergence_head(
+            Projection(
+                hidden_ND=hidden_TD,
+                weight_VD=weight_VD.detach().to(self.engine.autocast or weight_VD.dtype),
+            ),
+            None,
+            Asked(
+                ids_N=torch.tensor(wanted, device=self.device), temperature_N=ones_T,
+                sampled=-ones_T,
+            ),
+            into=into,
+        )  # fmt: skip
+        return found.hidden_gradient_ND.to(hidden_TD.dtype)
+
+    def forget(self) -> None:
+        self.engine.model.zero_grad(set_to_none=True)
+
+    def gradients(self, way: str, group: list[tuple[int, ...]]) -> Tensor:
+        """All of them in one row, on the CPU."""
+        self.update(way, group)
+        parameters = self.engine.model.parameters()
+        found = [p.grad.float().flatten().cpu() for p in parameters if p.grad is not None]
+        self.forget()
+        return torch.cat(found)
+
+    def check(self) -> dict[str, float]:
+        """How far the two ways are apart on a small group."""
+        group = self.group(64, 3)
+        logps = [torch.cat(self.scoring(way, group)) for way in WAYS]
+        shared, separate = (self.gradients(way, group) for way in WAYS)
+        found = {
+            "largest_logp_difference": float((logps[0] - logps[1]).abs().max()),
+            "gradient_difference": float((shared - separate).norm() / separate.norm()),
+        }
+        exact = self.device.type == "cpu"
+        limits = (1e-3, 1e-4) if exact else (0.2, 0.05)
+        if any(not v < limit for v, limit in zip(found.values(), limits, strict=True)):
+            raise SystemExit(f"shared and separate differ, so there is nothing to compare: {found}")
+        return found
+
+
+# ── the clock ────────────────────────────────────────────────────────────────────────────────────
+
+
+def once(job: Job, call: Callable[[], Any]) -> dict[str, float]:
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    job.computed = 0
+    start, start_cpu = time.perf_counter(), time.process_time()
+    call()
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - start_cpu,
+        "tokens": job.computed,
+    }
+
+
+def clock_of(device: torch.device) -> str:
+    """What is compared: on a CPU its own time, which other programs disturb less."""
+    return "seconds" if device.type == "cuda" else "cpu_seconds"
+
+
+def rise(job: Job, call: Callable[[], Any]) -> float:
+    """GiB that memory rises by, at most, above what was held before."""
+    gc.collect()
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated() - held) / GIB
+    allocator = ctypes.CDLL(None)
+    allocator.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = peak_rss()
+    call()
+    return (peak_rss() - before) / GIB
+
+
+def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ways in turn, several times over: what disturbs them comes and goes."""
+    rows = []
+    for num_prompt in args.prompts:
+        for num_samples in args.samples:
+            group = job.group(num_prompt, num_samples)
+            row: dict[str, Any] = {"prompt": num_prompt, "samples": num_samples}
+            for stage, run in (("scoring", job.scoring), ("update", job.update)):
+                its: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+                for number in range(args.warmup + args.repeats):
+                    for way in WAYS:
+                        found = once(job, partial(run, way, group))
+                        job.forget()
+                        its[way] += [found] if number >= args.warmup else []
+                row[stage] = {way: {"runs": runs} for way, runs in its.items()}
+            rows.append(row)
+            print(line(row, clock_of(job.device)), flush=True)
+    if job.device.type == "cpu":
+        # What is freed goes back to the system at once: else an allocator's habits were measured.
+        # From here on nothing is timed, because that takes its time.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    for row in rows:
+        group = job.group(row["prompt"], row["samples"])
+        for stage, run in (("scoring", job.scoring), ("update", job.update)):
+            for way in WAYS:
+                risen = rise(job, partial(run, way, group))
+                row[stage][way]["memory_gib"] = risen
+                job.forget()
+    return rows
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────
+
+
+def fastest(row: dict[str, Any], stage: str, way: str, what: str) -> float:
+    """Of the repeats, which other programs disturbed least."""
+    return float(min(run[what] for run in row[stage][way]["runs"]))
+
+
+def ratio(row: dict[str, Any], stage: str, what: str) -> float:
+    return fastest(row, stage, "shared", what) / fastest(row, stage, "separate", what)
+
+
+def line(row: dict[str, Any], clock: str) -> str:
+    cells = [f"{row['prompt']:6d} | {row['samples']:7d} | {ratio(row, 'scoring', 'tokens'):6.2f}"]
+    for stage in ("scoring", "update"):
+        cells.append(f"{fastest(row, stage, 'shared', clock):9.3f}")
+        cells.append(f"{ratio(row, stage, clock):6.2f}")
+        its = [row[stage][way].get("memory_gib") for way in WAYS]
+        cells.append("     –" if None in its else f"{its[0] / max(its[1], 1e-9):6.2f}")
+    return " | ".join(cells)
+
+
+HEADINGS = (
+    "prompt | samples | tokens | scoring s | × time | × mem. | update s  | × time | × mem.\n"
+    "(shared; × is shared over separate)"
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--model",
+        choices=("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny"),
+        default="smollm2-135m",
+    )
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser.add_argument("--prompts", type=int, nargs="+", help="tokens; 128 512 2048 on a GPU")
+    parser.add_argument("--samples", type=int, nargs="+", help="of a prompt; 4 16 on a GPU")
+    parser.add_argument("--answer", type=int, help="tokens; 256 on a GPU, 64 on a CPU")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    large = args.device == "cuda"
+    args.prompts = args.prompts or ([128, 512, 2048] if large else [32, 128, 512])
+    args.samples = args.samples or ([4, 16] if large else [4])
+    args.answer = args.answer or (256 if large else 64)
+    args.out = args.out or HERE / "results" / f"prefix_sharing_{args.device}.json"
+    return args
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    job = Job(args)
+    load = os.getloadavg()[0]
+    differences = job.check()
+    print(HEADINGS)
+    rows = measure(job, args)
+    print("with memory:")
+    print("\n".join(line(row, clock_of(job.device)) for row in rows))
+    result = {
+        **header("prefix_sharing", job.device),
+        "load_before": load,
+        "seed": SEED,
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
+        **differences,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
