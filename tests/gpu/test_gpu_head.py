@@ -42,6 +42,8 @@ FEW = [FULL[0], FULL[1], FULL[2], TOP_64[0]]
 HEADS: dict[str, dict[str, Any]] = {
     "scaled": {"scale": 1.7, "bias": True},
     "capped": {"softcap": 2.0, "scale": 0.8, "bias": True},
+    "adapted": {"ranks": (16, 0)},
+    "both adapted": {"ranks": (5, 16), "scale": 1.7, "bias": True},
 }
 
 
@@ -83,7 +85,9 @@ def test_float32_is_float64_to_seven_digits(
 
 @pytest.mark.parametrize("divergence", [*FEW, None], ids=name)
 @pytest.mark.parametrize("head", HEADS)
-def test_scale_bias_and_cap(divergence: Divergence | None, head: str, device: torch.device) -> None:
+def test_scale_bias_cap_and_adapter(
+    divergence: Divergence | None, head: str, device: torch.device
+) -> None:
     case = some(device, spread=1.0, **HEADS[head])
     ours, into = through(case, divergence)
     found = differences(ours, into, expected(case, divergence))
@@ -102,6 +106,18 @@ def test_bfloat16_is_as_close_as_its_logits(
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
     assert max(found.values()) < 2e-2, found
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], None], ids=name)
+def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    """Its gradients, gathered over chunks in float32, too."""
+    case = some(device, torch.bfloat16, ranks=(16, 8))
+    ours, into = through(case, divergence)
+    assert into.up_VR is not None and into.up_VR.dtype == torch.float32
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 4e-2, found
 
 
 @pytest.mark.parametrize("divergence", [*FULL, *ENDS[:2], *ON_SUPPORT[::7], None], ids=name)

@@ -206,9 +206,9 @@ def olmo2() -> Any:
     return made_of(Olmo2Config, Olmo2ForCausalLM)
 
 
-def lora(model: Any) -> Any:
+def lora(model: Any, targets: Any = "all-linear") -> Any:
     torch.manual_seed(2)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return get_peft_model(model, config).base_model.model
 
 
@@ -216,7 +216,14 @@ def lora_qwen() -> Any:
     return lora(qwen())
 
 
-KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen]
+def lora_head() -> Any:
+    """On the output head too."""
+    model = lora(qwen(), ["q_proj", "lm_head"])
+    model.lm_head.lora_B.default.weight.data.mul_(4.0)
+    return model
+
+
+KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head]
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -236,6 +243,8 @@ def test_copies_in_bfloat16_are_what_autocast_multiplies_by(make: Any) -> None:
                 torch.tensor(sample.logp), found.logp_T.float(), atol=0.05, rtol=0
             )
         first.data.mul_(-3.0)  # a step of training: the copies must follow
+        if made.head.adapter is not None:
+            made.head.adapter.up_VR.data.mul_(-1.0)
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -268,6 +277,7 @@ def _scored(ids: tuple[int, ...], scored: tuple[bool, ...]) -> Any:
         (phi3, 5, 4, 0, 2, 1),
         (olmo2, 9, 0, 4, 2, 1),
         (lora_qwen, 9, 4, 0, 2, 1),
+        (lora_head, 9, 4, 2, 2, 1),
         # Norms that add one, a gate that is no SiLU.
         (lambda: made_of(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
         # Neighbours are turned against each other, not halves; norms that take the mean away.
@@ -285,7 +295,8 @@ def test_what_is_found_in_a_model(
     assert len(lent.mlps) == mlps
     assert len(lent.rotary) == rotary
     every = [m for group in lent.groups for m in group]
-    linear = [m for m in model.modules() if type(m) is nn.Linear and m is not lent.head.module]
+    own = set(lent.head.module.modules())
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in own]
     assert len(every) == len(linear) and set(every) == set(linear)
     assert model.get_output_embeddings() not in every
 
@@ -360,6 +371,25 @@ def test_rows_with_several_tokens_are_rotated_by_the_models_own() -> None:
         assert module.apply_rotary_pos_emb is not own
         found = module.apply_rotary_pos_emb(q, k, cos, sin)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_heads_adapter_that_is_off_is_off_in_the_copies() -> None:
+    """And its copies stay where they are: graphs of both are kept."""
+    model = lora_head()
+    head = head_of(model)
+    lent = LentWeights(model, head, torch.bfloat16)
+    hidden_ND, keys, found = torch.randn(3, 32), [], []
+    for on in (True, False, True):
+        model.lm_head.enable_adapters(on)
+        lent.refresh()
+        keys.append(lent.key)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            own = head(hidden_ND)
+            with lent.used():
+                found.append(head(hidden_ND))
+        assert torch.equal(found[-1], own) and "low_rank" not in vars(head)
+    assert len(set(keys)) == 1 and torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])
 
 
 def test_layers_are_their_own_again_afterwards() -> None:
