@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from courtside.losses.fused_products import (
+    Reduced,
     logits,
     padded,
     reduced,
@@ -36,6 +37,7 @@ from courtside.losses.fused_records import (
     Found,
     HeadGradient,
     HeadLoss,
+    Parts,
     Projection,
     Raw,
     Statistics,
@@ -57,7 +59,7 @@ CUDA_PART_BYTES = 2**27
 """The teacher's part of it: 441 rows of 151936 words in bfloat16. Smaller products run worse."""
 
 
-Words = Callable[[Raw, Raw | None, Asked, slice], tuple[Statistics, Found | None]]
+Words = Callable[[Raw, Parts | None, Asked, slice], tuple[Statistics, Found | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +107,15 @@ def divergence_head(
         teacher_narrow = None if teacher is None else reduced(teacher)
         for start in range(0, max(1, num_rows), plan.chunk):
             end = min(start + plan.chunk, num_rows)
-            own = logits(student, narrow, slice(start, end), chunk_CV)
-            for first in range(start, max(start + 1, end), plan.part):
-                rows = slice(first, min(first + plan.part, end))
-                here, there = words(
-                    replace(own, values_NV=own.values_NV[first - start : rows.stop - start]),
-                    None if teacher is None else logits(teacher, teacher_narrow, rows, teacher_PV),
-                    asked,
-                    rows,
-                )
-                statistics.append(here)
-                found += [] if there is None else [there]
-            through_head(
-                student, narrow, chunk_CV[: end - start], slice(start, end),
-                gradient_ND=gradient_ND, into=into,
-            )  # fmt: skip
+            rows = slice(start, end)
+            own = logits(student, narrow, rows, chunk_CV)
+            parts = None
+            if teacher is not None:
+                parts = _in_parts(teacher, teacher_narrow, rows, plan.part, teacher_PV)
+            here, there = words(own, parts, asked, rows)
+            statistics.append(here)
+            found += [] if there is None else [there]
+            through_head(student, narrow, own.values_NV, rows, gradient_ND=gradient_ND, into=into)
         if narrow is not None:
             through_adapter(student, narrow, gradient_ND=gradient_ND, into=into)
     return HeadLoss(
@@ -127,6 +123,14 @@ def divergence_head(
         statistics=joined(statistics),
         found=joined(found) if found else None,
     )
+
+
+def _in_parts(
+    teacher: Projection, narrow: Reduced | None, rows: slice, size: int, room_PV: Tensor
+) -> Parts:
+    for first in range(rows.start, max(rows.start + 1, rows.stop), size):
+        part = slice(first, min(first + size, rows.stop))
+        yield part, logits(teacher, narrow, part, room_PV)
 
 
 def choose_backend(weight_VD: Tensor) -> Backend:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
@@ -45,6 +45,11 @@ class Raw:
     values_NV: Tensor
     scale: float
     softcap: float | None
+
+
+Parts = Iterable[tuple[slice, Raw]]
+"""The teacher's logits a part of the rows at a time, made when they are asked for: (which rows,
+their logits). The next part takes the memory of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from courtside.losses.fused_records import (
     Asked,
     Divergence,
     Found,
+    Parts,
     Raw,
     Statistics,
     Support,
@@ -38,9 +39,23 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
 
 def words_in_torch(
-    student: Raw, teacher: Raw | None, asked: Asked, rows: slice
+    student: Raw, teacher: Parts | None, asked: Asked, rows: slice
 ) -> tuple[Statistics, Found | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
+    statistics: list[Statistics] = []
+    found: list[Found] = []
+    parts = [(rows, None)] if teacher is None else teacher
+    for part, logits in parts:
+        own_NV = student.values_NV[part.start - rows.start : part.stop - rows.start]
+        here, there = _part_in_torch(replace(student, values_NV=own_NV), logits, asked, part)
+        statistics.append(here)
+        found += [] if there is None else [there]
+    return joined(statistics), joined(found) if found else None
+
+
+def _part_in_torch(
+    student: Raw, teacher: Raw | None, asked: Asked, rows: slice
+) -> tuple[Statistics, Found | None]:
     num_rows, num_words = student.values_NV.shape
     on_cpu = student.values_NV.device.type == "cpu"
     size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // num_words))
