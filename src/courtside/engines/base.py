@@ -172,11 +172,13 @@ class Head:
 
 def _added(logits_NV: Tensor, hidden_ND: Tensor, low: LowRank) -> Tensor:
     """In the numbers that the model's own adapters are multiplied in, and rounded once."""
-    reduced_NR = F.linear(hidden_ND.to(low.down_RD.dtype), low.down_RD) * low.scale
     dtype = logits_NV.dtype
     if not torch.is_autocast_enabled(logits_NV.device.type):
         dtype = torch.promote_types(dtype, low.up_VR.dtype)
-    return torch.addmm(logits_NV.to(dtype), reduced_NR.to(dtype), low.up_VR.to(dtype).t())
+    # Turned into them here: autocast would keep what it first rounded without a graph.
+    down_RD, up_VR = low.down_RD.to(dtype), low.up_VR.to(dtype)
+    reduced_NR = F.linear(hidden_ND.to(dtype), down_RD) * low.scale
+    return torch.addmm(logits_NV.to(dtype), reduced_NR, up_VR.t())
 
 
 class Session(Protocol):
