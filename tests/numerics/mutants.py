@@ -314,6 +314,12 @@ fused_words.py
 + slope_NV = torch.ones_like(share_NV)
 - torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
 + torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
+- return value_N, p_NK * (gap_NK - gap_N1)
++ return value_N, p_NK * (gap_NK + 1)
+- _dot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
++ _dot(p_NK, gap_NK)
+- (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
++ (1 - x.sum(-1, keepdim=True))
 
 fused.py
 - num_words = min(len(student.weight_VD), len(teacher.weight_VD))

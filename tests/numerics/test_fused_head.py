@@ -33,7 +33,7 @@ from courtside.losses.fused_records import (
     Statistics,
     Support,
 )
-from courtside.losses.fused_words import support_ids
+from courtside.losses.fused_words import reverse_with_tail, support_ids
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
@@ -112,6 +112,20 @@ def test_a_cap_on_words_of_a_support(form: str) -> None:
     )  # fmt: skip
     (gradient_ND,) = torch.autograd.grad((value_N * case.weight_N).sum(), hidden_ND)
     assert_close(ours.hidden_gradient_ND, gradient_ND, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["spread", "sure of few"])
+def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
+    """Also where next to nothing is left for the tail, and where words are listed twice."""
+    logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
+    ids_NK, keep_NK, _ = support_ids(logp_NV, logq_NV, Support(k=7, of="joint", form="tail"))
+    logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
+    right_N = top_k_divergence(logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail")
+    (gradient_NK,) = torch.autograd.grad(right_N.sum(), logp_NK)
+    value_N, found_NK = reverse_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
+    assert not bool(keep_NK.all())
+    assert_close(value_N, right_N.detach(), rtol=1e-9, atol=1e-12)
+    assert_close(found_NK, gradient_NK, rtol=1e-9, atol=1e-12)
 
 
 # ── what does not change the result ──────────────────────────────────────────────────────────────
