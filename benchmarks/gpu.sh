@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What wants a GPU, in one command: the tests of the GPU, then the fused head against its floor. More
-# arguments go to head_gpu.py; $OUT is where results go. Two minutes.
+# arguments go to head_gpu.py; $OUT is where results go. Three minutes.
 #   bash benchmarks/gpu.sh [--shapes qwen3-8b …]
 # Liger is measured beside it when it can be imported:
 #   PYTHONPATH=/where/liger/is bash benchmarks/gpu.sh

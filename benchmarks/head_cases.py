@@ -25,6 +25,7 @@ from courtside.losses.fused_records import (
     Support,
 )
 from courtside.losses.top_k import top_k_divergence
+from courtside.types import LowRank
 
 SHAPES = {
     "qwen3-8b": (8192, 4096, 151936),
@@ -48,7 +49,11 @@ MORE_KINDS = {
         name="reverse_kl", support=Support(k=64, of="joint", form="tail")
     ),
 }
+ADAPTED = ("hidden", "down", "up")
+"""What an adapter's gradients are called."""
 CHECKED_ROWS = 128
+RANK = 16
+"""Of the adapter on a frozen head."""
 LIMIT = 3e-2
 """Of ‖ours − float64‖ / ‖float64‖: logits of bfloat16 have three digits, whoever computes them."""
 EXACT_LIMIT = 4e-3
@@ -74,11 +79,25 @@ class Inputs:
 
     def first(self, num_rows: int) -> Inputs:
         def cut(side: Projection) -> Projection:
-            return Projection(hidden_ND=side.hidden_ND[:num_rows], weight_VD=side.weight_VD)
+            return replace(side, hidden_ND=side.hidden_ND[:num_rows])
 
         return replace(
             self, student=cut(self.student), teacher=cut(self.teacher), ids_N=self.ids_N[:num_rows]
         )
+
+    def adapted(self) -> Inputs:
+        """With an adapter on the student's head that has moved away from nothing."""
+        hidden_ND, weight_VD = self.student.hidden_ND, self.student.weight_VD
+        generator = torch.Generator(hidden_ND.device).manual_seed(SEED + 1)
+
+        def normal(*dims: int) -> Tensor:
+            found = torch.randn(*dims, generator=generator, device=hidden_ND.device)
+            return (found / dims[1] ** 0.5).to(weight_VD.dtype)
+
+        low = LowRank(
+            down_RD=normal(RANK, hidden_ND.shape[1]), up_VR=normal(len(weight_VD), RANK), scale=2.0
+        )
+        return replace(self, student=replace(self.student, low_rank=low))
 
 
 def make_inputs(
@@ -132,9 +151,15 @@ def ours(
     trained: bool = True,
     narrow: bool = False,
 ) -> tuple[HeadLoss, HeadGradient | None]:
-    """`narrow`: the head's gradient in the dtype of the head, as the peers have it."""
+    """`narrow`: the head's gradient in the dtype of the head, as the peers have it. A head with an
+    adapter is frozen."""
     weight_VD, into = inputs.student.weight_VD, None
-    if trained:
+    if (low := inputs.student.low_rank) is not None:
+        into = HeadGradient(
+            down_RD=torch.zeros_like(low.down_RD, dtype=torch.float32),
+            up_VR=torch.zeros_like(low.up_VR, dtype=torch.float32),
+        )
+    elif trained:
         dtype = weight_VD.dtype if narrow else torch.float32
         into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=dtype))
     return divergence_head(
@@ -157,6 +182,23 @@ def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
     loss = (logp_NV.exp() * (logp_NV - teacher_NV)).sum(-1).mean()
     gradients = torch.autograd.grad(loss, (hidden_ND, weight_VD))
     return gradients[0], gradients[1]
+
+
+def plain_adapted(inputs: Inputs) -> tuple[Tensor, ...]:
+    """A frozen head and the adapter's two products: gradients by hidden states, down and up."""
+    low = inputs.student.low_rank
+    assert low is not None
+    leaves = [
+        x.detach().requires_grad_() for x in (inputs.student.hidden_ND, low.down_RD, low.up_VR)
+    ]
+    logits_NV = leaves[0] @ inputs.student.weight_VD.t()
+    logits_NV = logits_NV + (leaves[0] @ leaves[1].t() * low.scale) @ leaves[2].t()
+    logp_NV = logits_NV.float().log_softmax(-1)
+    with torch.no_grad():
+        teacher_NV = inputs.teacher.hidden_ND @ inputs.teacher.weight_VD.t()
+        teacher_NV = teacher_NV.float().log_softmax(-1)
+    loss = (logp_NV.exp() * (logp_NV - teacher_NV)).sum(-1).mean()
+    return torch.autograd.grad(loss, leaves)
 
 
 def liger(chunk: int, *, compiled: bool) -> Callable[[Inputs], tuple[Tensor, Tensor]] | None:
@@ -237,6 +279,20 @@ def reference(inputs: Inputs, divergence: Divergence | None) -> tuple[Tensor, Te
     return hidden_ND, gradient_NV.t() @ inputs.student.hidden_ND.double()
 
 
+def reference_adapted(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Gradients by hidden states, down and up in float64."""
+    low = inputs.student.low_rank
+    assert low is not None
+    hidden_ND, down_RD, up_VR = (
+        x.double() for x in (inputs.student.hidden_ND, low.down_RD, low.up_VR)
+    )
+    weight_VD = inputs.student.weight_VD.double() + low.scale * up_VR @ down_RD
+    teacher_NV = inputs.teacher.hidden_ND.double() @ inputs.teacher.weight_VD.double().t()
+    gradient_NV = gradient_by_logits(hidden_ND @ weight_VD.t(), teacher_NV, inputs, REVERSE)
+    gradient_VD = gradient_NV.t() @ hidden_ND * low.scale
+    return gradient_NV @ weight_VD, up_VR.t() @ gradient_VD, gradient_VD @ down_RD.t()
+
+
 def relative(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right).norm() / right.norm())
 
@@ -245,8 +301,9 @@ def off_from_logits(inputs: Inputs, divergence: Divergence | None) -> float:
     """Of the pass over the words alone, from the very same logits."""
     logits_NV, teacher_NV = low_logits(inputs)
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
-    raws = (Raw(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV))
-    words_of(inputs.backend)(*raws, inputs.asked(divergence), slice(0, len(inputs.ids_N)))
+    raws = [Raw(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
+    whole = slice(0, len(inputs.ids_N))
+    words_of(inputs.backend)(raws[0], [(whole, raws[1])], inputs.asked(divergence), whole)
     return relative(logits_NV, right_NV)
 
 
@@ -261,13 +318,22 @@ def errors_of(inputs: Inputs, kinds: dict[str, Divergence]) -> dict[str, dict[st
     for name, divergence in checked.items():
         # Chunks that do not divide the rows: the seams are checked too.
         mine, into = ours(few, divergence, plan=Plan(chunk=96, part=40))
-        assert into is not None
+        assert into is not None and into.weight_VD is not None
         right = reference(few, divergence)
         errors[name] = {
             "hidden": relative(mine.hidden_gradient_ND, right[0]),
             "head": relative(into.weight_VD, right[1]),
             "from the same logits": off_from_logits(few, divergence),
         }
+    adapted = few.adapted()
+    mine, into = ours(adapted, REVERSE, plan=Plan(chunk=96, part=40))
+    assert into is not None and into.down_RD is not None and into.up_VR is not None
+    for who, gradients in (
+        ("plain, adapter", plain_adapted(adapted)),
+        ("adapter", (mine.hidden_gradient_ND, into.down_RD, into.up_VR)),
+    ):
+        pairs = zip(ADAPTED, gradients, reference_adapted(adapted), strict=True)
+        errors[who] = {what: relative(found, right) for what, found, right in pairs}
     return errors
 
 
@@ -312,4 +378,14 @@ def runs(inputs: Inputs) -> dict[str, tuple[str, int, Callable[[], Any]]]:
     )  # fmt: skip
     narrow = gradient_bytes(inputs, narrow=True)
     found["plain logits, reverse KL"] = ("trained", narrow, partial(plain, inputs))
+    adapted = inputs.adapted()
+    frozen = gradient_bytes(inputs, trained=False)
+    numbers = RANK * sum(inputs.student.weight_VD.shape)
+    found[f"ours, reverse KL, head frozen, adapter of rank {RANK}"] = (
+        "frozen", frozen + 4 * numbers, partial(ours, adapted),
+    )  # fmt: skip
+    item = inputs.student.weight_VD.element_size()
+    found[f"plain logits, reverse KL, head frozen, adapter of rank {RANK}"] = (
+        "frozen", frozen + item * numbers, partial(plain_adapted, adapted),
+    )  # fmt: skip
     return found

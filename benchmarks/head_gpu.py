@@ -17,7 +17,7 @@ medians; memory is the allocator's peak above the inputs, and above inputs and g
 Liger's compilations come last and take most of the time: those that would begin after `--seconds`
 are left out, and that is said.
 
-    python benchmarks/head_gpu.py                      # all shapes, less than a minute
+    python benchmarks/head_gpu.py                      # all shapes, about two minutes
     python benchmarks/head_gpu.py --shapes qwen3-8b --no-liger
     TRITON_INTERPRET=1 python benchmarks/head_gpu.py --device cpu --backend triton --shapes tiny \\
         --liger-eager                                  # a dry run of all of it
@@ -172,7 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("torch", "triton"), help="unset: as it is chosen")
     parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--liger-eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--seconds", type=float, default=45, help="after which no Liger is begun")
+    parser.add_argument("--seconds", type=float, default=120, help="after which no Liger is begun")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "head_gpu.json")
@@ -201,8 +201,9 @@ def main() -> None:
         shapes[name] = run_shape(name, args, clock)
         wrong += [f"{name}: {kind}" for kind in shapes[name]["wrong"]]
         store()
-    for name in () if args.no_liger else args.shapes:
-        for chunk in LIGER_CHUNKS:
+    # All shapes in its smaller chunks before any in larger ones, should time run out.
+    for chunk in () if args.no_liger else LIGER_CHUNKS:
+        for name in args.shapes:
             floor_ms = shapes[name]["floors_ms"]["trained"]
             row = run_liger(name, chunk, floor_ms, args, clock)
             shapes[name]["rows"] += [] if row is None else [row]

@@ -2,12 +2,14 @@
 
     kernel     reverse KL and JSD on one part of the logits, in several layouts; bytes moved per
                second beside the time (five passes over a row of each side, seven for JSD)
-    selection  the likeliest words of a part, by the kernels and by `torch.topk`
+    selection  the likeliest words of a part, by the kernel in several layouts and by `torch.topk`
+    support    top 64 with tail, the whole head: the device's time and the host's
     chunks     the whole head in several chunks and parts, with the memory each takes
 
 What ships is marked. Nothing begins after `--seconds`.
 
     python benchmarks/head_variants.py                         # less than 40 s
+    python benchmarks/head_variants.py --only support selection
     TRITON_INTERPRET=1 python benchmarks/head_variants.py --device cpu --backend triton \\
         --shapes tiny                                          # a dry run
 """
@@ -16,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +32,10 @@ from courtside.losses.fused_records import Raw
 
 TILINGS = [(warps, lanes) for lanes in (1, 2) for warps in (4, 8, 16, 32)]
 PASSES = {"reverse KL": 5, "JSD 0.5": 7}
+WHAT = ("support", "selection", "chunks", "kernel")
 SELECTED = 64
+SELECTIONS = [(warps, tiles) for warps in (4, 8, 16) for tiles in (1, 2, 4)]
+SHIPPED_TILES = 4
 PLANS = [(1024, 1024), (1536, 384), (2048, 256), (2048, 512), (4096, 384), (4096, 512),
          (4096, 1024), (8192, 512)]  # fmt: skip
 
@@ -54,7 +61,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
                 for values_NV in (student_NV, logits[1])
             )
             whole = slice(0, len(student_NV))
-            fused_triton.words_in_triton(student, teacher, asked, whole, tiling=tiling)
+            fused_triton.words_in_triton(student, [(whole, teacher)], asked, whole, tiling=tiling)
 
         found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
         moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()
@@ -67,25 +74,60 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
     return rows
 
 
-def selection(inputs: Inputs, clock: Clock) -> list[dict[str, Any]]:
-    """The 64 likeliest words of one side of one part: by the kernels, and by `torch.topk`."""
-    from courtside.losses.fused_select import fits, likeliest
+def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
+    """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
+    `torch.topk`; bytes are those of the two sweeps."""
+    from courtside.losses import fused_triton
+    from courtside.losses.fused_select import pick, room_for, warps_for
 
     part = make_plan(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
+    found = room_for(len(logits_NV), SELECTED, logits_NV.device)
     width = 16 // logits_NV.element_size()
+    shipped = (fused_triton.TILING.num_warps, SHIPPED_TILES)
     rows = []
-    for warps in (4, 8, 16):
-        if not fits(logits_NV.shape[1], SELECTED, num_warps=warps, width=width):
+    for warps, tiles in SELECTIONS:
+        if warps_for(logits_NV.shape[1], SELECTED, least=warps, width=width) != warps:
             continue
-        found = clock.measure(lambda warps=warps: likeliest(logits_NV, SELECTED, num_warps=warps))
-        rows.append({"by": f"kernels, {warps} warps", "ms": found["ms"]})
-    found = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
-    rows.append({"by": "torch.topk", "ms": found["ms"]})
+        if clock.elapsed > seconds:
+            print(f"  the rest of the selections: left out, --seconds {seconds} have passed")
+            break
+
+        def run(warps: int = warps, tiles: int = tiles) -> None:
+            pick(logits_NV, logits_NV, found, num_warps=warps, tiles=tiles)
+
+        took = clock.measure(run, before=found.counts_N2.zero_)
+        moved = 2 * logits_NV.numel() * logits_NV.element_size()
+        ships = " <- ships" if (warps, tiles) == shipped else ""
+        rows.append({"by": f"kernel, {warps} warps, {tiles} tiles{ships}", "ms": took["ms"],
+                     "gb_per_s": moved / took["ms"] / 1e6})  # fmt: skip
+    by_torch = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
+    rows.append({"by": "torch.topk", "ms": by_torch["ms"]})
     for row in rows:
         print(f"  top {SELECTED} of {part} rows: {row['ms']:.3f} ms by {row['by']}", flush=True)
     return rows
+
+
+def support(inputs: Inputs, clock: Clock) -> dict[str, Any]:
+    """Top 64 with tail: what the device works, and what the host takes to ask for it. Where the
+    second is longer, the device waits."""
+
+    def run() -> None:
+        ours(inputs, KINDS["top 64, tail"])
+
+    found = clock.measure(run)
+    asking = []
+    for _ in range(5):
+        if clock.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        asking.append((time.perf_counter() - start) * 1000)
+    row = {"ms": found["ms"], "host_ms": median(asking)}
+    print(f"  top {SELECTED}, tail: {row['ms']:.2f} ms, of which the host asks for "
+          f"{row['host_ms']:.2f} ms", flush=True)  # fmt: skip
+    return row
 
 
 def chunks(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
@@ -118,6 +160,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES)[:4])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", choices=("torch", "triton"), help="unset: as it is chosen")
+    parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--seconds", type=float, default=30, help="after which nothing is begun")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "head_variants.json")
     args = parser.parse_args()
@@ -131,12 +174,14 @@ def main() -> None:
             continue
         print(f"{name}: {SHAPES[name]}", flush=True)
         inputs = make_inputs(SHAPES[name], device, args.backend)
-        found: dict[str, Any] = {
-            "shape": SHAPES[name],
-            "chunks": chunks(inputs, clock, args.seconds),
-        }
-        if inputs.backend == "triton":
-            found["selection"] = selection(inputs, clock)
+        found: dict[str, Any] = {"shape": SHAPES[name]}
+        if "support" in args.only:
+            found["support"] = support(inputs, clock)
+        if inputs.backend == "triton" and "selection" in args.only:
+            found["selection"] = selection(inputs, clock, args.seconds)
+        if "chunks" in args.only:
+            found["chunks"] = chunks(inputs, clock, args.seconds)
+        if inputs.backend == "triton" and "kernel" in args.only:
             found["kernel"] = [
                 row for kind in PASSES for row in kernel(inputs, kind, clock, args.seconds)
             ]

@@ -49,11 +49,18 @@ def olmo2() -> Any:
     return made_of(Olmo2Config, Olmo2ForCausalLM)
 
 
-def lora(model: Any) -> Any:
+def lora(model: Any, targets: Any = "all-linear") -> Any:
     torch.manual_seed(2)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return get_peft_model(model, config).base_model.model
 
 
 def lora_qwen() -> Any:
     return lora(qwen())
+
+
+def lora_head() -> Any:
+    """On the output head too."""
+    model = lora(qwen(), ["q_proj", "lm_head"])
+    model.lm_head.lora_B.default.weight.data.mul_(4.0)
+    return model

@@ -268,6 +268,15 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """What an adapter adds to a linear map: scale · (x·downᵀ)·upᵀ."""
+
+    down_RD: Tensor
+    up_VR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """A trajectory with what the losses need to know about it."""
 

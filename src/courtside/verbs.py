@@ -65,7 +65,7 @@ def evaluate_student(
 
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
     """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
-    from courtside.engines.models import load_tokenizer
+    from courtside.engines.models import load_tokenizer, merge_adapter
     from courtside.report.folder import RunFolder
     from courtside.run import restore_weights
     from courtside.student import checkpoints
@@ -85,8 +85,10 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
         model = weights.adapter
     elif weights.adapter is not None:
         # In float32: a merge in bfloat16 would round the adapter away.
-        model = weights.adapter.float().merge_and_unload()
-    model.save_pretrained(to, safe_serialization=True)
+        model = merge_adapter(weights.adapter.float())
+    # A head with an adapter would take its base, the whole embedding, along.
+    options: dict[str, Any] = {"save_embedding_layers": False} if adapter else {}
+    model.save_pretrained(to, safe_serialization=True, **options)
     load_tokenizer(config.model, trust_remote_code=config.trust_remote_code).save_pretrained(to)
     return to
 

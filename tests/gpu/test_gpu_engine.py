@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from gpu_models import in_float64, qwen3
+from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer
 
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
@@ -29,6 +31,33 @@ def engine(
 ) -> TransformersEngine:
     model = qwen3().to(device, dtype)
     return TransformersEngine(model, tiny_tokenizer(), name="small", **options)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("arithmetic", AUTOCAST)
+def test_a_head_with_an_adapter_writes_as_it_scores(
+    arithmetic: str, on: bool, device: torch.device
+) -> None:
+    """Also once the adapter has moved, and while it is off."""
+    made = engine(device, **AUTOCAST[arithmetic])
+    targets = ["q_proj", "lm_head"]
+    settings = LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
+    adapted = get_peft_model(made.model, settings)
+    made = TransformersEngine(made.model, made.tokenizer, name="small", autocast=made.autocast)
+    adapter = made.head.adapter
+    assert adapter is not None
+    limit = 1e-3 if arithmetic == "float32" else 0.25
+    written = []
+    for _ in range(2):
+        with nullcontext() if on else adapted.disable_adapter():
+            samples = made.sample(REQUESTS, Sampling(max_new_tokens=24))
+            found = scored_again(made, samples, 1.0)
+        for sample, logp_T in zip(samples, found, strict=True):
+            torch.testing.assert_close(torch.tensor(sample.logp), logp_T, atol=limit, rtol=0)
+        written.append([s.token_ids for s in samples])
+        adapter.up_VR.data.mul_(-3.0)
+    assert (written[0] != written[1]) == on
 
 
 def scored_again(

@@ -21,10 +21,11 @@ from fused_reference import (
     room,
 )
 from gpu_models import off
+from torch import Tensor
 
 from courtside.losses.fused import Plan, choose_backend, divergence_head
 from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Support
-from courtside.losses.fused_select import likeliest
+from courtside.losses.fused_select import pick, room_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -42,6 +43,8 @@ FEW = [FULL[0], FULL[1], FULL[2], TOP_64[0]]
 HEADS: dict[str, dict[str, Any]] = {
     "scaled": {"scale": 1.7, "bias": True},
     "capped": {"softcap": 2.0, "scale": 0.8, "bias": True},
+    "adapted": {"ranks": (16, 0)},
+    "both adapted": {"ranks": (5, 16), "scale": 1.7, "bias": True},
 }
 
 
@@ -83,7 +86,9 @@ def test_float32_is_float64_to_seven_digits(
 
 @pytest.mark.parametrize("divergence", [*FEW, None], ids=name)
 @pytest.mark.parametrize("head", HEADS)
-def test_scale_bias_and_cap(divergence: Divergence | None, head: str, device: torch.device) -> None:
+def test_scale_bias_cap_and_adapter(
+    divergence: Divergence | None, head: str, device: torch.device
+) -> None:
     case = some(device, spread=1.0, **HEADS[head])
     ours, into = through(case, divergence)
     found = differences(ours, into, expected(case, divergence))
@@ -102,6 +107,18 @@ def test_bfloat16_is_as_close_as_its_logits(
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
     assert max(found.values()) < 2e-2, found
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], None], ids=name)
+def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
+    divergence: Divergence | None, device: torch.device
+) -> None:
+    """Its gradients, gathered over chunks in float32, too."""
+    case = some(device, torch.bfloat16, ranks=(16, 8))
+    ours, into = through(case, divergence)
+    assert into.up_VR is not None and into.up_VR.dtype == torch.float32
+    found = differences(ours, into, expected(case, divergence))
+    assert max(found.values()) < 4e-2, found
 
 
 @pytest.mark.parametrize("divergence", [*FULL, *ENDS[:2], *ON_SUPPORT[::7], None], ids=name)
@@ -232,6 +249,18 @@ def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.de
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
 
 
+def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
+    """Ids; the logits beside them are looked at here."""
+    found = room_for(len(values_NV), k, values_NV.device)
+    found.ids_NK.fill_(-1)
+    other_NV = values_NV.flip(0).contiguous()
+    pick(values_NV, other_NV, found, num_warps=num_warps)
+    for logits_NK, side_NV in ((found.own_NK, values_NV), (found.other_NK, other_NV)):
+        right_NK = side_NV.float().gather(-1, found.ids_NK)
+        torch.testing.assert_close(logits_NK, right_NK, rtol=0, atol=0, equal_nan=True)
+    return found.ids_NK
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_words", [151936, 49155])
 def test_the_likeliest_words_are_those_of_a_stable_sort(
@@ -245,11 +274,11 @@ def test_the_likeliest_words_are_those_of_a_stable_sort(
     values_NV[2] = math.nan
     values_NV[3] = torch.arange(num_words, device=device).to(dtype)
     values_NV[4] += 1000
-    found_NK = likeliest(values_NV, k, num_warps=8 if large else 1)
+    found_NK = picked(values_NV, k, 8 if large else 1)
     filled_NV = values_NV.double().nan_to_num(nan=math.inf)
     right_NK = filled_NV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(found_NK, right_NK)
-    again_NK = likeliest(values_NV, k, num_warps=8 if large else 1)
+    again_NK = picked(values_NV, k, 8 if large else 1)
     assert torch.equal(found_NK, again_NK)
 
 

@@ -38,6 +38,7 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
 }
 FULL: dict[str, Any] = {}
 LORA: dict[str, Any] = {"lora": {"rank": 8}}
+HEAD: dict[str, Any] = {"lora": {"rank": 8, "targets": ["v_proj", "lm_head"]}}
 
 
 def make_trajectory(parts: Parts, number: int) -> Trajectory:
@@ -155,7 +156,7 @@ def test_gradients_in_float32(
     assert values["divergence"] == pytest.approx(right_values["divergence"], rel=1e-4)
 
 
-@pytest.mark.parametrize("student", [FULL, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("student", [FULL, LORA, HEAD], ids=["all weights", "LoRA", "LoRA, head"])
 @pytest.mark.parametrize("losses", ["reverse", "top k", "mixed"])
 def test_gradients_in_bfloat16(
     losses: str, student: dict[str, Any], folders: dict[str, Path], device: torch.device
@@ -176,7 +177,7 @@ def test_gradients_in_bfloat16(
     assert error < max(1.5 * usual, 5e-3) and error < 0.1, (error, usual)
 
 
-@pytest.mark.parametrize("student", [FULL, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("student", [FULL, LORA, HEAD], ids=["all weights", "LoRA", "LoRA, head"])
 def test_a_whole_step(
     student: dict[str, Any], folders: dict[str, Path], device: torch.device
 ) -> None:

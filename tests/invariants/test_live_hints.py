@@ -39,6 +39,9 @@ LOSSES = {
 }  # fmt: skip
 
 
+HEAD = {"rank": 2, "targets": ["v_proj", "lm_head"]}
+
+
 def tree(folder: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
@@ -111,7 +114,7 @@ def accumulated(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}, HEAD], ids=["all weights", "lora", "head"])
 def test_the_update_is_that_of_hints_scored_before(
     roomy_folder: Path, losses: Any, lora: dict[str, Any] | None
 ) -> None:

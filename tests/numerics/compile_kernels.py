@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from courtside.engines import layer_gradients, layer_kernels
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
-from courtside.losses.fused_select import crowded_kernel, select_kernel
+from courtside.losses.fused_select import select_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [
@@ -70,12 +70,16 @@ def resources(
     return used(rows_kernel, types, constants, aligned, warps)
 
 
-def select_resources(kernel: Any, *, dtype: str = "bf16", num_words: int = 151936) -> str:
-    constants = {"NUM_WORDS": num_words, "ROOM": 256, "LANES": 256,
-                 "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
-    types = dict.fromkeys(("stride", "num_rows", "k"), "i32")
-    types |= {"values": f"*{dtype}", "keys": "*i64", "counts": "*i32", "bounds": "*i32"}
-    return used(kernel, types, constants, ("values", "keys", "stride"), 8)
+def select_resources(
+    *, dtype: str = "bf16", num_words: int = 151936, warps: int = 8, tiles: int = 4
+) -> str:
+    constants = {"NUM_WORDS": num_words, "ROOM": 256, "LANES": 32 * warps,
+                 "WIDTH": 8 if dtype == "bf16" else 4, "TILES": tiles}  # fmt: skip
+    types = dict.fromkeys(("stride", "other_stride", "k"), "i32")
+    types |= {"values": f"*{dtype}", "others": f"*{dtype}", "ids": "*i64", "scratch": "*i64"}
+    types |= {"own_logits": "*fp32", "other_logits": "*fp32", "counts": "*i32"}
+    aligned = tuple(name for name in types if name != "k")
+    return used(select_kernel, types, constants, aligned, warps)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
@@ -148,11 +152,10 @@ def main() -> None:
         found = resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"{options}: {found}")
-    for kernel in (select_kernel, crowded_kernel):
-        for options in ({}, {"dtype": "fp32", "num_words": 151669}):
-            found = select_resources(kernel, **options)
-            spills += "STACK:0" not in found or "LOCAL:0" not in found
-            print(f"{kernel.__name__}, {options}: {found}")
+    for options in ({}, {"dtype": "fp32", "num_words": 151669}):
+        found = select_resources(**options)
+        spills += "STACK:0" not in found or "LOCAL:0" not in found
+        print(f"select_kernel, {options}: {found}")
     for kernel, pointers, integers, constants, warps in LAYERS:
         found = layer_resources(kernel, pointers, integers, constants, warps)
         spills += "STACK:0" not in found or "LOCAL:0" not in found

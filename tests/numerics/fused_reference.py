@@ -20,6 +20,7 @@ from courtside.losses.fused_records import (
     Projection,
     Support,
 )
+from courtside.types import LowRank
 
 FULL = [
     Divergence(name="reverse_kl"),
@@ -77,6 +78,10 @@ class Case:
 
         def side(p: Projection) -> Projection:  # fmt: skip
             moved = {k: getattr(p, k) for k in ("hidden_ND", "weight_VD", "bias_V")}
+            low = p.low_rank
+            if low is not None:
+                down_RD, up_VR = (x.to(device, dtype) for x in (low.down_RD, low.up_VR))
+                p = replace(p, low_rank=replace(low, down_RD=down_RD, up_VR=up_VR))
             return replace(
                 p, **{k: v if v is None else v.to(device, dtype) for k, v in moved.items()}
             )
@@ -99,20 +104,29 @@ def make_case(
     sizes: tuple[int, int] = (5, 9),
     spread: float = 1.0,
     bias: bool = False,
+    ranks: tuple[int, int] = (0, 0),
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """Random heads and rows; rows 1 and 4 have no divergence, row 2 no sampled term."""
+    """Random heads and rows; rows 1 and 4 have no divergence, row 2 no sampled term. `ranks`: of
+    the adapters on the heads of student and teacher."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    def side(size: int, extra: int) -> Projection:
+    def adapter(size: int, words: int, rank: int) -> LowRank | None:
+        if not rank:
+            return None
+        down_RD = normal(rank, size) / math.sqrt(size)
+        return LowRank(down_RD=down_RD, up_VR=normal(words, rank) / math.sqrt(rank), scale=1.5)
+
+    def side(size: int, extra: int, rank: int) -> Projection:
         return Projection(
             hidden_ND=normal(num_rows, size),
             weight_VD=normal(num_words + extra, size) * spread / math.sqrt(size),
             bias_V=normal(num_words + extra) if bias else None,
+            low_rank=adapter(size, num_words + extra, rank),
             **options,
         )
 
@@ -122,8 +136,8 @@ def make_case(
         weight_N[[1, 4]] = 0.0
         coefficient_N[2] = 0.0
     return Case(
-        student=side(sizes[0], 0),
-        teacher=side(sizes[1], 3),  # a teacher with more words: cut
+        student=side(sizes[0], 0, ranks[0]),
+        teacher=side(sizes[1], 3, ranks[1]),  # a teacher with more words: cut
         ids_N=torch.randint(num_words, (num_rows,), generator=generator),
         temperature_N=torch.rand(num_rows, generator=generator, dtype=torch.float64) + 0.6,
         weight_N=weight_N / num_rows,
@@ -155,6 +169,8 @@ class Expected:
     hidden_ND: Tensor
     weight_VD: Tensor
     bias_V: Tensor
+    down_RD: Tensor | None
+    up_VR: Tensor | None
 
 
 def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True) -> Expected:
@@ -165,6 +181,11 @@ def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True)
     bias_V = case.student.bias_V
     bias_V = (torch.zeros(len(weight_VD)).double() if bias_V is None else bias_V).requires_grad_()
     student = replace(case.student, hidden_ND=hidden_ND, weight_VD=weight_VD, bias_V=bias_V)
+    leaves = [hidden_ND, weight_VD, bias_V]
+    if (low := student.low_rank) is not None:
+        down_RD, up_VR = (x.detach().requires_grad_() for x in (low.down_RD, low.up_VR))
+        student = replace(student, low_rank=replace(low, down_RD=down_RD, up_VR=up_VR))
+        leaves += [down_RD, up_VR]
     p_NV = _logp(student, num_words, case.temperature_N)
     q_NV = _logp(case.teacher, num_words, case.temperature_N).detach()
     rows = torch.arange(len(case.ids_N))
@@ -177,7 +198,7 @@ def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True)
         value_N = torch.zeros_like(logp_N).masked_scatter(on_N, value_N)
     if sampled:
         loss = loss + (case.coefficient_N * logp_N).sum()
-    gradients = torch.autograd.grad(loss, (hidden_ND, weight_VD, bias_V))
+    gradients = (*torch.autograd.grad(loss, leaves), None, None)
     p_NV, logp_N, value_N = p_NV.detach(), logp_N.detach(), value_N.detach()
     return Expected(
         value_N=value_N,
@@ -189,11 +210,16 @@ def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True)
         hidden_ND=gradients[0],
         weight_VD=gradients[1],
         bias_V=gradients[2],
+        down_RD=gradients[3],
+        up_VR=gradients[4],
     )
 
 
 def _logp(side: Projection, num_words: int, temperature_N: Tensor) -> Tensor:
-    logits_NV = side.hidden_ND @ side.weight_VD[:num_words].T
+    weight_VD = side.weight_VD
+    if (low := side.low_rank) is not None:
+        weight_VD = weight_VD + low.scale * low.up_VR @ low.down_RD
+    logits_NV = side.hidden_ND @ weight_VD[:num_words].T
     if side.bias_V is not None:
         logits_NV = logits_NV + side.bias_V[:num_words]
     logits_NV = logits_NV * side.scale
@@ -250,27 +276,31 @@ def room(case: Case, dtype: torch.dtype | None = None) -> HeadGradient:
     """Zeros for the gradient of the student's head."""
     weight_VD = case.student.weight_VD
     dtype = dtype or torch.promote_types(weight_VD.dtype, torch.float32)
+    low = case.student.low_rank
     return HeadGradient(
         weight_VD=torch.zeros_like(weight_VD, dtype=dtype),
         bias_V=torch.zeros_like(weight_VD[:, 0], dtype=dtype),
+        down_RD=None if low is None else torch.zeros_like(low.down_RD, dtype=dtype),
+        up_VR=None if low is None else torch.zeros_like(low.up_VR, dtype=dtype),
     )
 
 
 def differences(ours: HeadLoss, into: HeadGradient | None, right: Expected) -> dict[str, float]:
     """‖ours − right‖ / ‖right‖ of everything that came out; inf where something is not finite."""
-    pairs: dict[str, tuple[Tensor | None, Tensor]] = {
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
         name: (getattr(ours.statistics, name), getattr(right, name))
         for name in ("student_logp_N", "teacher_logp_N", "student_entropy_N", "teacher_entropy_N",
                      "reverse_kl_N")
     }  # fmt: skip
     pairs["hidden_ND"] = (ours.hidden_gradient_ND, right.hidden_ND)
     pairs["value_N"] = (None if ours.found is None else ours.found.value_N, right.value_N)
-    pairs["weight_VD"] = (None if into is None else into.weight_VD, right.weight_VD)
-    pairs["bias_V"] = (None if into is None else into.bias_V, right.bias_V)
+    for name in ("weight_VD", "bias_V", "down_RD", "up_VR"):
+        pairs[name] = (None if into is None else getattr(into, name), getattr(right, name))
     result = {}
     for name, (found, right_value) in pairs.items():
         if found is None:
             continue
+        assert right_value is not None, name
         assert found.shape == right_value.shape, name
         off = (found.double().cpu() - right_value).norm() / right_value.norm().clamp(min=1e-6)
         result[name] = float(off) if math.isfinite(off) else math.inf

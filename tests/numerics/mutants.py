@@ -314,13 +314,33 @@ fused_words.py
 + slope_NV = torch.ones_like(share_NV)
 - torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
 + torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
+- return value_N, p_NK * (gap_NK - gap_N1)
++ return value_N, p_NK * (gap_NK + 1)
+- _dot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
++ _dot(p_NK, gap_NK)
+- (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
++ (1 - x.sum(-1, keepdim=True))
 
 fused.py
 - num_words = min(len(student.weight_VD), len(teacher.weight_VD))
 + num_words = len(student.weight_VD)
-- weight_VD.addmm_(gradient_CV.t(), hidden_ND)
+
+fused_products.py
+- _multiply(words_VC, _operand(student, rows), into.weight_VD[:num_words], add=True)
 + pass
++ _multiply(words_VC, _operand(student, rows), into.weight_VD[:num_words], add=False)
 - into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
++ pass
+- values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t()) * low.scale
++ values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t())
+- _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:num_words], add=True)
++ pass
++ _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:num_words], add=False)
+- gradient_NR = (narrow.gradient_NR * low.scale).to(low.down_RD.dtype)
++ gradient_NR = narrow.gradient_NR.to(low.down_RD.dtype)
+- _multiply(gradient_NR, low.down_RD, gradient_ND, add=True)
++ pass
+- _multiply(gradient_NR.t(), _operand(student, slice(None)), into.down_RD, add=True)
 + pass
 """
 """A file of `losses`, then as in a diff: a text that occurs exactly once, and what replaces it.

@@ -33,7 +33,7 @@ from courtside.losses.fused_records import (
     Statistics,
     Support,
 )
-from courtside.losses.fused_words import support_ids
+from courtside.losses.fused_words import reverse_with_tail, support_ids
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
@@ -44,6 +44,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": 1.7, "bias": True},
     "capped": {"softcap": 2.0, "scale": 0.8, "bias": True},
+    "adapted": {"ranks": (2, 0)},
+    "both adapted": {"softcap": 2.0, "scale": 0.8, "bias": True, "ranks": (3, 2)},
 }
 
 
@@ -112,19 +114,35 @@ def test_a_cap_on_words_of_a_support(form: str) -> None:
     assert_close(ours.hidden_gradient_ND, gradient_ND, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["spread", "sure of few"])
+def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
+    """Also where next to nothing is left for the tail, and where words are listed twice."""
+    logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
+    ids_NK, keep_NK, _ = support_ids(logp_NV, logq_NV, Support(k=7, of="joint", form="tail"))
+    logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
+    right_N = top_k_divergence(logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail")
+    (gradient_NK,) = torch.autograd.grad(right_N.sum(), logp_NK)
+    value_N, found_NK = reverse_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
+    assert not bool(keep_NK.all())
+    assert_close(value_N, right_N.detach(), rtol=1e-9, atol=1e-12)
+    assert_close(found_NK, gradient_NK, rtol=1e-9, atol=1e-12)
+
+
 # ── what does not change the result ──────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], ON_SUPPORT[0], None], ids=str)
 @pytest.mark.parametrize("plan", [Plan(chunk=1, part=1), Plan(chunk=4, part=3), None], ids=str)
 def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan | None) -> None:
-    case = make_case()
+    case = make_case(ranks=(2, 3))
     whole, whole_head = through(case, divergence, plan=Plan(chunk=99, part=99))
     ours, head = through(case, divergence, plan=plan)
     close = partial(assert_close, rtol=1e-12, atol=1e-14)
     close(ours.hidden_gradient_ND, whole.hidden_gradient_ND)
     close(head.weight_VD, whole_head.weight_VD)
     close(head.bias_V, whole_head.bias_V)
+    close(head.down_RD, whole_head.down_RD)
+    close(head.up_VR, whole_head.up_VR)
     for name in (field.name for field in fields(Statistics)):
         close(getattr(ours.statistics, name), getattr(whole.statistics, name))
     if divergence is not None:
@@ -197,6 +215,33 @@ def test_a_frozen_head_saves_its_gradient_and_nothing_else() -> None:
     divergence_head(case.student, case.teacher, case.asked(FULL[0]), into=twice, plan=SMALL)
     assert_close(twice.weight_VD, 2 * into.weight_VD)  # added, not set
     assert_close(twice.bias_V, 2 * into.bias_V)
+
+
+def test_an_adapter_on_a_frozen_head_saves_the_gradient_of_the_weight() -> None:
+    case = make_case(bias=True, ranks=(2, 0))
+    right = expected(case, FULL[0])
+    low = case.student.low_rank
+    assert low is not None
+    into = HeadGradient(down_RD=torch.zeros_like(low.down_RD), up_VR=torch.zeros_like(low.up_VR))
+    for times in (1, 2):  # added, not set
+        ours = divergence_head(
+            case.student, case.teacher, case.asked(FULL[0]), into=into, plan=SMALL
+        )
+        assert_close(into.down_RD, times * right.down_RD)
+        assert_close(into.up_VR, times * right.up_VR)
+        assert_close(ours.hidden_gradient_ND, right.hidden_ND)
+
+
+@pytest.mark.parametrize("divergence", [FULL[0], ON_SUPPORT[0], None], ids=str)
+def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
+    divergence: Divergence | None,
+) -> None:
+    """And gathers its gradients in float32."""
+    case = make_case(num_rows=24, num_words=40, sizes=(16, 16), ranks=(4, 4)).to(torch.bfloat16)
+    ours, into = through(case, divergence)
+    assert into.up_VR is not None and into.up_VR.dtype == torch.float32
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 4e-2, off
 
 
 def test_words_that_only_one_side_has_get_no_gradient() -> None:

@@ -100,8 +100,16 @@ def test_vocabularies_that_fill_no_tile_or_several(
 
 
 @pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[0], ON_SUPPORT[-1], None], ids=str)
-@pytest.mark.parametrize("head", [{"scale": 1.7, "bias": True}, {"softcap": 2.0, "scale": 0.8}])
-def test_scale_bias_and_cap(divergence: Divergence | None, head: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"scale": 1.7, "bias": True},
+        {"softcap": 2.0, "scale": 0.8},
+        {"ranks": (2, 0), "scale": 1.7},
+        {"ranks": (3, 2)},
+    ],
+)
+def test_scale_bias_cap_and_adapter(divergence: Divergence | None, head: dict[str, Any]) -> None:
     case = small(**head)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))

@@ -47,6 +47,19 @@ def lora_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def head_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
+    """An adapter on the output head, which is the embedding and must stay that."""
+    lora = {"rank": 4, "targets": ["q_proj", "lm_head"]}
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_teacher_folder,
+        student={"model": str(tiny_folder), "lora": lora},
+        train={"steps": 3, "prompts": 2, "learning_rate": 3e-2},
+    )
+    return train(recipe, tmp_path_factory.mktemp("head") / "run").path
+
+
+@pytest.fixture(scope="module")
 def full_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
     recipe = small_recipe(
         tiny_folder,
@@ -61,7 +74,7 @@ def full_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
 # ── export ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["lora_run", "full_run"])
+@pytest.mark.parametrize("kind", ["lora_run", "head_run", "full_run"])
 def test_an_exported_model_is_the_student(kind, request, tiny_folder, tmp_path):
     run = request.getfixturevalue(kind)
     before = contents(run)
@@ -77,22 +90,33 @@ def test_an_exported_model_is_the_student(kind, request, tiny_folder, tmp_path):
     assert contents(run) == before
     if kind == "full_run":
         assert model.config.num_hidden_layers == 1
+    if kind == "head_run":
+        assert torch.equal(model.model.embed_tokens.weight, base.model.embed_tokens.weight)
+        assert not torch.allclose(model.lm_head.weight, base.lm_head.weight, atol=1e-3)
 
 
-def test_an_exported_adapter_loads_with_peft(lora_run, tiny_folder, tmp_path):
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("kind", ["lora_run", "head_run"])
+def test_an_exported_adapter_loads_with_peft(kind, request, tiny_folder, tmp_path):
     from peft import PeftModel
+    from safetensors import safe_open
 
-    folder = export(lora_run, tmp_path / "adapter", adapter=True)
+    run = request.getfixturevalue(kind)
+    folder = export(run, tmp_path / "adapter", adapter=True)
     assert (folder / "adapter_model.safetensors").is_file()
     assert not (folder / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(tiny_folder)
     model = PeftModel.from_pretrained(base, str(folder)).eval()
-    torch.testing.assert_close(logits(model), student_logits(lora_run), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), student_logits(run), rtol=1e-4, atol=1e-5)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118
 
 
-def test_an_exported_adapter_can_teach(lora_run, tiny_folder, tmp_path):
+@pytest.mark.parametrize("kind", ["lora_run", "head_run"])
+def test_an_exported_adapter_can_teach(kind, request, tiny_folder, tmp_path):
     """Beside its own base model: two teachers of one name and different weights."""
-    folder = export(lora_run, tmp_path / "adapter", adapter=True)
+    run = request.getfixturevalue(kind)
+    folder = export(run, tmp_path / "adapter", adapter=True)
     routes = {
         "lower_case": {"kind": "model", "model": str(tiny_folder), "adapter": str(folder)},
         "json": {"kind": "model", "model": str(tiny_folder)},
@@ -100,7 +124,7 @@ def test_an_exported_adapter_can_teach(lora_run, tiny_folder, tmp_path):
     recipe = small_recipe(tiny_folder, teacher={"kind": "routes", "routes": routes})
     teachers = assemble(recipe).teacher.teacher.routes
     taught = logits(teachers["lower_case"].engine.model)
-    torch.testing.assert_close(taught, student_logits(lora_run), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(taught, student_logits(run), rtol=1e-4, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(tiny_folder)
     torch.testing.assert_close(logits(teachers["json"].engine.model), logits(base))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from courtside.types import Branch, Sample
+from courtside.types import Branch, LowRank, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,10 @@ class BranchScores:
 
 
 class Head:
-    """Last hidden states to logits over the first `num_words` words, in float32 or better."""
+    """Last hidden states to logits over the first `num_words` words, in float32 or better.
+
+    A linear map, to which a LoRA adapter of the model may add another of low rank.
+    """
 
     def __init__(self, module: nn.Module, *, num_words: int, softcap: float | None, scale: float):
         self.module = module
@@ -123,15 +127,58 @@ class Head:
         bias: Any = getattr(self.module, "bias", None)
         return weight[: self.num_words], None if bias is None else bias[: self.num_words]
 
+    @property
+    def adapter(self) -> LowRank | None:
+        """On or off: its parameters, of all words. None: the head has none."""
+        layer: Any = self.module
+        if not hasattr(layer, "lora_A"):
+            return None
+        (name,) = layer.active_adapters
+        return LowRank(
+            down_RD=layer.lora_A[name].weight,
+            up_VR=layer.lora_B[name].weight,
+            scale=float(layer.scaling[name]),
+        )
+
+    def low_rank(self) -> LowRank | None:
+        """What the adapter adds to the words that count; None: it is off, or there is none."""
+        adapter: Any = None if getattr(self.module, "disable_adapters", False) else self.adapter
+        return None if adapter is None else replace(adapter, up_VR=adapter.up_VR[: self.num_words])
+
+    def as_now(self) -> Head:
+        """This head with the adapter that is in place now, or without one while it is off,
+        whatever is in place later: for a teacher whose words are looked at when it has spoken."""
+        if self.adapter is None:
+            return self
+        now = self.low_rank()
+        if now is not None:
+            now = replace(now, down_RD=now.down_RD.detach(), up_VR=now.up_VR.detach())
+        head = copy(self)
+        head.low_rank = lambda: now  # type: ignore[method-assign]
+        return head
+
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         weight, bias = self.parameters()
         logits_NV = self.linear(hidden_ND.to(weight.dtype), weight, bias)
+        if (low := self.low_rank()) is not None:
+            logits_NV = _added(logits_NV, hidden_ND, low)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         return logits_NV
+
+
+def _added(logits_NV: Tensor, hidden_ND: Tensor, low: LowRank) -> Tensor:
+    """In the numbers that the model's own adapters are multiplied in, and rounded once."""
+    dtype = logits_NV.dtype
+    if not torch.is_autocast_enabled(logits_NV.device.type):
+        dtype = torch.promote_types(dtype, low.up_VR.dtype)
+    # Turned into them here: autocast would keep what it first rounded without a graph.
+    down_RD, up_VR = low.down_RD.to(dtype), low.up_VR.to(dtype)
+    reduced_NR = F.linear(hidden_ND.to(dtype), down_RD) * low.scale
+    return torch.addmm(logits_NV.to(dtype), reduced_NR, up_VR.t())
 
 
 class Session(Protocol):

@@ -31,7 +31,8 @@ class FewLaunches:
     @torch.no_grad()
     def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
         self.dtype = dtype
-        self.linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
+        own = set(head.module.modules())
+        self.linear = [m for m in model.modules() if type(m) is nn.Linear and m not in own]
         norms = [n for m in model.modules() if (n := rms_norm_of(m, dtype)) is not None]
         self.norms = {norm.module: norm for norm in norms}
         self.trace = Trace(model, self.norms, self.linear)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ class LentWeights:
         self.adapted = [m for m in model.modules() if _is_plain_adapter(m, trace)]
         """Layers of PEFT, which would turn what they read into the numbers of their weights."""
         self._copies: list[tuple[Tensor, Tensor | None]] = []
-        """Weight and bias of each group, then of the head."""
+        """Weight and bias of each group, then of the head, then the two halves of its adapter."""
         self._views: list[Tensor] = []
         """Where in the copies each parameter goes."""
 
@@ -65,6 +66,9 @@ class LentWeights:
             yield [m.weight.detach() for m in group], biases
         weight, bias = self.head.parameters()
         yield [weight.detach()], [] if bias is None else [bias.detach()]
+        if (adapter := self.head.adapter) is not None:  # also while it is off: addresses stay
+            yield [adapter.down_RD.detach()], []
+            yield [adapter.up_VR[: self.head.num_words].detach()], []
 
     @property
     def key(self) -> int:
@@ -83,12 +87,17 @@ class LentWeights:
             return
         for layer in self.adapted:
             yield vars(layer), "cast_input_dtype_enabled", False
-        *copies, (weight, bias) = self._copies
+        copies, own = self._copies[: len(self.groups)], self._copies[len(self.groups) :]
         for group, copy in zip(self.groups, copies, strict=True):
             joined = JoinedProduct(*copy, [module.out_features for module in group])
             for index, module in enumerate(group):
                 yield vars(module), "forward", partial(joined.part, index)
+        (weight, bias), *adapter = own
         yield vars(self.head), "linear", lambda hidden_ND, *_: _product(hidden_ND, weight, bias)
+        if (low := self.head.low_rank()) is not None:
+            (down_RD, _), (up_VR, _) = adapter
+            low = replace(low, down_RD=down_RD, up_VR=up_VR)
+            yield vars(self.head), "low_rank", lambda: low
 
 
 class JoinedProduct:

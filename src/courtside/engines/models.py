@@ -14,6 +14,8 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -90,7 +92,7 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
             "`courtside export --adapter` wrote"
         )
     try:
-        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        merged = merge_adapter(quiet_about_ties(PeftModel.from_pretrained, model, str(folder)))
     except (RuntimeError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -98,6 +100,35 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
             "it was trained on"
         ) from None
     return merged.requires_grad_(True)  # PEFT froze what the adapter lay on
+
+
+def merge_adapter(adapted: Any) -> Any:
+    """A PEFT model's base with its adapter added to the weights."""
+    untie(adapted.get_base_model())
+    return adapted.merge_and_unload()
+
+
+def untie(model: Any) -> None:
+    """Where the head or the embedding has an adapter and they are one weight: make them two. Merged
+    into one, the adapter of either would change both."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is None or last.weight.data_ptr() != first.weight.data_ptr():
+        return
+    if not any(hasattr(module, "base_layer") for module in (first, last)):
+        return
+    base = getattr(last, "base_layer", last)
+    weight = base.weight
+    base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+
+def quiet_about_ties(call: Callable[..., Any], *args: Any) -> Any:
+    """PEFT warns of heads that are the embedding too: of what `untie` sees to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        return call(*args)
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

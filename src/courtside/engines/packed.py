@@ -38,7 +38,8 @@ def pays(model: Any, *, num_steps: int) -> bool:
 @contextmanager
 def packed(model: Any, head: Head, num_rows: int) -> Iterator[None]:
     """Passes of the model and its head in here use copies of their weights of this moment."""
-    layers = [m for m in model.modules() if type(m) is nn.Linear and m is not head.module]
+    own_layers = set(head.module.modules())
+    layers = [m for m in model.modules() if type(m) is nn.Linear and m not in own_layers]
     own = head.linear
     try:
         for layer in layers:

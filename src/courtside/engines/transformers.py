@@ -289,8 +289,8 @@ def head_of(model: Any, *, num_words: int | None = None) -> Head:
     )
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
     with torch.no_grad():
-        ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
-        theirs = model(input_ids=probe, use_cache=False).logits.to(ours.dtype)
+        ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
+        theirs = model(input_ids=probe, use_cache=False).logits[0].to(ours.dtype)
     if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
         raise ModelError(
             f"{type(model).__name__} does more between hidden states and logits than a linear map, "

@@ -22,12 +22,22 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from courtside.losses.fused_products import (
+    Reduced,
+    logits,
+    padded,
+    reduced,
+    room_for_logits,
+    through_adapter,
+    through_head,
+)
 from courtside.losses.fused_records import (
     Asked,
     Backend,
     Found,
     HeadGradient,
     HeadLoss,
+    Parts,
     Projection,
     Raw,
     Statistics,
@@ -49,7 +59,7 @@ CUDA_PART_BYTES = 2**27
 """The teacher's part of it: 441 rows of 151936 words in bfloat16. Smaller products run worse."""
 
 
-Words = Callable[[Raw, Raw | None, Asked, slice], tuple[Statistics, Found | None]]
+Words = Callable[[Raw, Parts | None, Asked, slice], tuple[Statistics, Found | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,41 +84,53 @@ def divergence_head(
 ) -> HeadLoss:
     """Gradient by the student's hidden states, with all by-products; `into` gets the head's own.
 
-    `into` = None: the head is frozen, which saves one of the four matrix products. `teacher` =
-    None: only sampled words matter, which saves another. `plan`, `backend` = None: chosen here.
+    What `into` leaves out is frozen; without the weight's that saves one of the four matrix
+    products. `teacher` = None: only sampled words matter, which saves another. `plan`, `backend` =
+    None: chosen here.
     """
     student, teacher = _same_words(student, teacher)
     asked = _checked(student, teacher, asked)
     num_rows = len(student.hidden_ND)
-    plan = plan or make_plan(student, teacher=teacher is not None, trained=into is not None)
+    into = into or HeadGradient()
+    trained = into.weight_VD is not None
+    plan = plan or make_plan(student, teacher=teacher is not None, trained=trained)
     backend = backend or choose_backend(student.weight_VD)
     words = words_of(backend)
     # Reserved at once, for all chunks: see the module's contract.
     gradient_ND = torch.empty_like(student.hidden_ND)
-    chunk_CV = _room_for_logits(student, min(plan.chunk, num_rows))
-    teacher_PV = _room_for_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
+    chunk_CV = room_for_logits(student, min(plan.chunk, num_rows))
+    teacher_PV = room_for_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
     statistics: list[Statistics] = []
     found: list[Found] = []
     with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
+        narrow = reduced(student, gradient=True)
+        teacher_narrow = None if teacher is None else reduced(teacher)
         for start in range(0, max(1, num_rows), plan.chunk):
             end = min(start + plan.chunk, num_rows)
-            own = _logits(student, slice(start, end), chunk_CV)
-            for first in range(start, max(start + 1, end), plan.part):
-                rows = slice(first, min(first + plan.part, end))
-                here, there = words(
-                    replace(own, values_NV=own.values_NV[first - start : rows.stop - start]),
-                    None if teacher is None else _logits(teacher, rows, teacher_PV),
-                    asked,
-                    rows,
-                )
-                statistics.append(here)
-                found += [] if there is None else [there]
-            _through_head(student, chunk_CV[: end - start], slice(start, end), gradient_ND, into)
+            rows = slice(start, end)
+            own = logits(student, narrow, rows, chunk_CV)
+            parts = None
+            if teacher is not None:
+                parts = _in_parts(teacher, teacher_narrow, rows, plan.part, teacher_PV)
+            here, there = words(own, parts, asked, rows)
+            statistics.append(here)
+            found += [] if there is None else [there]
+            through_head(student, narrow, own.values_NV, rows, gradient_ND=gradient_ND, into=into)
+        if narrow is not None:
+            through_adapter(student, narrow, gradient_ND=gradient_ND, into=into)
     return HeadLoss(
         hidden_gradient_ND=gradient_ND,
         statistics=joined(statistics),
         found=joined(found) if found else None,
     )
+
+
+def _in_parts(
+    teacher: Projection, narrow: Reduced | None, rows: slice, size: int, room_PV: Tensor
+) -> Parts:
+    for first in range(rows.start, max(rows.start + 1, rows.stop), size):
+        part = slice(first, min(first + size, rows.stop))
+        yield part, logits(teacher, narrow, part, room_PV)
 
 
 def choose_backend(weight_VD: Tensor) -> Backend:
@@ -124,7 +146,7 @@ def make_plan(
     other than the student's own."""
     num_words = student.weight_VD.shape[0]
     num_rows = max(1, len(student.hidden_ND))
-    row_bytes = student.weight_VD.element_size() * _padded(num_words)
+    row_bytes = student.weight_VD.element_size() * padded(num_words)
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
@@ -160,6 +182,8 @@ def _same_words(
             side,
             weight_VD=side.weight_VD[:num_words],
             bias_V=None if side.bias_V is None else side.bias_V[:num_words],
+            low_rank=side.low_rank
+            and replace(side.low_rank, up_VR=side.low_rank.up_VR[:num_words]),
         )
         for side in (student, teacher)
     )
@@ -196,58 +220,3 @@ def words_of(backend: Backend) -> Words:
     from courtside.losses.fused_triton import words_in_triton
 
     return words_in_triton
-
-
-def _padded(num_words: int) -> int:
-    """Rows that start at multiples of 128 bytes: for wide loads, and for the matrix products."""
-    return -(-num_words // 64) * 64
-
-
-def _room_for_logits(side: Projection, num_rows: int) -> Tensor:
-    num_words = len(side.weight_VD)
-    return side.weight_VD.new_empty(num_rows, _padded(num_words))[:, :num_words]
-
-
-def _logits(side: Projection, rows: slice, room_NV: Tensor) -> Raw:
-    values_NV = room_NV[: rows.stop - rows.start]
-    hidden_ND = side.hidden_ND[rows].to(side.weight_VD.dtype)
-    if side.bias_V is None:
-        torch.mm(hidden_ND, side.weight_VD.t(), out=values_NV)
-    else:
-        torch.addmm(side.bias_V, hidden_ND, side.weight_VD.t(), out=values_NV)
-    return Raw(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
-
-
-def _through_head(
-    student: Projection,
-    gradient_CV: Tensor,
-    rows: slice,
-    gradient_ND: Tensor,
-    into: HeadGradient | None,
-) -> None:
-    """From the gradient by logits to those by hidden states (set) and by the head (added)."""
-    head_VD = student.weight_VD
-    if gradient_ND.dtype == head_VD.dtype:
-        torch.mm(gradient_CV, head_VD, out=gradient_ND[rows])
-    elif _widens(head_VD, gradient_ND):
-        torch.mm(gradient_CV, head_VD, out_dtype=torch.float32, out=gradient_ND[rows])
-    else:
-        gradient_ND[rows] = torch.mm(gradient_CV, head_VD)
-    if into is None:
-        return
-    num_words = gradient_CV.shape[-1]
-    weight_VD, hidden_ND = into.weight_VD[:num_words], student.hidden_ND[rows].to(head_VD.dtype)
-    if weight_VD.dtype == head_VD.dtype:
-        weight_VD.addmm_(gradient_CV.t(), hidden_ND)
-    elif _widens(head_VD, weight_VD):
-        # One product that reads, adds and writes float32, from operands that stay small.
-        torch.addmm(weight_VD, gradient_CV.t(), hidden_ND, out_dtype=torch.float32, out=weight_VD)
-    else:
-        weight_VD.addmm_(gradient_CV.t().to(weight_VD.dtype), hidden_ND.to(weight_VD.dtype))
-    if into.bias_V is not None:
-        into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
-
-
-def _widens(operand: Tensor, result: Tensor) -> bool:
-    """Whether there is a matrix product of such operands that gives such a result."""
-    return operand.is_cuda and operand.dtype == torch.bfloat16 and result.dtype == torch.float32

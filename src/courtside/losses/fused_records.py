@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from courtside.losses.full import DivergenceName
 from courtside.losses.top_k import Form, SupportOf
+from courtside.types import LowRank
 
 Backend = Literal["torch", "triton"]
 
@@ -23,7 +24,8 @@ class Projection:
     """Hidden states and the head that makes logits of them.
 
     logits = cap(scale · (hidden·weightᵀ + bias)), cap(z) = softcap·tanh(z / softcap). Computed in
-    the weight's dtype; a student in bfloat16 has logits in bfloat16.
+    the weight's dtype; a student in bfloat16 has logits in bfloat16. What `low_rank` adds is added
+    to hidden·weightᵀ.
     """
 
     hidden_ND: Tensor
@@ -32,6 +34,8 @@ class Projection:
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    low_rank: LowRank | None = None
+    """An adapter's, in the weight's dtype and with its words; None: the head has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,11 @@ class Raw:
     values_NV: Tensor
     scale: float
     softcap: float | None
+
+
+Parts = Iterable[tuple[slice, Raw]]
+"""The teacher's logits a part of the rows at a time, made when they are asked for: (which rows,
+their logits). The next part takes the memory of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +145,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGradient:
-    """Where the gradient of the student's head is added, in place."""
+    """Where the gradient of the student's head is added, in place. None: that part is frozen."""
 
-    weight_VD: Tensor
+    weight_VD: Tensor | None = None
     """float32 (or the head's own dtype): many chunks add up in it."""
     bias_V: Tensor | None = None
+    down_RD: Tensor | None = None
+    """The adapter's two, of the parameters themselves."""
+    up_VR: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

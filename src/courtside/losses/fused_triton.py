@@ -1,7 +1,8 @@
 """`fused_words` on a GPU: the kernel of `fused_kernels`, and what lies between its two halves.
 
 Where the gradient depends on the statistics through the caller (`Asked.sampled` as a function) or
-on a support, the kernel runs twice, once for each half; otherwise once. Nothing here waits for the
+on a support, the kernel runs twice, once for each half; otherwise once. The second half for a
+support needs no teacher's logits, and waits for all parts of the rows. Nothing here waits for the
 GPU. A kernel that cannot be compiled or started is an error, never a reason to go another way.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from subprocess import CalledProcessError
 
 import torch
@@ -19,9 +20,15 @@ from triton.errors import TritonError
 
 from courtside.errors import RunError
 from courtside.losses.fused_kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, rows_kernel
-from courtside.losses.fused_records import Asked, Divergence, Found, Raw, Statistics
-from courtside.losses.fused_select import fits, likeliest
-from courtside.losses.fused_words import log_shares, on_support, refuse_too_many, support_of
+from courtside.losses.fused_records import Asked, Divergence, Found, Parts, Raw, Statistics
+from courtside.losses.fused_select import Picked, pick, room_for
+from courtside.losses.fused_words import (
+    OnSupport,
+    log_shares,
+    on_support,
+    refuse_too_many,
+    support_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ TILING = Tiling()
 
 def words_in_triton(
     student: Raw,
-    teacher: Raw | None,
+    teacher: Parts | None,
     asked: Asked,
     rows: slice,
     *,
@@ -45,33 +52,35 @@ def words_in_triton(
 ) -> tuple[Statistics, Found | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
     divergence = None if asked.divergence is None else asked.divergence.without_ends()
-    launch = _Launch(
+    whole = _Launch(
         student=student,
-        teacher=teacher,
+        teacher=None,
         ids_N=asked.ids_N[rows],
         temperature_N=asked.temperature_N[rows],
         outputs=asked.temperature_N.new_zeros(len(OUTPUTS), len(student.values_NV)),
         tiling=tiling,
     )
-    weight_N = launch.zeros() if asked.weight_N is None else asked.weight_N[rows]
     if divergence is not None and divergence.support is not None:
-        launch.run(None, weight_N=weight_N, statistics=True)
-        statistics = launch.statistics()
-        coefficient_N = asked.coefficient(rows, statistics)
-        return statistics, _on_support(launch, divergence, weight_N, coefficient_N)
-    found = None if divergence is None else Found(value_N=launch.output("value"))
-    if divergence is not None and divergence.is_zero:
-        divergence, weight_N = None, launch.zeros()
-    fixed_N = asked.sampled[rows] if isinstance(asked.sampled, Tensor) else None
-    at_once = asked.sampled is None or fixed_N is not None
-    launch.run(
-        divergence, weight_N=weight_N, coefficient_N=fixed_N, statistics=True, gradient=at_once
-    )
-    statistics = launch.statistics()
-    if not at_once:
-        coefficient_N = asked.coefficient(rows, statistics)
-        launch.run(divergence, weight_N=weight_N, coefficient_N=coefficient_N, gradient=True)
-    return statistics, found
+        assert teacher is not None
+        return _on_support(whole, teacher, divergence, asked, rows)
+    if divergence is None or divergence.is_zero:
+        weight_N = whole.zeros()
+    else:
+        assert asked.weight_N is not None
+        weight_N = asked.weight_N[rows]
+    formed = None if divergence is None or divergence.is_zero else divergence
+    for part, launch in whole.in_parts(teacher, rows):
+        own = slice(part.start - rows.start, part.stop - rows.start)
+        fixed_N = asked.sampled[part] if isinstance(asked.sampled, Tensor) else None
+        at_once = asked.sampled is None or fixed_N is not None
+        launch.run(
+            formed, weight_N=weight_N[own], coefficient_N=fixed_N, statistics=True, gradient=at_once
+        )
+        if not at_once:
+            coefficient_N = asked.coefficient(part, launch.statistics())
+            launch.run(formed, weight_N=weight_N[own], coefficient_N=coefficient_N, gradient=True)
+    found = None if divergence is None else Found(value_N=whole.output("value"))
+    return whole.statistics(with_teacher=teacher is not None), found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +94,25 @@ class _Launch:
     outputs: Tensor
     """[what, row]: see `OUTPUTS`."""
     tiling: Tiling
+
+    def in_parts(self, teacher: Parts | None, rows: slice) -> Iterator[tuple[slice, _Launch]]:
+        """With the teacher's logits, a part of the rows at a time; all leave their numbers here."""
+        if teacher is None:
+            yield rows, self
+            return
+        for part, logits in teacher:
+            own = slice(part.start - rows.start, part.stop - rows.start)
+            yield (
+                part,
+                replace(
+                    self,
+                    student=replace(self.student, values_NV=self.student.values_NV[own]),
+                    teacher=logits,
+                    ids_N=self.ids_N[own],
+                    temperature_N=self.temperature_N[own],
+                    outputs=self.outputs[:, own],
+                ),
+            )
 
     def output(self, name: str) -> Tensor:
         return self.outputs[OUTPUTS.index(name)]
@@ -111,7 +139,9 @@ class _Launch:
         mixes = divergence is not None and FORMS[divergence.name].value >= JSD.value
         shares = log_shares(divergence) if divergence is not None and mixes else (0.0, 0.0)
         weight_N = weight_N.to(self.temperature_N.dtype).contiguous()
-        coefficient_N = (self.zeros() if coefficient_N is None else coefficient_N).contiguous()
+        if coefficient_N is None:
+            coefficient_N = self.zeros() if gradient else weight_N  # looked at for gradients only
+        coefficient_N = coefficient_N.contiguous()
         with _starting(device):
             rows_kernel[(num_rows,)](
                 self.student.values_NV,
@@ -123,7 +153,7 @@ class _Launch:
                 self.outputs,
                 self.student.values_NV.stride(0),
                 teacher.values_NV.stride(0),
-                num_rows,
+                self.outputs.stride(0),
                 float(self.student.scale),
                 float(teacher.scale),
                 float(self.student.softcap or 1.0),
@@ -143,26 +173,25 @@ class _Launch:
                 num_warps=self.tiling.num_warps,
             )
 
-    def statistics(self) -> Statistics:
+    def statistics(self, *, with_teacher: bool | None = None) -> Statistics:
+        """`with_teacher`: whether some part had one; None: whether this is such a part."""
         names = ["student_logp", "student_entropy"]
-        if self.teacher is not None:
+        if self.teacher is not None if with_teacher is None else with_teacher:
             names += ["teacher_logp", "teacher_entropy", "reverse_kl"]
         return Statistics(**{f"{name}_N": self.output(name) for name in names})
 
-    def likeliest(self, side: Raw, k: int) -> Tensor:
-        """Ids [N, k]; of equally likely words any."""
-        num_words = side.values_NV.shape[-1]
-        refuse_too_many(k, num_words)
-        width, warps = 16 // side.values_NV.element_size(), self.tiling.num_warps
-        if not fits(num_words, k, num_warps=warps, width=width):
-            return side.values_NV.topk(k, dim=-1).indices
-        with _starting(side.values_NV.device):
-            return likeliest(side.values_NV, k, num_warps=warps)
+    def pick(self, student: Picked, teacher: Picked) -> None:
+        """The likeliest words of both sides, with the logits of both."""
+        assert self.teacher is not None
+        own_NV, other_NV = self.student.values_NV, self.teacher.values_NV
+        with _starting(own_NV.device):
+            pick(own_NV, other_NV, student, num_warps=self.tiling.num_warps)
+            pick(other_NV, own_NV, teacher, num_warps=self.tiling.num_warps)
 
-    def log_probs(self, side: Raw, ids_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
-        """(log-probs, slope of the cap) of a few words of each row."""
+    def log_probs(self, side: Raw, raw_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
+        """(log-probs, slope of the cap) of a few words of each row, whose logits these are."""
         # As the kernel has them, which rounds once: 1 − Σ_S p is small and shows the difference.
-        raw_NK, temperature_N1 = side.values_NV.gather(-1, ids_NK), self.temperature_N[:, None]
+        temperature_N1 = self.temperature_N[:, None]
         slope_NK = torch.ones_like(raw_NK, dtype=self.temperature_N.dtype)
         if side.softcap is None:
             z_NK = raw_NK.double() * (side.scale / temperature_N1).double()
@@ -200,28 +229,63 @@ def _cannot_run(device: torch.device, error: BaseException) -> str:
 
 
 def _on_support(
-    launch: _Launch, divergence: Divergence, weight_N: Tensor, coefficient_N: Tensor | None
-) -> Found:
-    """The second half for a support: −π·(Σ_S h + c) everywhere, then the words of S once more."""
-    student, teacher, support = launch.student, launch.teacher, divergence.support
-    assert teacher is not None and support is not None
-    picked = support_of(
-        launch.likeliest(student, support.k), launch.likeliest(teacher, support.k), support
+    whole: _Launch, teacher: Parts, divergence: Divergence, asked: Asked, rows: slice
+) -> tuple[Statistics, Found]:
+    """Part by part what needs the teacher's logits: statistics, and the words that may be in the
+    support. Everything on those few words once for all rows: dozens of small operations, each of
+    which costs a launch whatever its size."""
+    support, student = divergence.support, whole.student
+    assert support is not None and asked.weight_N is not None
+    num_rows, num_words = student.values_NV.shape
+    refuse_too_many(support.k, num_words)
+    mine, theirs = (room_for(num_rows, support.k, student.values_NV.device) for _ in range(2))
+    weight_N, other = asked.weight_N[rows], student
+    for part, launch in whole.in_parts(teacher, rows):
+        own = slice(part.start - rows.start, part.stop - rows.start)
+        launch.run(None, weight_N=weight_N[own], statistics=True)
+        launch.pick(mine.rows(own), theirs.rows(own))
+        assert launch.teacher is not None
+        other = launch.teacher  # for its scale and cap, which all parts share
+    statistics = whole.statistics(with_teacher=True)
+    coefficient_N = asked.coefficient(rows, statistics)
+    picked = support_of(mine.ids_NK, theirs.ids_NK, support)
+    raw = {
+        "student": (mine.own_NK, mine.other_NK),
+        "teacher": (theirs.other_NK, theirs.own_NK),
+    }
+    student_NK, teacher_NK = (
+        torch.cat([raw["teacher"][side], raw["student"][side]], dim=-1)
+        if support.of == "joint"
+        else raw[support.of][side]
+        for side in (0, 1)
     )
-    ids_NK = picked[0]
-    logp_NK, slope_NK = launch.log_probs(student, ids_NK, of="")
-    logq_NK, _ = launch.log_probs(teacher, ids_NK, of="teacher_")
+    logp_NK, slope_NK = whole.log_probs(student, student_NK, of="")
+    logq_NK, _ = whole.log_probs(other, teacher_NK, of="teacher_")
     here = on_support(logp_NK, logq_NK, picked, divergence, weight_N)
+    _write_gradient(whole, here, (logp_NK, slope_NK), coefficient_N, halves_of=support.k)
+    return statistics, here.found
+
+
+def _write_gradient(
+    whole: _Launch,
+    here: OnSupport,
+    of_words: tuple[Tensor, Tensor],
+    coefficient_N: Tensor | None,
+    *,
+    halves_of: int,
+) -> None:
+    """−π·(Σ_S h + c) everywhere, then the words of S once more. `of_words`: their log-probs and
+    slopes."""
+    student, ids_NK, (logp_NK, slope_NK) = whole.student, here.ids_NK, of_words
     sum_N = here.gradient_NK.sum(-1)
-    launch.run(None, weight_N=sum_N, coefficient_N=coefficient_N, gradient=True)
-    at_word_N = launch.zeros() if coefficient_N is None else coefficient_N
+    whole.run(None, weight_N=sum_N, coefficient_N=coefficient_N, gradient=True)
+    at_word_N = whole.zeros() if coefficient_N is None else coefficient_N
     gradient_NK = here.gradient_NK - (sum_N + at_word_N)[:, None] * logp_NK.exp()
-    gradient_NK += at_word_N[:, None] * (ids_NK == launch.ids_N[:, None])
-    gradient_NK *= slope_NK * (student.scale / launch.temperature_N)[:, None]
+    gradient_NK += at_word_N[:, None] * (ids_NK == whole.ids_N[:, None])
+    gradient_NK *= slope_NK * (student.scale / whole.temperature_N)[:, None]
     values_NK = gradient_NK.to(student.values_NV.dtype)
     # Set, not added: two roundings would be one too many. Of a joint support the teacher's half
     # goes last, because a word in both halves has its h there.
-    for half in range(ids_NK.shape[-1] // support.k - 1, -1, -1):
-        words = slice(half * support.k, (half + 1) * support.k)
+    for half in range(ids_NK.shape[-1] // halves_of - 1, -1, -1):
+        words = slice(half * halves_of, (half + 1) * halves_of)
         student.values_NV.scatter_(-1, ids_NK[:, words], values_NK[:, words])
-    return here.found

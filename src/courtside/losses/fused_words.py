@@ -26,6 +26,7 @@ from courtside.losses.fused_records import (
     Asked,
     Divergence,
     Found,
+    Parts,
     Raw,
     Statistics,
     Support,
@@ -38,9 +39,23 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
 
 def words_in_torch(
-    student: Raw, teacher: Raw | None, asked: Asked, rows: slice
+    student: Raw, teacher: Parts | None, asked: Asked, rows: slice
 ) -> tuple[Statistics, Found | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
+    statistics: list[Statistics] = []
+    found: list[Found] = []
+    parts = [(rows, None)] if teacher is None else teacher
+    for part, logits in parts:
+        own_NV = student.values_NV[part.start - rows.start : part.stop - rows.start]
+        here, there = _part_in_torch(replace(student, values_NV=own_NV), logits, asked, part)
+        statistics.append(here)
+        found += [] if there is None else [there]
+    return joined(statistics), joined(found) if found else None
+
+
+def _part_in_torch(
+    student: Raw, teacher: Raw | None, asked: Asked, rows: slice
+) -> tuple[Statistics, Found | None]:
     num_rows, num_words = student.values_NV.shape
     on_cpu = student.values_NV.device.type == "cpu"
     size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // num_words))
@@ -276,11 +291,43 @@ def on_support(
     on_N = weight_N != 0
     # Rows without weight may hold a teacher of NaN; their place is taken by the student itself.
     safe_NK = torch.where(on_N[:, None], logq_NK, logp_NK)
+    if divergence.name == "reverse_kl" and support.form == "tail" and support.clip is None:
+        value_N, gradient_NK = reverse_with_tail(logp_NK, safe_NK, keep_NK)
+        gradient_NK = gradient_NK * weight_N[:, None]
+    else:
+        value_N, gradient_NK = _by_autograd(logp_NK, safe_NK, keep_NK, divergence, weight_N)
+    found = Found(
+        value_N=value_N.masked_fill(~on_N, 0.0),
+        student_mass_N=support_mass(logp_NK, keep_NK),
+        teacher_mass_N=support_mass(logq_NK, keep_NK),
+        overlap_N=overlap_N.to(logp_NK.dtype),
+    )
+    return OnSupport(found=found, ids_NK=ids_NK, gradient_NK=gradient_NK)
+
+
+def reverse_with_tail(logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(value, ∂value/∂log π): what `top_k_divergence` and autograd give, in a quarter of the
+    operations, each of which is a launch. Of the words h = π·(log(π/q) − log(π_tail/q_tail))."""
+    p_NK, q_NK = (x.exp().masked_fill(~keep_NK, 0.0) for x in (logp_NK, logq_NK))
+    floor = 8 * torch.finfo(logp_NK.dtype).eps  # as `top_k` has it: below, 1 − Σ_S is rounding
+    tail_N1, other_N1 = ((1 - x.sum(-1, keepdim=True)).clamp(min=floor) for x in (p_NK, q_NK))
+    gap_NK = (logp_NK - logq_NK).masked_fill(p_NK == 0, 0.0)
+    gap_N1 = tail_N1.log() - other_N1.log()
+    value_N = _dot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
+    return value_N, p_NK * (gap_NK - gap_N1)
+
+
+def _by_autograd(
+    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: Divergence, weight_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(value, weighted gradient by log π) of any divergence in any form."""
+    support = divergence.support
+    assert support is not None
     leaf_NK = logp_NK.detach().requires_grad_()
     with torch.enable_grad():
         value_N = top_k_divergence(
             leaf_NK,
-            safe_NK,
+            logq_NK,
             keep_NK,
             name=divergence.name,
             form=support.form,
@@ -289,13 +336,7 @@ def on_support(
             clip=support.clip,
         )
     (gradient_NK,) = torch.autograd.grad(value_N, leaf_NK, weight_N.to(value_N.dtype))
-    found = Found(
-        value_N=value_N.detach().masked_fill(~on_N, 0.0),
-        student_mass_N=support_mass(logp_NK, keep_NK),
-        teacher_mass_N=support_mass(logq_NK, keep_NK),
-        overlap_N=overlap_N.to(logp_NK.dtype),
-    )
-    return OnSupport(found=found, ids_NK=ids_NK, gradient_NK=gradient_NK)
+    return value_N.detach(), gradient_NK
 
 
 def support_gradient(

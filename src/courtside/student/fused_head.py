@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,12 +241,17 @@ def _projection(head: Head, hidden_ND: Tensor, heads: Heads) -> Projection:
     if key not in heads:
         heads[key] = _in_arithmetic(*head.parameters())
     weight_VD, bias_V = heads[key]
+    low = head.low_rank()
+    if low is not None:
+        down_RD, up_VR = (p.detach().to(weight_VD.dtype) for p in (low.down_RD, low.up_VR))
+        low = replace(low, down_RD=down_RD, up_VR=up_VR)
     return Projection(
         hidden_ND=hidden_ND.detach(),
         weight_VD=weight_VD,
         bias_V=bias_V,
         scale=head.scale,
         softcap=head.softcap,
+        low_rank=low,
     )
 
 
@@ -270,17 +276,24 @@ def _other(rows: Rows, against: str | None, heads: Heads) -> Projection | None:
     return _projection(head, hidden_ND, heads)
 
 
-def _into(head: Head) -> HeadGradient | None:
-    """The gradients of the head's own parameters; None: it is frozen."""
-    weight: Tensor = head.module.weight  # type: ignore[assignment]
-    bias: Tensor | None = getattr(head.module, "bias", None)
-    if not weight.requires_grad:
-        return None
-    for parameter in (weight, bias):
-        if parameter is not None and parameter.grad is None:
+def _into(head: Head) -> HeadGradient:
+    """The gradients of those of the head's own parameters that train."""
+    adapter = head.adapter
+
+    def gradient(parameter: Any) -> Tensor | None:
+        if parameter is None or not parameter.requires_grad:
+            return None
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    assert weight.grad is not None
-    return HeadGradient(weight_VD=weight.grad, bias_V=None if bias is None else bias.grad)
+        found: Tensor = parameter.grad
+        return found
+
+    return HeadGradient(
+        weight_VD=gradient(head.module.weight),
+        bias_V=gradient(getattr(head.module, "bias", None)),
+        down_RD=gradient(adapter and adapter.down_RD),
+        up_VR=gradient(adapter and adapter.up_VR),
+    )
 
 
 # ── what came of it ──────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from courtside.config import Lora, Student
-from courtside.engines.models import load_model
+from courtside.engines.models import load_model, quiet_about_ties
 from courtside.errors import ModelError
 from courtside.seeds import seed_for
 
@@ -110,12 +110,6 @@ def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     head = model.get_output_embeddings()
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
-    if lora.targets != "all-linear" and names & set(lora.targets):
-        raise ModelError(
-            f"student.lora.targets: {sorted(names)[0]!r} is the output head, which gets no adapter "
-            "here (its logits are made in chunks). Leave it out"
-        )
     targets: Any = lora.targets if lora.targets == "all-linear" else list(lora.targets)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
@@ -127,9 +121,16 @@ def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(seed, "lora"))
         try:
-            return get_peft_model(model, settings)
+            adapted = quiet_about_ties(get_peft_model, model, settings)
         except ValueError as error:
             raise ModelError(
                 f"student.lora.targets = {lora.targets!r}: {error}. Use 'all-linear', or names of "
                 "linear layers of this model"
             ) from error
+    if lora.dropout and model.get_output_embeddings() is not head:
+        raise ModelError(
+            f"student.lora.dropout = {lora.dropout}: the output head is among the targets, and its "
+            "adapter is multiplied in chunks, which have no dropout. Set dropout = 0, or leave the "
+            "head out"
+        )
+    return adapted

@@ -11,7 +11,7 @@ import torch
 
 from courtside.chat.render import Renderer
 from courtside.config import Context
-from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
+from courtside.engines.base import Engine, Head, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.teacher.context import contexts, privileged_messages, task_context
 from courtside.teacher.hinted import HintedTurns, HintScorer
@@ -62,13 +62,14 @@ class Teacher:
             requests[trajectory.id], extra[trajectory.id] = request, num_extra
         with self.weights():
             scores = self.engine.score(list(requests.values()), hidden=self.hidden)
+            head = self._head()
         return {
             id: Target(
                 teacher=self.name,
                 context=texts[id],
                 logp_T=score.logp_T,
                 hidden_TD=score.hidden_TD,
-                head=self.engine.head if self.hidden else None,
+                head=head,
                 num_context_tokens=extra[id],
             )
             for id, score in zip(requests, scores, strict=True)
@@ -81,16 +82,26 @@ class Teacher:
         assert self.hints is not None
         with self.weights():
             found = self.hints(trajectories, hints, hidden=self.hidden)
+            head = self._head()
         targets = {
-            t.id: self._hinted_target(t, found[t.id])
+            t.id: self._hinted_target(t, found[t.id], head)
             for t in trajectories
             if t.id in found and (found[t.id].spoken or found[t.id].unread)
         }
         return targets, {id: one.judged for id, one in found.items()}
 
-    def _hinted_target(self, trajectory: Trajectory, hinted: HintedTurns) -> Target:
+    def _head(self) -> Head | None:
+        """Of the targets, where a loss needs whole distributions. They are looked at in the update,
+        when these weights are no longer in place: what of them is in the head is taken along."""
+        if not self.hidden:
+            return None
+        return self.engine.head if self.weights is nullcontext else self.engine.head.as_now()
+
+    def _hinted_target(
+        self, trajectory: Trajectory, hinted: HintedTurns, head: Head | None
+    ) -> Target:
         if hinted.unread:
-            return self._unread_target(trajectory, hinted)
+            return self._unread_target(trajectory, hinted, head)
         turns = sorted(hinted.spoken)
         parts = [hinted.spoken[turn].hinted for turn in turns]
         return Target(
@@ -101,11 +112,13 @@ class Teacher:
             hidden_TD=torch.cat([part.hidden_TD for part in parts if part.hidden_TD is not None])
             if self.hidden
             else None,
-            head=self.engine.head if self.hidden else None,
+            head=head,
             num_context_tokens=sum(hinted.spoken[turn].num_tokens for turn in turns),
         )
 
-    def _unread_target(self, trajectory: Trajectory, hinted: HintedTurns) -> Target:
+    def _unread_target(
+        self, trajectory: Trajectory, hinted: HintedTurns, head: Head | None
+    ) -> Target:
         """Everything but what the update will find."""
         where = _chosen_in(trajectory, [one.turn for one in hinted.unread])
         return Target(
@@ -113,7 +126,7 @@ class Teacher:
             context=_texts(hinted),
             where=where,
             logp_T=torch.full((len(where),), torch.nan),
-            head=self.engine.head if self.hidden else None,
+            head=head,
             num_context_tokens=sum(len(one.token_ids) for one in hinted.unread),
             branches=hinted.unread,
         )

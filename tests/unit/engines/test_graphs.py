@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_kinds import lora, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
+from model_kinds import lora, lora_head, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -192,7 +192,7 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
 # ── copies of the weights ────────────────────────────────────────────────────────────────────────
 
 
-KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen]
+KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head]
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -212,6 +212,8 @@ def test_copies_in_bfloat16_are_what_autocast_multiplies_by(make: Any) -> None:
                 torch.tensor(sample.logp), found.logp_T.float(), atol=0.05, rtol=0
             )
         first.data.mul_(-3.0)  # a step of training: the copies must follow
+        if made.head.adapter is not None:
+            made.head.adapter.up_VR.data.mul_(-1.0)
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -244,6 +246,7 @@ def _scored(ids: tuple[int, ...], scored: tuple[bool, ...]) -> Any:
         (phi3, 5, 4, 0, 2, 1),
         (olmo2, 9, 0, 4, 2, 1),
         (lora_qwen, 9, 4, 0, 2, 1),
+        (lora_head, 9, 4, 2, 2, 1),
         # Norms that add one, a gate that is no SiLU.
         (lambda: made_of(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
         # Neighbours are turned against each other, not halves; norms that take the mean away.
@@ -261,7 +264,8 @@ def test_what_is_found_in_a_model(
     assert len(lent.parts.mlps) == mlps
     assert len(lent.parts.rotary) == rotary
     every = [m for group in lent.groups for m in group]
-    linear = [m for m in model.modules() if type(m) is nn.Linear and m is not lent.head.module]
+    own = set(lent.head.module.modules())
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in own]
     assert len(every) == len(linear) and set(every) == set(linear)
     assert model.get_output_embeddings() not in every
 
@@ -339,6 +343,25 @@ def test_rows_with_several_tokens_are_rotated_as_the_model_does(rows: int) -> No
         other = module.apply_rotary_pos_emb(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0)
     for ours, theirs in zip((*found, *other), (*expected[0], *expected[1]), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_heads_adapter_that_is_off_is_off_in_the_copies() -> None:
+    """And its copies stay where they are: graphs of both are kept."""
+    model = lora_head()
+    head = head_of(model)
+    lent = LentWeights(model, head, torch.bfloat16)
+    hidden_ND, keys, found = torch.randn(3, 32), [], []
+    for on in (True, False, True):
+        model.lm_head.enable_adapters(on)
+        lent.refresh()
+        keys.append(lent.key)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            own = head(hidden_ND)
+            with lent.used():
+                found.append(head(hidden_ND))
+        assert torch.equal(found[-1], own) and "low_rank" not in vars(head)
+    assert len(set(keys)) == 1 and torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])
 
 
 def test_layers_are_their_own_again_afterwards() -> None:

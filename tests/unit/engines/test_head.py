@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import Tensor, nn
 
@@ -100,6 +101,66 @@ def test_half_precision_weights_give_float32_logits() -> None:
         hidden_LD = model.base_model(input_ids=torch.tensor([[3, 4, 5]])).last_hidden_state[0]
         assert hidden_LD.dtype == torch.bfloat16
         assert head(hidden_LD).dtype == torch.float32
+
+
+def adapted(**options: Any) -> Any:
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return get_peft_model(built("Llama", **options), settings)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_on_the_head_is_in_the_logits_while_it_is_on(tied: bool) -> None:
+    peft = adapted(tie_word_embeddings=tied).double()
+    model = peft.base_model.model
+    on_LV, theirs_LV = both(model)
+    torch.testing.assert_close(on_LV, theirs_LV)
+    fewer_LV, _ = both(model, num_words=200)
+    torch.testing.assert_close(fewer_LV, on_LV[:, :200])
+    with peft.disable_adapter():
+        off_LV, theirs_LV = both(model)
+    torch.testing.assert_close(off_LV, theirs_LV)
+    assert float((on_LV - off_LV).abs().max()) > 0.1
+
+
+def test_a_head_as_it_was_keeps_its_adapter() -> None:
+    peft = adapted().double()
+    head = head_of(peft.base_model.model)
+    hidden_ND = torch.randn(3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        on = head(hidden_ND)
+        with peft.disable_adapter():
+            off = head(hidden_ND)
+            without = head.as_now()
+        assert head.adapter is not None
+        own = head.adapter.up_VR.data
+        head.adapter.up_VR.data = torch.zeros_like(own)
+        nothing = head.as_now()
+        head.adapter.up_VR.data = own
+        assert torch.equal(head(hidden_ND), on) and not torch.equal(on, off)
+        assert torch.equal(without(hidden_ND), off)
+        torch.testing.assert_close(nothing(hidden_ND), off)
+    assert not nothing(hidden_ND).requires_grad
+    plain = head_of(built("Llama"))
+    assert plain.as_now() is plain
+
+
+def test_autocast_does_not_take_the_adapters_gradient_away() -> None:
+    """Weights that were first rounded without a graph must not be kept so."""
+    model = adapted().base_model.model.float()
+    head = head_of(model)
+    hidden_ND = torch.randn(3, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            before = head(hidden_ND)
+        after = head(hidden_ND)
+        assert torch.equal(before, after)
+    after.sum().backward()
+    adapter = head.adapter
+    assert adapter is not None
+    assert adapter.down_RD.grad is not None and adapter.up_VR.grad is not None
+    assert float(adapter.down_RD.grad.abs().max()) > 0
 
 
 def test_a_cut_head_never_draws_the_words_behind_the_cut(

@@ -21,6 +21,8 @@ from courtside.types import Target, Trajectory
 
 CONTEXT = {"kind": "field", "field": "rule"}
 LORA = {"rank": 2}
+HEAD = {"rank": 2, "targets": ["v_proj", "lm_head"]}
+"""An adapter on the output head too, which is the embedding."""
 
 
 @pytest.fixture
@@ -117,9 +119,9 @@ def snapshot(parts: Parts) -> dict[str, Tensor]:
 # ── self: live, frozen, moving average ───────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("lora", [LORA, None])
+@pytest.mark.parametrize("lora", [LORA, HEAD, None])
 def test_a_frozen_teacher_stays_the_model_before_training(
-    prepare: Any, lora: dict[str, int] | None
+    prepare: Any, lora: dict[str, Any] | None
 ) -> None:
     student = {"lora": lora} if lora else {}
     parts = prepare({"kind": "self", "weights": "frozen", "context": CONTEXT}, student=student)
@@ -129,6 +131,7 @@ def test_a_frozen_teacher_stays_the_model_before_training(
     move(parts, 1)
     own = snapshot(parts)
     after = targets(parts, trajectories)
+    agree(after, tiny_model(), parts, trajectories)
     for id, target in after.items():
         assert torch.equal(target.logp_T, before[id].logp_T), "to the last bit"
         assert torch.equal(target.hidden_TD, before[id].hidden_TD)
@@ -140,9 +143,9 @@ def test_a_frozen_teacher_stays_the_model_before_training(
     ), "while the student itself did move"
 
 
-@pytest.mark.parametrize("lora", [LORA, None])
+@pytest.mark.parametrize("lora", [LORA, HEAD, None])
 def test_a_live_teacher_is_the_student_of_this_moment(
-    prepare: Any, lora: dict[str, int] | None
+    prepare: Any, lora: dict[str, Any] | None
 ) -> None:
     student = {"lora": lora} if lora else {}
     parts = prepare({"kind": "self", "weights": "live", "context": CONTEXT}, student=student)
@@ -156,9 +159,9 @@ def test_a_live_teacher_is_the_student_of_this_moment(
     assert all((second[id].logp_T - first[id].logp_T).abs().max() > 1e-3 for id in first)
 
 
-@pytest.mark.parametrize("lora", [LORA, None])
+@pytest.mark.parametrize("lora", [LORA, HEAD, None])
 def test_a_moving_average_moves_as_computed_by_hand(
-    prepare: Any, lora: dict[str, int] | None
+    prepare: Any, lora: dict[str, Any] | None
 ) -> None:
     student = {"lora": lora} if lora else {}
     teacher = {"kind": "self", "weights": "ema", "ema_decay": 0.8, "context": CONTEXT}
