@@ -49,7 +49,8 @@ def stand_in(
 ) -> Tensor:
     """As in torch 2.11: whole scores, and a mask of who may see whom."""
     assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert query.shape[1:] == key.shape[1:] and key.shape == value.shape, "no shared heads here"
+    if query.shape[1:] != key.shape[1:] or key.shape != value.shape:
+        raise RuntimeError("no shared heads here")
     lengths, key_lengths = cu_seq_q.diff(), cu_seq_k.diff()
     assert max_q == int(lengths.max()) and int(cu_seq_q[-1]) == len(query)
     assert max_k == int(key_lengths.max()) and int(cu_seq_k[-1]) == len(key)

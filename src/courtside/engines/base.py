@@ -157,11 +157,15 @@ class Head:
         head.low_rank = lambda: now  # type: ignore[method-assign]
         return head
 
-    def __call__(self, hidden_ND: Tensor) -> Tensor:
+    def products(self, hidden_ND: Tensor) -> Tensor:
+        """Logits before scale and cap, in the numbers that they are multiplied in."""
         weight, bias = self.parameters()
         logits_NV = self.linear(hidden_ND.to(weight.dtype), weight, bias)
-        if (low := self.low_rank()) is not None:
-            logits_NV = _added(logits_NV, hidden_ND, low)
+        low = self.low_rank()
+        return logits_NV if low is None else _added(logits_NV, hidden_ND, low)
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        logits_NV = self.products(hidden_ND)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale

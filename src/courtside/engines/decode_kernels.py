@@ -123,8 +123,10 @@ def attend(
 
 @triton.jit
 def _block_sums(logits, tops, totals, scale, num_words, row_words, num_blocks,
-                WORDS: tl.constexpr):  # fmt: skip
+                WORDS: tl.constexpr, OWN_SCALES: tl.constexpr):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
+    if OWN_SCALES:
+        scale = tl.load(scale + row)
     at = block * WORDS + tl.arange(0, WORDS)
     x = tl.load(logits + row.to(tl.int64) * row_words + at, mask=at < num_words, other=-1.0e30)
     x = x.to(tl.float32) * scale
@@ -177,10 +179,27 @@ def pick(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tens
     logp_B = torch.empty(B, dtype=torch.float32, device=logits_BV.device)
     scale = 1.0 / temperature
     _block_sums[(B, blocks)](
-        logits_BV, tops, totals, scale, V, logits_BV.stride(0), blocks, WORDS=BLOCK_WORDS
-    )
+        logits_BV, tops, totals, scale, V, logits_BV.stride(0), blocks, WORDS=BLOCK_WORDS,
+        OWN_SCALES=False,
+    )  # fmt: skip
     _pick[(B,)](
         logits_BV, tops, totals, uniform_B, ids_B, logp_B, scale, V, logits_BV.stride(0), blocks,
         WORDS=BLOCK_WORDS, BLOCKS=triton.next_power_of_2(max(blocks, 2)),
     )  # fmt: skip
     return ids_B, logp_B
+
+
+def logps_of(logits_NV: Tensor, ids_N: Tensor, scale_N: Tensor) -> Tensor:
+    """Log-probs of the ids under logits times each row's scale: logits are read once, as they are,
+    where torch would copy them into float32 and sweep those several times."""
+    N, V = logits_NV.shape
+    assert logits_NV.stride(1) == 1 and scale_N.dtype == torch.float32
+    blocks = triton.cdiv(V, BLOCK_WORDS)
+    tops, totals = logits_NV.new_empty(2, N, blocks, dtype=torch.float32)
+    _block_sums[(N, blocks)](
+        logits_NV, tops, totals, scale_N, V, logits_NV.stride(0), blocks, WORDS=BLOCK_WORDS,
+        OWN_SCALES=True,
+    )  # fmt: skip
+    chosen_N = logits_NV.gather(-1, ids_N[:, None])[:, 0].float() * scale_N
+    logp_N: Tensor = chosen_N - (tops + totals.log()).logsumexp(-1)
+    return logp_N

@@ -180,9 +180,9 @@ def _in_one(
 ) -> Tensor:
     settings: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if _takes(varlen_attn, "enable_gqa"):  # torch 2.11 does not have it
+        if _takes(varlen_attn, "enable_gqa"):
             settings["enable_gqa"] = True
-        else:
+        elif not _shares_heads(varlen_attn, query.device, query.dtype):
             key, value = _repeated(query, key, value)
     query_NHD, key_NHD, value_NHD = (state[0].transpose(0, 1) for state in (query, key, value))
     found: Any = varlen_attn(
@@ -204,6 +204,31 @@ def _in_one(
 @cache
 def _takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in signature(function).parameters
+
+
+@cache
+def _shares_heads(kernel: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel that does not say so (torch 2.11) lets heads share keys and values: tried on
+    an example, there and back."""
+    with torch.enable_grad():
+        states = [
+            torch.linspace(-2, 3, 7 * heads * 16, device=device).sin().view(7, heads, 16)
+            for heads in (4, 2, 2)
+        ]
+        q, k, v = ((turn + s).to(dtype).requires_grad_() for turn, s in enumerate(states))
+        ends_S = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+        found = []
+        for times in (1, 2):
+            shared = (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+            try:
+                out = kernel(*shared, ends_S, ends_S, 4, 4, scale=None, window_size=(-1, 0))
+            except (RuntimeError, ValueError):
+                return False
+            found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    return all(
+        bool(((ours - theirs).norm() <= 0.02 * theirs.norm()).all())
+        for ours, theirs in zip(*found, strict=True)
+    )
 
 
 def _one_by_one(

@@ -56,6 +56,12 @@ def scores_of(
     for part_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
+        if part_ND.is_cuda and not top_k and head.softcap is None and temperature_N.itemsize == 4:
+            from courtside.engines.decode_kernels import logps_of  # needs Triton
+
+            scale_N = head.scale / temperature_N
+            logps.append(logps_of(head.products(part_ND), ids_N, scale_N))
+            continue
         logits_NV = head(part_ND) / temperature_N[:, None]
         total_N1 = logits_NV.logsumexp(-1, keepdim=True)
         logps.append((logits_NV.gather(-1, ids_N[:, None]) - total_N1).squeeze(-1))

@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 from courtside.engines import decode_kernels
 from courtside.engines.base import Sampling
-from courtside.engines.decode_kernels import BLOCK_WORDS, attend, pick
+from courtside.engines.decode_kernels import BLOCK_WORDS, attend, logps_of, pick
 from courtside.engines.sampling import draw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,3 +94,16 @@ def test_words_are_picked_as_often_as_they_are_likely() -> None:
     ids, _ = pick(logits, uniform, 1.0)
     share = torch.bincount(ids, minlength=12) / N
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=1.01 / N, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [37, BLOCK_WORDS, 2 * BLOCK_WORDS + 5])
+def test_log_probs_of_words_at_each_rows_temperature(dtype: torch.dtype, V: int) -> None:
+    torch.manual_seed(V)
+    room = (20 * torch.randn(4, V + 3, device=DEVICE)).to(dtype)
+    logits = room[:, :V]  # the words that count, of a wider product
+    ids = torch.tensor([0, V - 1, V // 2, 5], device=DEVICE)
+    scale = torch.tensor([1.0, 0.25, 3.0, 1.5], device=DEVICE)
+    expected = (logits.double() * scale[:, None]).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    found = logps_of(logits, ids, scale)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5)

@@ -359,6 +359,24 @@ def test_scores_are_scaled_as_the_model_says(monkeypatch: pytest.MonkeyPatch, ke
     torch.testing.assert_close(out[0], expected, rtol=1e-10, atol=1e-12)
 
 
+def sharing(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
+    """A kernel that shares heads and does not say so."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return stand_in(query, key, value, *args, **named)
+
+
+def mixing(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
+    """One that takes them, and gives heads the keys of others."""
+    key, value = (x.repeat(1, query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return stand_in(query, key, value, *args, **named)
+
+
+@pytest.mark.parametrize(("kernel", "shares"), [(stand_in, 0), (sharing, 1), (mixing, 0)])
+def test_whether_heads_share_keys_is_tried(kernel: Any, shares: int) -> None:
+    found = packing._shares_heads(kernel, torch.device("cpu"), torch.float32)
+    assert found == bool(shares)
+
+
 def test_dropout_in_attention_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has none, so sequences go one by one."""
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
