@@ -50,7 +50,7 @@ class Rollout(Part):
     """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
     rest: Literal["dataset", "teacher"] = "dataset"
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
-    max_batch_tokens: PositiveInt = 49152
+    max_batch_tokens: PositiveInt = 65536
     """Memory budget: key/value positions held at once while sampling or scoring."""
 
     limits: Limits = Limits()

@@ -15,16 +15,6 @@ def pass_tokens(device: torch.device) -> int:
     return 16384 if device.type == "cuda" else 256
 
 
-def update_tokens(device: torch.device, num_weights: int) -> int:
-    """Tokens of one training pass. What it keeps for the way back grows with them, so a GPU gets
-    only as many as keep it busy: with fewer it would wait for its host, which launches a layer in
-    the time of so many products. `num_weights`: of the layers, without embeddings."""
-    if device.type != "cuda":
-        return pass_tokens(device)
-    busy = 2**40 // num_weights // 1024 * 1024
-    return min(max(busy, 2048), pass_tokens(device))
-
-
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length, each of at most `max_tokens` with its padding.
 

@@ -255,7 +255,7 @@ def _one_by_one(
         for end in [q.shape[2]] if whole else _block_ends(q.shape[2]):
             start = 0 if whole else (end - 1) // BLOCK * BLOCK
             num_keys = k.shape[2] - q.shape[2] + end
-            seen = None if whole else _corner(packing, q)[start - end :, -num_keys:]
+            seen = None if whole else _aligned(_corner(packing, q)[start - end :, -num_keys:])
             found = F.scaled_dot_product_attention(
                 q[:, :, start:end], k[:, :, :num_keys], v[:, :, :num_keys], attn_mask=seen,
                 dropout_p=dropout, is_causal=whole, scale=scaling, enable_gqa=grouped,
@@ -277,10 +277,21 @@ def _corner(packing: Packing, query: Tensor) -> Tensor:
     columns are the mask of the last q places of k, for every q and k of this packing."""
     if query.dtype not in packing.corners:
         num_queries = min(BLOCK, max(packing.lengths))
-        num_keys = -(-max(packing.key_lengths) // 16) * 16  # a GPU's kernels want slices aligned
+        num_keys = max(packing.key_lengths)
         corner_QK = query.new_full((num_queries, num_keys), -torch.inf)
         packing.corners[query.dtype] = corner_QK.triu_(num_keys - num_queries + 1)
     return packing.corners[query.dtype]
+
+
+def _aligned(seen_QK: Tensor) -> Tensor:
+    """A GPU's kernels read a mask 16 numbers at a time, and torch makes sure of its rows only, not
+    of where it begins."""
+    if not seen_QK.is_cuda:
+        return seen_QK
+    num_queries, num_keys = seen_QK.shape
+    room_QK = seen_QK.new_empty(num_queries, -(-num_keys // 16) * 16)
+    room_QK[:, :num_keys] = seen_QK
+    return room_QK[:, :num_keys]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,8 +116,7 @@ class RoomPool:
         self._stores: dict[int, Tensor] = {}
         self._slots: OrderedDict[tuple[int, int], Slots] = OrderedDict()
         self._holder: Callable[[], object | None] = lambda: None
-        on_gpu = model.device.type == "cuda"
-        self.graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self.graph_pool = self._new_graph_pool()
 
     def lend(self, session: object, num_rows: int, num_places: int) -> Slots:
         """Slots of at least that size. A session that still holds the pool keeps its room: another
@@ -142,6 +141,10 @@ class RoomPool:
                 slots.close()
             self._slots.clear()
             self._stores.clear()
+            self.graph_pool = self._new_graph_pool()  # one that no graph uses is gone for good
+
+    def _new_graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def store(self, asking: Slots, index: int, size: int, dtype: torch.dtype) -> Tensor:
         """All shapes lie in the same memory; when it is too small, those that lay there go."""

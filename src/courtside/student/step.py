@@ -14,7 +14,7 @@ from torch import Tensor
 
 from courtside.config import Recipe
 from courtside.engines.base import Head
-from courtside.engines.batching import pass_tokens, placed, update_tokens
+from courtside.engines.batching import pass_tokens, placed
 from courtside.engines.few_launches import few_launches
 from courtside.engines.kept import keeping
 from courtside.engines.passes import Passes, tried_passes
@@ -39,9 +39,7 @@ class Student:
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimiser = make_optimiser(weights.trained(), recipe)
-        self.micro_batch_tokens = recipe.train.micro_batch_tokens or update_tokens(
-            weights.device, weights.num_layer_weights
-        )
+        self.micro_batch_tokens = recipe.train.micro_batch_tokens or pass_tokens(weights.device)
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:

@@ -57,13 +57,6 @@ class StudentWeights:
             )
         self.device = device
 
-    @property
-    def num_layer_weights(self) -> int:
-        """Without those of the embedding and the head."""
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        outside = {id(p) for module in ends if module is not None for p in module.parameters()}
-        return sum(p.numel() for p in self.model.parameters() if id(p) not in outside)
-
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
