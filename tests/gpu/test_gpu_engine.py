@@ -12,6 +12,7 @@ from gpu_models import in_float64, qwen3
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer
 
+from courtside.engines import slots
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
 from courtside.engines.branches import score_branches_separately
 from courtside.engines.transformers import TransformersEngine
@@ -103,6 +104,19 @@ def test_scores_are_those_of_float64(device: torch.device) -> None:
         start = len(request.prompt_ids)
         right_T = logp_LV[start - 1 : -1].gather(-1, ids_L[start:, None]).squeeze(-1)
         torch.testing.assert_close(logp_T.double(), right_T, atol=1e-3, rtol=0)
+
+
+def test_room_that_was_given_back_is_made_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(device, autocast=torch.bfloat16)
+    sampling = Sampling(max_new_tokens=12)
+    expected = [s.token_ids for s in made.sample(REQUESTS, sampling)]
+    monkeypatch.setattr(slots, "KEPT_BYTES", 0)
+    for _ in range(3):
+        assert [s.token_ids for s in made.sample(REQUESTS, sampling)] == expected
+    if made.in_slots:
+        assert not made._pool._stores
 
 
 def test_greedy_is_what_generate_gives(device: torch.device) -> None:
