@@ -8,8 +8,8 @@ trunk. Training happens elsewhere, on the same model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ from courtside.engines.batching import batches_by_length, pad_left, pass_tokens
 from courtside.engines.branches import branching_problem, read_branches, score_branches_separately
 from courtside.engines.drawn import Drawn
 from courtside.engines.lent import LentWeights
+from courtside.engines.packed import packed_where_it_pays
 from courtside.engines.packing import Passes, packing_problem
 from courtside.engines.sampling import draw, uniforms
 from courtside.engines.scoring import scores_of
@@ -166,13 +167,18 @@ class TransformersEngine:
         results: dict[int, Scores] = {}
         lengths = [len(request.token_ids) for request in requests]
         passes = self.passes
-        with self.casting(), passes.attention():
+        with self._scoring(), passes.attention():
             for batch in passes.batches(lengths, self.score_batch_tokens):
                 asked = [requests[i] for i in batch]
                 hidden_ND, starts = passes.hidden([request.token_ids for request in asked])
                 found = scores_of(self.head, hidden_ND, starts, asked, hidden=hidden, top_k=top_k)
                 results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        with self.casting(), packed_where_it_pays(self.model, self.head):
+            yield
 
     @cached_property
     def passes(self) -> Passes:
@@ -243,7 +249,7 @@ class TransformersEngine:
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         results: dict[int, BranchScores] = {}
-        with self.casting():
+        with self._scoring():
             for index, trunk, branches in read_branches(
                 self.model, requests, pad_id=self.pad_id, max_tokens=self.score_batch_tokens
             ):
