@@ -144,6 +144,7 @@ def measure(args: Any, work: Path) -> None:
         SideResult(
             side="courtside",
             config=args.config,
+            dtype=args.dtype,
             num_warmup=args.warmup,
             steps=tuple(run.steps),
             num_prompt_tokens=sum(map(len, run.prompt_ids)),

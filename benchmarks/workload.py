@@ -105,6 +105,8 @@ class SideResult:
     num_threads: int
     versions: dict[str, str]
     settings: dict[str, object] = field(default_factory=dict)
+    dtype: str = "float32"
+    """Of the matrix products."""
     check: CheckResult | None = None
     """Of a fixed batch, where the side was told to look at one before its steps."""
 

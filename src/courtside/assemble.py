@@ -27,6 +27,7 @@ from courtside.config import (
 from courtside.engines.arithmetic import arithmetic
 from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
+from courtside.engines.threads import bound_threads
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
@@ -59,6 +60,7 @@ LOOKED_AT = 16
 
 
 def assemble(recipe: Recipe) -> Parts:
+    bound_threads()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)

@@ -84,9 +84,7 @@ def packed(model: Any, head: Head, dtype: torch.dtype) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _product(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Callable[[Tensor], Tensor]:
+def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), NUM_ROWS)
     bias = None if bias is None else bias.detach().to(dtype)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_runs import digest
 from tiny import save_tiny, tiny_model
 
 from courtside import library
@@ -92,6 +96,43 @@ def test_a_name_that_means_nothing_here_is_refused_without_waiting(
 def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         resolve(name)
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from courtside.engines.models import load_model
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def load(folder):
+    return load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+load(sys.argv[1])  # what a first load brings along
+before = held()
+model = load(sys.argv[2])
+with torch.no_grad():
+    model(input_ids=torch.arange(8)[None])
+read = held() - before
+for parameter in model.parameters():
+    parameter.data.mul_(2.0)
+print(read, held() - before, sum(p.numel() * 4 for p in model.parameters()) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read off Linux")
+def test_a_frozen_model_stays_in_its_file(tiny_folder: Path, tmp_path: Path) -> None:
+    large = save_tiny(tmp_path / "large", num_words=400_000)
+    before = digest((large / "model.safetensors").read_bytes())
+    command = [sys.executable, "-c", MEASURE, str(tiny_folder), str(large)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    read, written, size = map(int, told.split())
+    assert size > 40_000
+    assert read < size / 4, "only pages of the file were looked at"
+    assert written > 0.9 * size, "who writes has a copy"
+    assert digest((large / "model.safetensors").read_bytes()) == before
 
 
 # ── damaged folders ──────────────────────────────────────────────────────────────────────────────
@@ -292,6 +333,36 @@ def test_damage_is_found_before_loading(
     shutil.rmtree(file.parent)
     resolve("smollm2-135m")
     assert len(calls) == 2
+
+
+def test_checksums_are_compared_once_for_each_state_of_a_file(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    weights = Path(resolve("smollm2-135m")) / "model.safetensors"
+    read: list[str] = []
+    real = models._sha256
+
+    def watched(path: Path) -> str:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(models, "_sha256", watched)
+    resolve("smollm2-135m")
+    assert sorted(read) == ["config.json", "model.safetensors"]
+    resolve("smollm2-135m")
+    assert len(read) == 2, "nothing changed"
+    os.utime(weights, ns=(1, 1))
+    resolve("smollm2-135m")
+    assert read[2:] == ["model.safetensors"], "another time, the same content"
+    about = weights.stat()
+    weights.write_bytes(b"CONVERTED")
+    with pytest.raises(ModelError, match="damaged"):
+        resolve("smollm2-135m")
+    assert about.st_size == weights.stat().st_size
+    (weights.parent / "verified.json").write_text("{ no json")
+    weights.write_bytes(b"converted")
+    resolve("smollm2-135m")
 
 
 def test_a_conversion_that_dies_leaves_nothing_behind(
