@@ -103,7 +103,7 @@ class TimedRun(Run):
 
 def recipe(args: Any, prompts_file: Path) -> Recipe:
     rank = LORA_RANK[args.config]
-    student: dict[str, Any] = {"model": str(args.student), "dtype": "float32", "device": "cpu"}
+    student: dict[str, Any] = {"model": str(args.student), "dtype": args.dtype, "device": "cpu"}
     if rank is not None:
         student["lora"] = {"rank": rank, "alpha": LORA_ALPHA_PER_RANK * rank, "dropout": 0.0}
     lines = [json.dumps({"prompt": prompt, "split": "train"}) for prompt in PROMPTS]
@@ -114,7 +114,7 @@ def recipe(args: Any, prompts_file: Path) -> Recipe:
             "student": student,
             "tasks": {"kind": "jsonl", "path": str(prompts_file)},
             "rollout": {"samples": 1, "max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE},
-            "teacher": {"kind": "model", "model": str(args.teacher), "dtype": "float32"},
+            "teacher": {"kind": "model", "model": str(args.teacher), "dtype": args.dtype},
             "losses": [
                 {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
             ],
@@ -144,6 +144,7 @@ def measure(args: Any, work: Path) -> None:
         SideResult(
             side="courtside",
             config=args.config,
+            dtype=args.dtype,
             num_warmup=args.warmup,
             steps=tuple(run.steps),
             num_prompt_tokens=sum(map(len, run.prompt_ids)),

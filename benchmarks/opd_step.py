@@ -1,8 +1,9 @@
 """One on-policy distillation step, courtside against TRL's DistillationTrainer, on a CPU.
 
-Both sides do the same work: SmolLM2-135M in float32 as the student, a noisy copy of it as the
-teacher, 16 prompts, one sample of exactly 64 tokens each at temperature 1, full-vocabulary reverse
-KL on the sampled tokens, one AdamW step; once with all weights trained, once with LoRA of rank 32.
+Both sides do the same work: SmolLM2-135M as the student, a noisy copy of it as the teacher, 16
+prompts, one sample of exactly 64 tokens each at temperature 1, full-vocabulary reverse KL on the
+sampled tokens, one AdamW step; once with all weights trained, once with LoRA of rank 32; each with
+matrix products in float32 and then in bfloat16.
 
     python benchmarks/opd_step.py --side both --repeats 3 \\
         --python-trl .venv-bench/bin/python --python-courtside .venv/bin/python
@@ -25,11 +26,12 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workload import LORA_RANK, NEW_TOKENS, PROMPTS, SEED, TEACHER_NOISE, peak_rss
+from workload import DTYPES, LORA_RANK, NEW_TOKENS, PROMPTS, SEED, TEACHER_NOISE, peak_rss
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -92,17 +94,19 @@ def side_command(args: argparse.Namespace, side: str, *, out: Path) -> list[str]
 
 def measure(args: argparse.Namespace, sides: Sequence[str], work: Path) -> list[dict[str, Any]]:
     processes = []
-    for config in args.configs:
+    for config, dtype in product(args.configs, args.dtypes):
         for number in range(args.rounds):
             for side in sides if number % 2 == 0 else tuple(reversed(sides)):
-                out = work / f"{config}-{number}-{side}.json"
+                out = work / f"{config}-{dtype}-{number}-{side}.json"
                 command = side_command(args, side, out=out)
-                command += ["--config", config, "--warmup", str(args.warmup)]
+                command += ["--config", config, "--dtype", dtype, "--warmup", str(args.warmup)]
                 command += ["--repeats", str(args.repeats)]
                 if side == "trl":
                     command += ["--micro-batch", str(args.trl_micro_batch)]
                 load = os.getloadavg()[0]
-                print(f"{config}, round {number + 1}, {side} (load {load:.1f}) …", flush=True)
+                print(
+                    f"{config}, {dtype}, round {number + 1}, {side} (load {load:.1f}) …", flush=True
+                )
                 peaks = run_process(command, threads=args.threads, log=out.with_suffix(".log"))
                 record = json.loads(out.read_text())
                 processes.append({"round": number, "load_before": load, **peaks, **record})
@@ -115,7 +119,7 @@ def same_work_problems(processes: Sequence[dict[str, Any]]) -> list[str]:
     """What would make the comparison unfair; empty when the sides did the same work."""
     problems = []
     for process in processes:
-        where = f"{process['side']}, {process['config']}"
+        where = f"{process['side']}, {process['config']}, {process['dtype']}"
         for step in process["steps"]:
             if step["num_trained_tokens"] != TOKENS_PER_STEP:
                 problems.append(f"{where}: trained {step['num_trained_tokens']} tokens in a step")
@@ -139,14 +143,16 @@ def same_work_problems(processes: Sequence[dict[str, Any]]) -> list[str]:
 
 def summarise(processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for config in dict.fromkeys(process["config"] for process in processes):
+    for config, dtype in dict.fromkeys((p["config"], p["dtype"]) for p in processes):
         for side in dict.fromkeys(process["side"] for process in processes):
-            chosen = [p for p in processes if (p["config"], p["side"]) == (config, side)]
+            key = config, dtype, side
+            chosen = [p for p in processes if (p["config"], p["dtype"], p["side"]) == key]
             steps = [step for p in chosen for step in p["steps"][p["num_warmup"] :]]
             seconds = [step["seconds"] for step in steps]
             rows.append(
                 {
                     "config": config,
+                    "dtype": dtype,
                     "side": side,
                     "num_steps": len(steps),
                     "seconds_median": median(seconds),
@@ -167,38 +173,66 @@ def summarise(processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """TRL over courtside: above 1 means that courtside is faster, or smaller."""
-    by_key = {(row["config"], row["side"]): row for row in rows}
+    ours = {_what(row): row for row in rows if row["side"] == "courtside"}
     return {
-        config: {
-            "seconds": trl["seconds_median"] / by_key[config, "courtside"]["seconds_median"],
-            "cpu_seconds": trl["cpu_seconds_median"]
-            / by_key[config, "courtside"]["cpu_seconds_median"],
-            "peak_rss": trl["peak_rss"] / by_key[config, "courtside"]["peak_rss"],
+        _what(trl): {
+            name: trl[key] / ours[_what(trl)][key]
+            for name, key in (
+                ("seconds", "seconds_median"),
+                ("cpu_seconds", "cpu_seconds_median"),
+                ("peak_rss", "peak_rss"),
+            )
         }
-        for (config, side), trl in by_key.items()
-        if side == "trl" and (config, "courtside") in by_key
+        for trl in rows
+        if trl["side"] == "trl" and _what(trl) in ours
     }
+
+
+def bfloat16_gains(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each side, its seconds in float32 over those in bfloat16, whole and by phase."""
+    narrow = {(r["config"], r["side"]): r for r in rows if r["dtype"] == "bfloat16"}
+    gains = {}
+    for wide in rows:
+        other = narrow.get((wide["config"], wide["side"]))
+        if wide["dtype"] == "float32" and other is not None:
+            gains[f"{wide['config']}, {wide['side']}"] = {
+                "seconds": wide["seconds_median"] / other["seconds_median"],
+                "peak_rss": wide["peak_rss"] / other["peak_rss"],
+                **{
+                    phase: seconds / other["phases_median"][phase]
+                    for phase, seconds in wide["phases_median"].items()
+                    if other["phases_median"].get(phase)
+                },
+            }
+    return gains
+
+
+def _what(row: dict[str, Any]) -> str:
+    return f"{row['config']}, {row['dtype']}"
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     print(
-        "\n| weights | side | s/step median (min–max) | CPU s | tokens/s | phases, s "
+        "\n| weights | products | side | s/step median (min–max) | CPU s | tokens/s | phases, s "
         "| peak RSS, GiB |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         phases = ", ".join(f"{name} {s:.1f}" for name, s in sorted(row["phases_median"].items()))
         print(
-            f"| {row['config']} | {row['side']} | {row['seconds_median']:.1f} "
+            f"| {row['config']} | {row['dtype']} | {row['side']} | {row['seconds_median']:.1f} "
             f"({row['seconds_min']:.1f}–{row['seconds_max']:.1f}) "
             f"| {row['cpu_seconds_median']:.1f} | {row['tokens_per_second']:.0f} | {phases} "
             f"| {row['peak_rss'] / GIB:.2f} |"
         )
-    for config, ratio in ratios(rows).items():
+    for what, ratio in ratios(rows).items():
         print(
-            f"\n{config}: TRL takes {ratio['seconds']:.2f} times the time and "
+            f"\n{what}: TRL takes {ratio['seconds']:.2f} times the time and "
             f"{ratio['peak_rss']:.2f} times the memory of courtside."
         )
+    for what, gain in bfloat16_gains(rows).items():
+        found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in gain.items())
+        print(f"\n{what}: float32 takes so many times what bfloat16 takes: {found}")
 
 
 # ── checking ─────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +273,11 @@ def hardware() -> dict[str, Any]:
     return {
         "cpu": fields["Model name"],
         "cores": os.cpu_count(),
-        "simd": [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in fields["Flags"]],
+        "simd": [
+            flag
+            for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+            if flag in fields["Flags"]
+        ],
         "memory_gib": round(memory / GIB, 1),
         "kernel": platform.release(),
     }
@@ -255,6 +293,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both")
     parser.add_argument("--configs", nargs="+", choices=tuple(LORA_RANK), default=list(LORA_RANK))
+    parser.add_argument(
+        "--dtype",
+        dest="dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=list(DTYPES),
+        help="of the matrix products, on both sides; one after the other",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measured steps in each process")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted")
     parser.add_argument("--rounds", type=int, default=2, help="processes per side and config")
@@ -269,7 +315,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--python-courtside", type=Path, default=Path(".venv/bin/python"))
     parser.add_argument("--models", type=Path, default=REPOSITORY / "build" / "benchmark-models")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "opd_step_cpu.json")
-    parser.add_argument("--check", action="store_true", help="compare loss and gradients only")
+    parser.add_argument(
+        "--check", action="store_true", help="compare loss and gradients only, in float32"
+    )
     return parser.parse_args()
 
 
@@ -284,6 +332,8 @@ def main() -> None:
         if args.check:
             if args.side != "both":
                 raise SystemExit("--check compares the sides with each other: use --side both")
+            if "float32" not in args.dtypes:
+                raise SystemExit("--check compares in float32: leave out --dtype bfloat16")
             check(args, sides, work)
             return
         processes = measure(args, sides, work)
@@ -301,6 +351,7 @@ def main() -> None:
         "same_work_problems": problems,
         "summary": rows,
         "ratios_trl_over_courtside": ratios(rows),
+        "ratios_float32_over_bfloat16": bfloat16_gains(rows),
         "processes": processes,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

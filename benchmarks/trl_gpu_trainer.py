@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +48,6 @@ class GpuTrainer(TimedTrainer):
         for place in (self.generation_kwargs, self.generation_config.__dict__):
             place["eos_token_id"] = [NO_END]
             place["max_new_tokens"] = num_tokens
-
-    def compute_loss_context_manager(self) -> ExitStack:
-        stack = super().compute_loss_context_manager()
-        if self.autocast_loss:
-            stack.enter_context(self.accelerator.autocast())
-        return stack
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         fresh = self._step % self.args.gradient_accumulation_steps == 0

@@ -1,8 +1,8 @@
 """The benchmark's step as TRL's DistillationTrainer does it (see `workload` for the contract).
 
-Settings differ from TRL's defaults only where the job says so: float32 instead of bfloat16, and no
-gradient checkpointing, both of which make TRL faster on a CPU. Timing wraps methods of the trainer
-and changes none of them.
+Settings differ from TRL's defaults only where the job says so: products in float32, or in bfloat16
+under autocast, over float32 weights in both; and no gradient checkpointing, which makes TRL faster.
+Timing wraps methods of the trainer and changes none of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -44,6 +45,9 @@ from workload import (
 class TimedTrainer(DistillationTrainer):
     """Notes where the time of a step goes, and what was trained in it."""
 
+    autocast_loss = False
+    """Whether the loss is put under autocast; why is said in `trl_gpu_trainer`."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.clock = PhaseClock()
         self.step_loss = 0.0
@@ -65,6 +69,12 @@ class TimedTrainer(DistillationTrainer):
         is_teacher = unwrapped_model is self.accelerator.unwrap_model(self.teacher_model)
         with self.clock("teacher" if is_teacher else "update"):
             return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = super().compute_loss_context_manager()
+        if self.autocast_loss:
+            stack.enter_context(self.accelerator.autocast())
+        return stack
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -122,7 +132,7 @@ def build(args: Any, recorder: StepRecorder) -> TimedTrainer:
         adam_beta2=BETAS[1],
         weight_decay=0.0,
         max_grad_norm=CLIP_NORM,
-        bf16=False,
+        bf16=args.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=True,
         seed=SEED,
@@ -135,7 +145,10 @@ def build(args: Any, recorder: StepRecorder) -> TimedTrainer:
     prompts = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32),
-        teacher_model=AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32),
+        # As small as courtside's; by itself TRL would load it in float32.
+        teacher_model=AutoModelForCausalLM.from_pretrained(
+            args.teacher, dtype=getattr(torch, args.dtype)
+        ),
         args=config,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
@@ -150,6 +163,7 @@ def build(args: Any, recorder: StepRecorder) -> TimedTrainer:
         if rank is not None
         else None,
     )
+    trainer.autocast_loss = args.dtype == "bfloat16"
     recorder.trainer = trainer
     return trainer
 
@@ -164,6 +178,7 @@ def measure(args: Any) -> None:
         SideResult(
             side="trl",
             config=args.config,
+            dtype=args.dtype,
             num_warmup=args.warmup,
             steps=tuple(recorder.steps),
             num_prompt_tokens=sum(map(len, trainer.prompt_ids)),

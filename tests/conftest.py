@@ -13,6 +13,13 @@ if not Path("/dev/nvidiactl").exists():
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture(autouse=True)
+def any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dtype = "auto" is float32 on every CPU: what a machine has must not decide what tests see.
+    Those of bfloat16 ask for it, or for the choice itself."""
+    monkeypatch.setattr("courtside.engines.arithmetic.multiplies_bfloat16", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The student of most tests."""

@@ -24,8 +24,10 @@ from courtside.config import (
     tasks_with,
     teachers_of,
 )
+from courtside.engines.arithmetic import arithmetic
 from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
+from courtside.engines.threads import bound_threads
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError, RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
@@ -58,6 +60,7 @@ LOOKED_AT = 16
 
 
 def assemble(recipe: Recipe) -> Parts:
+    bound_threads()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
@@ -338,12 +341,9 @@ def _load_teachers(recipe: Recipe, device: torch.device) -> dict[Weights, tuple[
 
 
 def _load_teacher(config: ModelTeacher, device: torch.device) -> tuple[Any, Any]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if config.dtype in ("float32", "bfloat16"):
-        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     model: Any = load_model(
         config.model,
-        dtype=dtype,
+        dtype=arithmetic(config.dtype, device),
         device=device,
         adapter=config.adapter,
         trust_remote_code=config.trust_remote_code,

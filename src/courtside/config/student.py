@@ -30,8 +30,9 @@ class Student(Part):
     lora: Lora | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass. auto: bfloat16 on a GPU, float32 on a CPU. Trained weights and every
-    log-softmax are float32 either way."""
+    """Of the matrix products. auto: bfloat16 on a GPU and on a CPU that has instructions for it
+    (avx512_bf16, amx_bf16, ARM's bf16), float32 on others. Trained weights, the optimiser and every
+    log-softmax are float32 either way, and on a CPU so is attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep_layers: tuple[NonNegativeInt, ...] | None = None
     """Prune: keep only these decoder layers of the model."""

@@ -68,7 +68,7 @@ class ModelTeacher(Part):
     adapter: Path | None = None
     """A LoRA adapter's folder, put on top of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """int8: weights of the linear layers in 8 bits with a scale per row."""
+    """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row."""
     context: Context | None = None
     trust_remote_code: bool = False
 

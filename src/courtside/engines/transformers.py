@@ -8,8 +8,8 @@ trunk. Training happens elsewhere, on the same model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ from courtside.engines.branches import branching_problem, read_branches, score_b
 from courtside.engines.drawn import Drawn
 from courtside.engines.few_launches import few_launches
 from courtside.engines.lent import LentWeights
+from courtside.engines.packed import packed_where_it_pays
 from courtside.engines.passes import Passes, tried_passes
 from courtside.engines.prefixes import Place
 from courtside.engines.sampling import draw, uniforms
@@ -167,7 +168,7 @@ class TransformersEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
-        with self.casting(), passes.attention():
+        with self._scoring(), passes.attention():
             for batch in passes.batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
@@ -178,6 +179,11 @@ class TransformersEngine:
                 found = scores_of(self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k)
                 results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        with self.casting(), packed_where_it_pays(self.model, self.head):
+            yield
 
     @cached_property
     def passes(self) -> Passes:
@@ -248,7 +254,7 @@ class TransformersEngine:
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         results: dict[int, BranchScores] = {}
-        with self.casting():
+        with self._scoring():
             for index, trunk, branches in read_branches(
                 self.model, requests, pad_id=self.pad_id, max_tokens=self.score_batch_tokens
             ):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from courtside.config import Lora, Student
+from courtside.engines.arithmetic import arithmetic
 from courtside.engines.models import load_model, quiet_about_ties
 from courtside.errors import ModelError
 from courtside.seeds import seed_for
@@ -24,18 +25,12 @@ def device_of(config: Student) -> torch.device:
     return torch.device(config.device)
 
 
-def compute_dtype(config: Student, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
 class StudentWeights:
     """The causal LM (`model`), with a LoRA adapter in its layers or all its weights trained."""
 
     def __init__(self, config: Student, *, seed: int):
         device = device_of(config)
-        dtype = compute_dtype(config, device)
+        dtype = arithmetic(config.dtype, device)
         # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
         # adapter's base is never stepped, so it may be as small as the arithmetic.
         self.model: Any = load_model(

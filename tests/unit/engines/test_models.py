@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import digest
 from tiny import save_tiny, tiny_model
 
 from courtside import library
@@ -92,6 +94,33 @@ def test_a_name_that_means_nothing_here_is_refused_without_waiting(
 def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         resolve(name)
+
+
+def memory_of(model: Any, file: Path) -> list[int]:
+    """KiB of each of its tensors' mappings of this file that are this process' own memory."""
+    ends, own = [], {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            start, end = (int(word, 16) for word in line.split()[0].split("-"))
+            ends = [start, end] if line.endswith(str(file)) else []
+        elif line.startswith("Anonymous:") and ends:
+            own[range(*ends)] = int(line.split()[1])
+    places = {p.data_ptr(): p for p in model.parameters()}
+    return [own[where] for place in places for where in own if place in where]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="memory is read off Linux")
+def test_a_frozen_model_stays_in_its_file(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path / "large", num_words=100_000).resolve() / "model.safetensors"
+    before, model = digest(file.read_bytes()), load(file.parent)
+    logits(model)
+    read = memory_of(model, file)
+    assert len(read) == len(list(model.parameters())), "every tensor lies in the file"
+    assert max(read) < file.stat().st_size / 1024 / 20, "nothing was copied"
+    for parameter in model.parameters():
+        parameter.data.mul_(2.0)
+    assert min(memory_of(model, file)) > 0.9 * file.stat().st_size / 1024, "who writes has a copy"
+    assert digest(file.read_bytes()) == before
 
 
 # ── damaged folders ──────────────────────────────────────────────────────────────────────────────
@@ -292,6 +321,36 @@ def test_damage_is_found_before_loading(
     shutil.rmtree(file.parent)
     resolve("smollm2-135m")
     assert len(calls) == 2
+
+
+def test_checksums_are_compared_once_for_each_state_of_a_file(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    weights = Path(resolve("smollm2-135m")) / "model.safetensors"
+    read: list[str] = []
+    real = models._sha256
+
+    def watched(path: Path) -> str:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(models, "_sha256", watched)
+    resolve("smollm2-135m")
+    assert sorted(read) == ["config.json", "model.safetensors"]
+    resolve("smollm2-135m")
+    assert len(read) == 2, "nothing changed"
+    os.utime(weights, ns=(1, 1))
+    resolve("smollm2-135m")
+    assert read[2:] == ["model.safetensors"], "another time, the same content"
+    about = weights.stat()
+    weights.write_bytes(b"CONVERTED")
+    with pytest.raises(ModelError, match="damaged"):
+        resolve("smollm2-135m")
+    assert about.st_size == weights.stat().st_size
+    (weights.parent / "verified.json").write_text("{ no json")
+    weights.write_bytes(b"converted")
+    resolve("smollm2-135m")
 
 
 def test_a_conversion_that_dies_leaves_nothing_behind(

@@ -26,7 +26,7 @@ def outputs(engine: TransformersEngine) -> tuple[torch.Tensor, torch.Tensor]:
 def test_numbers_are_the_same_and_follow_later_weights() -> None:
     engine = make()
     before = outputs(engine)
-    with packed(engine.model, engine.head, 3):
+    with packed(engine.model, engine.head, torch.float32):
         inside = outputs(engine)
     for one, other in zip(before, inside, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -35,13 +35,13 @@ def test_numbers_are_the_same_and_follow_later_weights() -> None:
         engine.model.lm_head.weight.mul_(2)
     moved = outputs(engine)
     assert not torch.allclose(moved[1], before[1], atol=1e-3)
-    with packed(engine.model, engine.head, 3):
+    with packed(engine.model, engine.head, torch.float32):
         torch.testing.assert_close(outputs(engine)[1], moved[1], rtol=1e-5, atol=1e-5)
 
 
 def test_afterwards_nothing_is_left_of_it() -> None:
     engine = make()
-    with pytest.raises(RuntimeError), packed(engine.model, engine.head, 3):
+    with pytest.raises(RuntimeError), packed(engine.model, engine.head, torch.float32):
         raise RuntimeError
     assert not any("forward" in module.__dict__ for module in engine.model.modules())
     loss = engine.head(engine.model.base_model(input_ids=IDS).last_hidden_state).sum()
@@ -56,11 +56,11 @@ def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatc
     requests = [SampleRequest(prompt_ids=tuple(IDS[i % 3].tolist()), seed=i) for i in range(6)]
     plain = make().sample(requests, how)
     engine = make()
-    assert not pays(engine.model, num_steps=100), "a tiny model is not worth it"
+    assert not pays(engine.model, torch.float32, num_steps=100), "a tiny model is not worth it"
     monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
-    assert pays(engine.model, num_steps=LEAST_STEPS)
-    assert not pays(engine.model, num_steps=LEAST_STEPS - 1)
-    assert not pays(tiny_model().double(), num_steps=100)
+    assert pays(engine.model, torch.float32, num_steps=LEAST_STEPS)
+    assert not pays(engine.model, torch.float32, num_steps=LEAST_STEPS - 1)
+    assert not pays(tiny_model().double(), torch.float64, num_steps=100)
     for one, other in zip(engine.sample(requests, how), plain, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logp == pytest.approx(other.logp, abs=1e-4)

@@ -162,7 +162,7 @@ def test_arithmetic_is_that_of_autocast() -> None:
 def test_the_real_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes, forward and backward, on tensors without numbers."""
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(packing, "as_cast", lambda *states: states)  # knows no such device
+    monkeypatch.setattr(packing, "attended", lambda *states: states)  # knows no such device
     row = row_of(two_groups(), shared=True)
     where = packing_of_row(row, device=torch.device("meta"))
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}

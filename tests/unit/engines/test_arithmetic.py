@@ -1,0 +1,231 @@
+"""bfloat16 on a CPU: chosen where it is fast, for products only, and within its rounding."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_recipe
+from textbook import logp_of, naive_loss
+from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from courtside.assemble import assemble
+from courtside.engines import arithmetic as module
+from courtside.engines import packed
+from courtside.engines.arithmetic import arithmetic, has_instructions
+from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
+from courtside.engines.transformers import TransformersEngine
+from courtside.parts import Parts
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Scored
+
+CPU = torch.device("cpu")
+BRIEF = {"kind": "self", "weights": "frozen", "context": {"kind": "system", "text": "be brief"}}
+
+
+@pytest.fixture
+def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that multiplies it, and models of any size worth packing."""
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(packed, "LEAST_WEIGHTS", 0)
+
+
+# ── the choice ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_auto_is_bfloat16_where_it_is_multiplied(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: native)
+    assert arithmetic("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+    assert arithmetic("auto", torch.device("cuda")) == torch.bfloat16
+    assert arithmetic("float32", CPU) == arithmetic("float32", torch.device("cuda"))
+    assert arithmetic("float32", CPU) == torch.float32
+    assert arithmetic("bfloat16", CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("line", "native"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 clzero", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("Features\t: fp asimd svebf16 i8mm bf16", True),
+        ("Features\t: fp asimd svebf16", False),
+        ("", False),
+    ],
+)
+def test_instructions_by_what_the_kernel_says(line: str, native: bool) -> None:
+    assert has_instructions(f"processor\t: 0\n{line}\npower management:\n") == native
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_student_and_teacher_follow_the_same_choice(
+    native: bool, tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: native)
+    parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder))
+    weights, teacher = parts.student.weights, parts.teacher.teacher.engine  # type: ignore[union-attr]
+    assert weights.autocast == (torch.bfloat16 if native else None)
+    assert {p.dtype for p in weights.trained().values()} == {torch.float32}
+    assert teacher.model.dtype == (torch.bfloat16 if native else torch.float32)  # type: ignore[attr-defined]
+
+
+# ── what is in bfloat16, and what is not ─────────────────────────────────────────────────────────
+
+
+def one_step(parts: Parts) -> list[Scored]:
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
+    parts.student.step(0, scored)
+    return scored
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "LoRA"])
+def test_attention_stays_float32(
+    lora: Any, tiny_folder: Path, with_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In sampling, scoring and the update: there it is the slower one in bfloat16."""
+    seen: set[Any] = set()
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        seen.add((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
+        return real(query, key, value, **settings)
+
+    student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
+    parts = assemble(small_recipe(tiny_folder, student=student, teacher=BRIEF))
+    # Tried out now, against the model's own attention, which may be in bfloat16.
+    assert parts.engine.passes.problem is None and parts.engine.branching_problem is None
+    teacher = parts.teacher.teacher
+    assert teacher is not None and parts.student.passes.problem is None
+    assert teacher.engine.passes.problem is None  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    one_step(parts)
+    assert seen == {(torch.float32, torch.float32, torch.float32, False)}
+
+
+def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> None:
+    """Of this moment, also for a head that is cut; nothing is left of them afterwards."""
+    engine = TransformersEngine(
+        tiny_model(), tiny_tokenizer(), name="tiny", num_words=200, autocast=torch.bfloat16
+    )
+    ids = torch.arange(2, 14).view(3, 4)
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        return engine.head(engine.model.base_model(input_ids=ids).last_hidden_state)
+
+    for _ in range(2):
+        with engine.casting():
+            usual = logits()
+            with packed.packed_where_it_pays(engine.model, engine.head):
+                assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__
+                ours = logits()
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, usual, rtol=0.02, atol=0.02 * float(usual.abs().max()))
+        with torch.no_grad():
+            engine.model.model.layers[0].mlp.up_proj.weight.mul_(3)
+            engine.model.lm_head.weight.mul_(2)
+    assert not any("forward" in m.__dict__ for m in engine.model.modules())
+
+
+def test_packing_pays_where_weights_would_be_rounded(with_bfloat16: None) -> None:
+    model, few = tiny_model(), packed.LEAST_STEPS - 1
+    assert packed.pays(model, torch.bfloat16, num_steps=0), "rounding them costs as much"
+    assert not packed.pays(model, torch.float32, num_steps=few)
+    assert not packed.pays(model.bfloat16(), torch.bfloat16, num_steps=few)
+    assert packed.pays(model, torch.bfloat16, num_steps=packed.LEAST_STEPS)
+
+
+# ── how exact it is ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "LoRA"])
+def test_log_probs_of_samples_are_those_of_scoring_them(
+    lora: Any, tiny_folder: Path, with_bfloat16: None
+) -> None:
+    student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
+    engine = assemble(small_recipe(tiny_folder, student=student, teacher=BRIEF)).engine
+    prompts = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(40))]
+    asked = [SampleRequest(prompt_ids=prompts[n % 4], seed=n) for n in range(8)]
+    samples = engine.sample(asked, Sampling(max_new_tokens=16, temperature=0.8))
+    requests = [
+        ScoreRequest(
+            token_ids=r.prompt_ids + s.token_ids,
+            scored=(False,) * len(r.prompt_ids) + (True,) * len(s.token_ids),
+            temperature=0.8,
+        )
+        for r, s in zip(asked, samples, strict=True)
+    ]
+    scores = torch.cat([found.logp_T for found in engine.score(requests)])
+    gap_T = torch.tensor([logp for s in samples for logp in s.logp]) - scores
+    assert float(gap_T.abs().mean()) < 0.03 and float(gap_T.abs().max()) < 0.25
+    assert abs(float(gap_T.mean())) < 0.01
+
+
+def gradients(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = Tally()
+    parts.student.accumulate(0, scored, chosen, tally)
+    trained = parts.student.weights.trained()
+    return {n: p.grad for n, p in trained.items() if p.grad is not None}, tally.values
+
+
+def together(found: dict[str, Tensor]) -> Tensor:
+    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+
+def in_float64(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
+def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
+    name: str, tiny_folder: Path, tiny_teacher_folder: Path, with_bfloat16: None
+) -> None:
+    losses = [{"kind": "divergence", "divergence": name}]
+    parts = assemble(
+        small_recipe(
+            tiny_folder,
+            tiny_teacher_folder,
+            losses=losses,
+            train={"steps": 5, "prompts": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        )
+    )
+    teacher = parts.teacher.teacher
+    assert teacher is not None
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
+    found, values = gradients(parts, scored)
+    model = in_float64(parts.student.weights.model)
+    model.zero_grad()
+    twins = {teacher.name: in_float64(teacher.engine.model)}  # type: ignore[union-attr, attr-defined]
+    total, _ = naive_loss(losses, scored, model, twins, model)
+    total.backward()  # type: ignore[no-untyped-call]
+    right = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == right.keys()
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    error = (together(found) - together(right)).norm() / together(right).norm()
+    assert 1e-4 < float(error) < 0.06, "rounded, and no more than that"
+    assert values["divergence"] == pytest.approx(float(total.detach()), rel=0.02)
+
+
+def test_the_update_reads_what_the_sampler_wrote(tiny_folder: Path, with_bfloat16: None) -> None:
+    """What importance ratios are made of: two arithmetics must be close, and near the truth."""
+    parts = assemble(small_recipe(tiny_folder, teacher=BRIEF))
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
+    twin = in_float64(parts.student.weights.model)
+    update = parts.student.step(0, scored)
+    gaps = []
+    for s in scored:
+        truth = logp_of(twin, s.trajectory)[1].tolist()
+        wrote = [x for turn in s.trajectory.turns for x in turn.sampler_logp or ()]
+        read = update.student_logp[s.trajectory.id]
+        gaps += [max(abs(w - r), abs(w - t)) for w, r, t in zip(wrote, read, truth, strict=True)]
+    assert max(gaps) < 0.2 and math.fsum(gaps) / len(gaps) < 0.03
