@@ -17,8 +17,11 @@ NAMED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def bound_threads() -> None:
     """Never more than cores; what the environment or the program asked for stays."""
-    if not any(os.environ.get(name) for name in NAMED_BY):
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores())))
+    if any(os.environ.get(name) for name in NAMED_BY):
+        return
+    cores = usable_cores()
+    if cores < torch.get_num_threads():  # setting it again breaks the pool of a forked process
+        torch.set_num_threads(cores)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
