@@ -1,6 +1,7 @@
 """Conversations on a GPU: each row has a slot in room for keys and values, and never moves.
 
-Rows read eagerly, several at a time, and write together, by a replayed graph (`graphs.py`). Rows
+Rows read several at a time, and write together, by a replayed graph (`graphs.py`); so do they read
+where that is short. Rows
 that have ended idle along at next to no cost, or make way for requests that wait. Room and graphs
 are the engine's: a session of a shape that was seen before starts without either.
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,7 +25,7 @@ from courtside.engines.base import Head, SampleRequest, Sampling
 from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
-from courtside.engines.graphs import Decoder
+from courtside.engines.graphs import Decoder, Reader
 from courtside.engines.layer_parts import append
 from courtside.engines.lent import LentWeights
 from courtside.engines.session import portions
@@ -37,6 +39,10 @@ KEPT = 8
 KEPT_BYTES = 2**30
 """Room up to this stays when no session holds it. More is worth more to an update than the tenth of
 a second in which room and graphs are made again."""
+READ_STEP = 32
+MOST_READ = 8192
+MOST_LOOKED_AT = 2**17
+"""Tokens of a replayed reading, and places that they look at: more keep a GPU busy without."""
 REFILL = 8
 """Waiting requests begin once 1/8 of the rows is free: reading for a few costs as for many."""
 
@@ -59,10 +65,13 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
             append(self.keys, self.values, key_states, value_states, slots.length_B)
             return self.keys, self.values
         row_B, position_BN, width = slots.reading
+        every = row_B is None
         new = key_states.to(self.dtype), value_states.to(self.dtype)
         for room, states in zip((self.keys, self.values), new, strict=True):
-            room[row_B[:, None], :, position_BN] = states.transpose(1, 2)
-        return self.keys[:, :, :width][row_B], self.values[:, :, :width][row_B]
+            where_B = slots.row_B if every else row_B
+            room[where_B[:, None], :, position_BN] = states.transpose(1, 2)
+        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
+        return (keys, values) if every else (keys[row_B], values[row_B])
 
     def _prepare(self, keys: Tensor, values: Tensor) -> None:
         if not self.is_initialized:
@@ -92,15 +101,26 @@ class Slots:
         self.length_B = torch.zeros(num_rows, dtype=torch.long, device=device)
         """Ids in each row's keys and values."""
         self.row_B = torch.arange(num_rows, device=device)
-        self.reading: tuple[Tensor, Tensor, int] | None = None
-        """While rows read: which, at what positions, and how far they look back."""
+        self.reading: tuple[Tensor | None, Tensor, int] | None = None
+        """While rows read: which (None: all), at what positions, and how far they look back."""
         num_layers = pool.model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[_SlotLayer(self, i) for i in range(num_layers)])
         self.decoders: OrderedDict[Any, Decoder] = OrderedDict()
+        self.readers: OrderedDict[Any, Reader] = OrderedDict()
+
+    @contextmanager
+    def read(self, row_B: Tensor | None, position_BN: Tensor, width: int) -> Iterator[None]:
+        """Passes in here put keys and values at these positions."""
+        self.reading = row_B, position_BN, width
+        try:
+            yield
+        finally:
+            self.reading = None
 
     def close(self) -> None:
         """Let go of room and graphs at once: layers and slots hold on to each other."""
         self.decoders.clear()
+        self.readers.clear()
         self.cache.layers.clear()
 
     def room(self, index: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -307,7 +327,10 @@ class SlotSession:
         readers.sort(key=lambda row: (-len(reads[row]), row))
         most = pass_tokens(self.slots.row_B.device)
         for _, rows in portions([len(reads[row]) for row in readers], readers, most):
-            hidden |= self._pass(rows, reads)
+            asked = {row: reads[row] for row in rows}
+            hidden |= self._replayed_pass(asked) or self._pass(rows, reads)
+            for row in rows:
+                self.length[row] += len(reads[row])
         if follows:
             self._copy(follows, max(len(reads[row]) for row in follows))
         for row, leading in follows.items():
@@ -316,6 +339,36 @@ class SlotSession:
         for row in fresh:
             self._begun[row] = (reads[row], hidden[row])
         return torch.stack([hidden[row] for row in reads])
+
+    def _replayed_pass(self, reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
+        """By a graph over all rows, where so little is read that launches would take longer; empty:
+        where it is not."""
+        slots = self.slots
+        num_tokens = _up(max(map(len, reads.values())), READ_STEP)
+        longest = max(self.length[row] + num_tokens for row in reads)
+        width = slots.num_places
+        while width % 2 == 0 and width // 2 >= longest:
+            width //= 2
+        computed, looked_at = slots.num_rows * num_tokens, slots.num_rows * width
+        fits = longest <= slots.num_places and max(self.length) < slots.num_places
+        if not fits or computed > MOST_READ or looked_at > MOST_LOOKED_AT:
+            return {}
+        reader = self._reader(num_tokens, width)
+        hidden_RD = reader.read(reads, self.length)
+        return {row: hidden_RD[row] for row in reads}
+
+    def _reader(self, num_tokens: int, width: int) -> Reader:
+        slots, readers = self.slots, self.slots.readers
+        key = (num_tokens, width, weights_key(self.model), self.lent.key)
+        if key not in readers:
+            while len(readers) >= KEPT:
+                readers.popitem(last=False)
+            readers[key] = Reader(
+                self.model, slots.cache, partial(slots.read, None), num_tokens=num_tokens,
+                width=width, shape=(slots.num_rows, slots.num_places), pool=self.pool.graph_pool,
+            )  # fmt: skip
+        readers.move_to_end(key)
+        return readers[key]
 
     def _pass(self, rows: Sequence[int], reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         slots, device = self.slots, self.slots.row_B.device
@@ -328,8 +381,7 @@ class SlotSession:
         most = max(self.length[row] for row in rows) + ids_BN.shape[1]
         width = min(slots.num_places, most)
         place_W = torch.arange(width, device=device)
-        slots.reading = torch.tensor(list(rows), device=device), position_BN, width
-        try:
+        with slots.read(torch.tensor(list(rows), device=device), position_BN, width):
             out = self.model.base_model(
                 input_ids=ids_BN,
                 attention_mask=as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None]),
@@ -337,10 +389,6 @@ class SlotSession:
                 past_key_values=slots.cache,
                 use_cache=True,
             )
-        finally:
-            slots.reading = None
-        for row, length in zip(rows, lengths, strict=True):
-            self.length[row] += length
         last_B = torch.tensor(lengths, device=device) - 1
         hidden_BD = out.last_hidden_state[torch.arange(len(rows), device=device), last_B]
         return dict(zip(rows, hidden_BD, strict=True))
