@@ -38,6 +38,7 @@ import courtside
 from courtside import assemble as assembling
 from courtside.assemble import assemble
 from courtside.config import Recipe
+from courtside.engines.batching import pass_tokens
 from courtside.loop import train_loop
 from courtside.parts import Parts
 from courtside.recipe_file import load_recipe
@@ -169,7 +170,8 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
         settings={
             "overrides": args.set,
             "max_batch_tokens": plan.rollout.max_batch_tokens,
-            "micro_batch_tokens": parts.student.micro_batch_tokens,
+            "micro_batch_tokens": parts.student.micro_batch_tokens
+            or pass_tokens(parts.engine.device),
             "gradient_checkpointing": plan.student.gradient_checkpointing,
             "optimizer": type(parts.student.optimiser).__name__,
             "trainable_dtypes": sorted({str(p.dtype) for p in trained}),

@@ -39,7 +39,7 @@ class Student:
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimiser = make_optimiser(weights.trained(), recipe)
-        self.micro_batch_tokens = recipe.train.micro_batch_tokens or pass_tokens(weights.device)
+        self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
@@ -148,8 +148,8 @@ class Student:
         units += [(s,) for s in scored if s.trajectory.preference is None]
         batches = self.passes.batches(
             [[_read(s, trained) for s in unit] for unit in units],
-            self.micro_batch_tokens,
-            most_tokens=self.recipe.train.micro_batch_tokens,  # what was asked for is kept to
+            self.micro_batch_tokens or pass_tokens(self.weights.device),
+            most_tokens=self.micro_batch_tokens,  # what was asked for is kept to
         )
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.
