@@ -1,5 +1,5 @@
 """One step of decoding for all rows at once, replayed as a CUDA graph: one launch a token instead
-of a thousand.
+of a thousand. And reading, where it is as short: what an environment says between two turns.
 
 The whole step is in the graph: model, head, draw, and writing the token where the next step reads
 it. A row counts its own tokens and stops by itself, so rows may begin at any time. On a CPU the
@@ -8,7 +8,8 @@ step is simply called: the same logic, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import Head, Sampling
+from courtside.engines.batching import placed
+from courtside.engines.branches import as_taken
 from courtside.engines.ragged import ragged
 from courtside.engines.sampling import draw, uniforms
 
@@ -52,7 +55,7 @@ class Decoder:
         self.eos_E = torch.tensor(sorted(eos), device=self.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         """For models that would build one; `ragged` looks at lengths instead."""
-        self._replay: Callable[[], None] | None = None if self.device.type == "cuda" else self._step
+        self._replay: Callable[[], None] | None = None
         self._pool = pool
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -81,7 +84,7 @@ class Decoder:
     def go(self) -> list[bool]:
         """A few tokens for every row that is active; says which still are."""
         if self._replay is None:
-            self._replay = self._capture()
+            self._replay = replayed(self._step, self._state(), self._pool)
         for _ in range(LOOK_EVERY):
             self._replay()
         going: list[bool] = self.active_B.tolist()
@@ -120,26 +123,94 @@ class Decoder:
         self.count_B.add_(self.active_B)
         self.active_B.logical_and_(~self._ends(ids_B) & (self.count_B < last))
 
-    def _capture(self) -> Callable[[], None]:
-        kept = [t.clone() for t in self._state()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # lazy initialisation must not be captured
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step()
-        for tensor, before in zip(self._state(), kept, strict=True):
-            tensor.copy_(before)
-        return graph.replay
-
     def _state(self) -> list[Tensor]:
-        """What trial steps change. Keys and values they write are written again, equal."""
+        """What trial steps change."""
         return [
             self.ids_B1, self.length_B, self.count_B, self.active_B, self.drawn_BN, self.logp_BN,
         ]  # fmt: skip
+
+
+class Reader:
+    """Rows read up to N tokens each behind what they have. All rows of the room take part, so that
+    the shape stays: those that have nothing to read leave no trace but in their last place, which
+    must be free."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        reading: Callable[[Tensor, int], AbstractContextManager[None]],
+        *,
+        shape: tuple[int, int],
+        num_tokens: int,
+        width: int,
+        pool: Any = None,
+    ):
+        """`reading`: while the pass has these positions, and looks back so far. `shape` of the
+        room: rows and places."""
+        self.model, self.cache, self.reading = model, cache, reading
+        self.num_rows, self.num_places = shape
+        self.num_tokens, self.width = num_tokens, width
+        device = model.device
+        self.given_RT = torch.zeros(self.num_rows, 2 + num_tokens, dtype=torch.long, device=device)
+        """Of each row: the ids it has, where the last new one stands, and those."""
+        self.ahead_N = torch.arange(num_tokens, device=device)
+        self.place_W = torch.arange(width, device=device)
+        self.hidden_RD: Tensor | None = None
+        self._replay: Callable[[], None] | None = None
+        self._pool = pool
+
+    def read(self, reads: Mapping[int, Sequence[int]], has: Sequence[int]) -> Tensor:
+        """Hidden states [rows, D] behind the last new id of each row that reads."""
+        table = [[self.num_places - 1, 0, *(0,) * self.num_tokens]] * self.num_rows
+        for row, ids in reads.items():
+            padding = (0,) * (self.num_tokens - len(ids))
+            table[row] = [has[row], len(ids) - 1, *ids, *padding]
+        self.given_RT.copy_(placed(table, dtype=torch.long, device=self.given_RT.device))
+        if self._replay is None:
+            self._replay = replayed(self._step, (), self._pool)
+        self._replay()
+        assert self.hidden_RD is not None
+        return self.hidden_RD.clone()
+
+    def _step(self) -> None:
+        has_R1, last_R1, ids_RN = self.given_RT.split([1, 1, self.num_tokens], dim=1)
+        position_RN = (has_R1 + self.ahead_N).clamp(max=self.num_places - 1)
+        mask = (self.place_W <= position_RN[:, :, None])[:, None]
+        with self.reading(position_RN, self.width):
+            out = self.model.base_model(
+                input_ids=ids_RN,
+                attention_mask=as_taken(self.model, mask),
+                position_ids=position_RN,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        hidden_RND = out.last_hidden_state
+        last_R1D = last_R1[:, :, None].expand(-1, -1, hidden_RND.shape[-1])
+        hidden_RD = hidden_RND.gather(1, last_R1D)[:, 0]
+        if self.hidden_RD is None:
+            self.hidden_RD = torch.empty_like(hidden_RD)
+        self.hidden_RD.copy_(hidden_RD)
+
+
+def replayed(step: Callable[[], None], state: Sequence[Tensor], pool: Any) -> Callable[[], None]:
+    """`step` as a CUDA graph; on a CPU as it is. What trial steps change of `state` is put back;
+    keys and values they write are written again, equal."""
+    if pool is None:
+        return step
+    kept = [t.clone() for t in state]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # lazy initialisation must not be captured
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    for tensor, before in zip(state, kept, strict=True):
+        tensor.copy_(before)
+    return graph.replay
 
 
 def drawn(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -1,165 +1,38 @@
 """Conversations on a GPU: each row has a slot in room for keys and values, and never moves.
 
-Rows read eagerly, several at a time, and write together, by a replayed graph (`graphs.py`). Rows
-that have ended idle along at next to no cost, or make way for requests that wait. Room and graphs
-are the engine's: a session of a shape that was seen before starts without either.
+Rows write together, by a replayed graph (`graphs.py`), and read so where that is short; prompts are
+read several at a time. Rows that have ended idle along at next to no cost, or make way for requests
+that wait. Where keys, values and graphs lie: `rooms.py`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from math import prod
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import Head, SampleRequest, Sampling
 from courtside.engines.batching import pad_right, pass_tokens
 from courtside.engines.branches import as_taken
 from courtside.engines.drawn import Drawn
-from courtside.engines.graphs import Decoder
-from courtside.engines.layer_parts import append
+from courtside.engines.graphs import Decoder, Reader
 from courtside.engines.lent import LentWeights
+from courtside.engines.rooms import KEPT, RoomPool, rounded_up
 from courtside.engines.session import portions
 from courtside.types import Sample
 
-ROW_STEP = 8
-PLACE_STEP = 128
-"""Shapes are rounded up to these, so that batches of about one size share a graph."""
-KEPT = 8
-"""Graphs kept; they share their working memory."""
-KEPT_BYTES = 2**30
-"""Room up to this stays when no session holds it. More is worth more to an update than the tenth of
-a second in which room and graphs are made again."""
+READ_STEP = 32
+MOST_READ = 8192
+MOST_LOOKED_AT = 2**17
+"""Tokens of a replayed reading, and places that they look at: more keep a GPU busy without."""
 REFILL = 8
 """Waiting requests begin once 1/8 of the rows is free: reading for a few costs as for many."""
-
-
-class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values [rows, heads, places, size] of one layer, at an address that stays."""
-
-    is_initialized: bool
-
-    def __init__(self, slots: Slots, index: int):
-        super().__init__()
-        self.slots, self.index = slots, index
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        slots = self.slots
-        self._prepare(key_states, value_states)
-        if slots.reading is None:
-            append(self.keys, self.values, key_states, value_states, slots.length_B)
-            return self.keys, self.values
-        row_B, position_BN, width = slots.reading
-        new = key_states.to(self.dtype), value_states.to(self.dtype)
-        for room, states in zip((self.keys, self.values), new, strict=True):
-            room[row_B[:, None], :, position_BN] = states.transpose(1, 2)
-        return self.keys[:, :, :width][row_B], self.values[:, :, :width][row_B]
-
-    def _prepare(self, keys: Tensor, values: Tensor) -> None:
-        if not self.is_initialized:
-            self.dtype, self.device = self.slots.dtype or keys.dtype, keys.device
-            self.keys = self.slots.room(2 * self.index, keys, self.dtype)
-            self.values = self.slots.room(2 * self.index + 1, values, self.dtype)
-            self.is_initialized = True
-
-    def copy(self, source_B: Tensor, to_B: Tensor, num_places: int) -> None:
-        for room in (self.keys, self.values):
-            room[to_B, :, :num_places] = room[source_B, :, :num_places]
-
-    def take(self, keys: Tensor, values: Tensor) -> None:
-        """What rows have elsewhere."""
-        self._prepare(keys, values)
-        for room, theirs in ((self.keys, keys), (self.values, values)):
-            room[: theirs.shape[0], :, : theirs.shape[2]] = theirs
-
-
-class Slots:
-    """Room for the keys and values of `num_rows` rows, and the graphs that write into it."""
-
-    def __init__(self, pool: RoomPool, num_rows: int, num_places: int):
-        self.pool, self.dtype = pool, pool.dtype
-        self.num_rows, self.num_places = num_rows, num_places
-        device = pool.model.device
-        self.length_B = torch.zeros(num_rows, dtype=torch.long, device=device)
-        """Ids in each row's keys and values."""
-        self.row_B = torch.arange(num_rows, device=device)
-        self.reading: tuple[Tensor, Tensor, int] | None = None
-        """While rows read: which, at what positions, and how far they look back."""
-        num_layers = pool.model.config.get_text_config().num_hidden_layers
-        self.cache = Cache(layers=[_SlotLayer(self, i) for i in range(num_layers)])
-        self.decoders: OrderedDict[Any, Decoder] = OrderedDict()
-
-    def close(self) -> None:
-        """Let go of room and graphs at once: layers and slots hold on to each other."""
-        self.decoders.clear()
-        self.cache.layers.clear()
-
-    def room(self, index: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = (self.num_rows, like.shape[1], self.num_places, like.shape[3])
-        return self.pool.store(self, index, prod(shape), dtype).view(shape)
-
-
-class RoomPool:
-    """The engine's memory for keys and values, lent to one session at a time."""
-
-    def __init__(self, model: Any, dtype: torch.dtype | None):
-        self.model, self.dtype = model, dtype
-        self._stores: dict[int, Tensor] = {}
-        self._slots: OrderedDict[tuple[int, int], Slots] = OrderedDict()
-        self._holder: Callable[[], object | None] = lambda: None
-        self.graph_pool = self._new_graph_pool()
-
-    def lend(self, session: object, num_rows: int, num_places: int) -> Slots:
-        """Slots of at least that size. A session that still holds the pool keeps its room: another
-        one gets memory of its own."""
-        if self._holder() not in (None, session):
-            return RoomPool(self.model, self.dtype).lend(session, num_rows, num_places)
-        if self._holder() is None:
-            weakref.finalize(session, self._rest).atexit = False
-        self._holder = weakref.ref(session)
-        shape = (_up(num_rows, ROW_STEP), _up(num_places, PLACE_STEP))
-        if shape not in self._slots:
-            self._slots[shape] = Slots(self, *shape)
-        self._slots.move_to_end(shape)
-        while len(self._slots) > KEPT:
-            self._slots.popitem(last=False)
-        return self._slots[shape]
-
-    def _rest(self) -> None:
-        """Nobody samples now."""
-        if sum(store.nbytes for store in self._stores.values()) > KEPT_BYTES:
-            for slots in self._slots.values():
-                slots.close()
-            self._slots.clear()
-            self._stores.clear()
-            self.graph_pool = self._new_graph_pool()  # one that no graph uses is gone for good
-
-    def _new_graph_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
-
-    def store(self, asking: Slots, index: int, size: int, dtype: torch.dtype) -> Tensor:
-        """All shapes lie in the same memory; when it is too small, those that lay there go."""
-        there = self._stores.get(index)
-        if there is None or len(there) < size or there.dtype != dtype:
-            self._slots = OrderedDict((k, v) for k, v in self._slots.items() if v is asking)
-            self._stores.pop(index, None)
-            del there
-            # Zeros, not empty: a masked place is multiplied by 0, and 0 · NaN is NaN.
-            self._stores[index] = torch.zeros(size, dtype=dtype, device=self.model.device)
-        return self._stores[index][:size]
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 class SlotSession:
@@ -307,7 +180,10 @@ class SlotSession:
         readers.sort(key=lambda row: (-len(reads[row]), row))
         most = pass_tokens(self.slots.row_B.device)
         for _, rows in portions([len(reads[row]) for row in readers], readers, most):
-            hidden |= self._pass(rows, reads)
+            asked = {row: reads[row] for row in rows}
+            hidden |= self._replayed_pass(asked) or self._pass(rows, reads)
+            for row in rows:
+                self.length[row] += len(reads[row])
         if follows:
             self._copy(follows, max(len(reads[row]) for row in follows))
         for row, leading in follows.items():
@@ -316,6 +192,36 @@ class SlotSession:
         for row in fresh:
             self._begun[row] = (reads[row], hidden[row])
         return torch.stack([hidden[row] for row in reads])
+
+    def _replayed_pass(self, reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
+        """By a graph over all rows, where so little is read that launches would take longer; empty:
+        where it is not."""
+        slots = self.slots
+        num_tokens = rounded_up(max(map(len, reads.values())), READ_STEP)
+        longest = max(self.length[row] + num_tokens for row in reads)
+        width = slots.num_places
+        while width % 2 == 0 and width // 2 >= longest:
+            width //= 2
+        computed, looked_at = slots.num_rows * num_tokens, slots.num_rows * width
+        if computed > MOST_READ or looked_at > MOST_LOOKED_AT:
+            return {}
+        # What a row writes last is not read before it goes on, and then room has grown.
+        assert max(self.length) < slots.num_places, "the last place of every row is free"
+        hidden_RD = self._reader(num_tokens, width).read(reads, self.length)
+        return {row: hidden_RD[row] for row in reads}
+
+    def _reader(self, num_tokens: int, width: int) -> Reader:
+        slots, readers = self.slots, self.slots.readers
+        key = (num_tokens, width, weights_key(self.model), self.lent.key)
+        if key not in readers:
+            while len(readers) >= KEPT:
+                readers.popitem(last=False)
+            readers[key] = Reader(
+                self.model, slots.cache, partial(slots.read, None), num_tokens=num_tokens,
+                width=width, shape=(slots.num_rows, slots.num_places), pool=self.pool.graph_pool,
+            )  # fmt: skip
+        readers.move_to_end(key)
+        return readers[key]
 
     def _pass(self, rows: Sequence[int], reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         slots, device = self.slots, self.slots.row_B.device
@@ -328,8 +234,7 @@ class SlotSession:
         most = max(self.length[row] for row in rows) + ids_BN.shape[1]
         width = min(slots.num_places, most)
         place_W = torch.arange(width, device=device)
-        slots.reading = torch.tensor(list(rows), device=device), position_BN, width
-        try:
+        with slots.read(torch.tensor(list(rows), device=device), position_BN, width):
             out = self.model.base_model(
                 input_ids=ids_BN,
                 attention_mask=as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None]),
@@ -337,10 +242,6 @@ class SlotSession:
                 past_key_values=slots.cache,
                 use_cache=True,
             )
-        finally:
-            slots.reading = None
-        for row, length in zip(rows, lengths, strict=True):
-            self.length[row] += length
         last_B = torch.tensor(lengths, device=device) - 1
         hidden_BD = out.last_hidden_state[torch.arange(len(rows), device=device), last_B]
         return dict(zip(rows, hidden_BD, strict=True))

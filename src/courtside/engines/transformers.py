@@ -37,10 +37,11 @@ from courtside.engines.lent import LentWeights
 from courtside.engines.packed import packed_where_it_pays
 from courtside.engines.passes import Passes, tried_passes
 from courtside.engines.prefixes import Place
+from courtside.engines.rooms import PLACE_STEP, RoomPool
 from courtside.engines.sampling import draw, uniforms
 from courtside.engines.scoring import scores_of
 from courtside.engines.session import KeptSession, RereadingSession
-from courtside.engines.slots import PLACE_STEP, RoomPool, SlotSession
+from courtside.engines.slots import SlotSession
 from courtside.errors import ModelError
 from courtside.types import Sample
 

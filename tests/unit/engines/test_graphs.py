@@ -21,12 +21,11 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3
 
-from courtside.engines import layer_kernels, layer_parts
-from courtside.engines import slots as slots_module
+from courtside.engines import layer_kernels, layer_parts, rooms
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.graphs import LOOK_EVERY, Decoder
 from courtside.engines.lent import JoinedProduct, LentWeights
-from courtside.engines.slots import KEPT
+from courtside.engines.rooms import KEPT
 from courtside.engines.transformers import TransformersEngine, head_of
 from courtside.types import Sample
 
@@ -156,6 +155,7 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
     after = made.sample(REQUESTS, sampling)
     (slots,) = made._pool._slots.values()
     assert len(slots.decoders) == 2, "a graph would go on with the old weights"
+    assert len(slots.readers) == 2, "and so would one that reads"
     fresh = engine(slots=False)
     for parameter in fresh.model.parameters():
         parameter.data.mul_(0.5)
@@ -172,7 +172,7 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
     sampling = Sampling(max_new_tokens=3)
     expected = made.sample(REQUESTS, sampling)
     assert made._pool._slots and made._pool._stores, "a little stays"
-    monkeypatch.setattr(slots_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(rooms, "KEPT_BYTES", 0)
     session = made.session(2, num_places=64)
     session.sample([0, 1], REQUESTS[:2], sampling)
     (slots,) = [s for s in made._pool._slots.values() if s.num_rows == 8]
