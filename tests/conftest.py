@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ if not Path("/dev/nvidiactl").exists():
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(autouse=True)
-def any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def any_cpu() -> Iterator[None]:
     """dtype = "auto" is float32 on every CPU: what a machine has must not decide what tests see.
     Those of bfloat16 ask for it, or for the choice itself."""
-    monkeypatch.setattr("courtside.engines.arithmetic.multiplies_bfloat16", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("courtside.engines.arithmetic.multiplies_bfloat16", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")
