@@ -119,6 +119,7 @@ class RoomPool:
         self._slots: OrderedDict[tuple[int, int], Slots] = OrderedDict()
         self._holder: Callable[[], object | None] = lambda: None
         self.graph_pool = self._new_graph_pool()
+        self.reads_eagerly = False
 
     def lend(self, session: object, num_rows: int, num_places: int) -> Slots:
         """Slots of at least that size. A session that still holds the pool keeps its room: another

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -203,11 +204,18 @@ class SlotSession:
         while width % 2 == 0 and width // 2 >= longest:
             width //= 2
         computed, looked_at = slots.num_rows * num_tokens, slots.num_rows * width
-        if computed > MOST_READ or looked_at > MOST_LOOKED_AT:
+        if self.pool.reads_eagerly or computed > MOST_READ or looked_at > MOST_LOOKED_AT:
             return {}
         # What a row writes last is not read before it goes on, and then room has grown.
         assert max(self.length) < slots.num_places, "the last place of every row is free"
-        hidden_RD = self._reader(num_tokens, width).read(reads, self.length)
+        try:
+            hidden_RD = self._reader(num_tokens, width).read(reads, self.length)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a pass with something in it that no graph can hold
+            self.pool.reads_eagerly = True
+            warn(f"readings between turns are not replayed as a graph: {error}", stacklevel=2)
+            return {}
         return {row: hidden_RD[row] for row in reads}
 
     def _reader(self, num_tokens: int, width: int) -> Reader:

@@ -145,6 +145,26 @@ def test_a_row_that_sits_out_while_room_grows_keeps_its_own(engine: Transformers
     same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
 
 
+def test_a_reading_that_no_graph_can_hold_is_eager_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    script = [{0: (5, 6), 1: (7,)}, {1: (8, 9), 0: (4,)}]
+    sampling = Sampling(max_new_tokens=4)
+    expected = play(rereading(ENGINE, 2), script, sampling)
+    engine = engine_of(tiny_model())
+    engine.in_slots = True
+    monkeypatch.setattr(slots.Reader, "read", refuse)
+    monkeypatch.setattr(slots, "MOST_READ", 8192)
+    with pytest.warns(
+        UserWarning, match="not replayed as a graph: operation not permitted"
+    ) as told:
+        same(play(engine.session(2), script, sampling), expected)
+    assert len(told) == 1
+
+
 def test_models_with_windows_read_again() -> None:
     torch.manual_seed(0)
     config = MistralConfig(
