@@ -219,7 +219,7 @@ def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     own = kept(None, 3) - kept(None, 2)
     monkeypatch.setattr(layer_parts, "by_kernel", lambda x: x.dtype in layer_parts.KERNEL_NUMBERS)
     parts = few.few_launches(model, head_of(model), torch.bfloat16)
-    assert kept(parts, 3) - kept(parts, 2) < 0.65 * own
+    assert kept(parts, 3) - kept(parts, 2) < 0.75 * own
 
 
 def test_without_kernels_a_model_is_left_alone() -> None:
