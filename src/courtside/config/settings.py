@@ -26,8 +26,8 @@ class Train(Part):
     clip_norm: PositiveFloat = 1.0
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward and backward pass; they do not change the update. Unset: 256 on a CPU,
-    or a prompt and 1024 where samples share it; 16384 on a GPU, which waits for its host with
-    fewer."""
+    or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
+    with fewer."""
     chunk_tokens: PositiveInt | None = None
     """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
 

@@ -19,8 +19,9 @@ LEAST_SHARE = 1 / 16
 """Of a sequence, that its beginning must be: laying out all of its keys costs about as much as
 computing a fiftieth of its tokens (docs/performance.md)."""
 BESIDE = 1024
-"""Tokens that a pass may always have beside a shared beginning: four answers of 256, which a CPU's
-passes of 256 would each read with a prompt of their own."""
+"""Tokens that a pass may have beside a shared beginning, up to twice that: four answers of 256 to a
+prompt of 512, which a CPU's passes of 256 would each read with a prompt of their own. A larger pass
+takes more memory, which a short beginning does not repay."""
 
 Ids = Sequence[int]
 
@@ -188,8 +189,8 @@ def shared_batches(
     """Indices of units (sequences that must share a pass) by pass; largest first.
 
     A pass has at most `max_tokens`, a shared beginning counted once; one with a shared beginning
-    may have that and `BESIDE` tokens, up to `most_tokens`: else no two long sequences would ever
-    share theirs. A group that does not fit is cut, each piece with its beginning.
+    may be larger (`BESIDE`), up to `most_tokens`: else no two long sequences would ever share
+    theirs. A group that does not fit is cut, each piece with its beginning.
     """
     owner = [number for number, unit in enumerate(units) for _ in unit]
     sequences = [ids for unit in units for ids in unit]
@@ -204,7 +205,7 @@ def shared_batches(
         for i in group.members:
             if owner[i] in rest:
                 rest[owner[i]] -= group.size
-        room = group.size + BESIDE
+        room = group.size + min(BESIDE, 2 * group.size)
         room = max(max_tokens, room if most_tokens is None else min(room, most_tokens))
         for piece in full_batches([rest[u] for u in its], room - group.size):
             bundles.append([its[k] for k in piece])
