@@ -153,7 +153,9 @@ def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: P
                 found.append(accumulated(live, scored))
             counts.append(sum(seen))
         prompts = {s.trajectory.task.id: len(s.trajectory.turns[0].token_ids) for s in scored}
-        assert len(prompts) == 2 and counts[1] - counts[0] >= sum(prompts.values())
+        assert len(prompts) == 2
+        if budget is not None:  # else passes are too small for both to share
+            assert counts[1] - counts[0] >= sum(prompts.values())
         (gradients, values), (separate, expected) = found
         assert gradients.keys() == separate.keys()
         for name, gradient in separate.items():

@@ -42,15 +42,16 @@ class Passes:
         max_tokens: int,
         *,
         most_tokens: int | None = None,
+        kept: bool = False,
     ) -> list[list[int]]:
         """Indices by pass of units, the sequences of which must share a pass; longest first. Each
-        pass computes at most `max_tokens`; see `shared_batches` for `most_tokens`."""
+        pass computes at most `max_tokens`; see `shared_batches` for `most_tokens` and `kept`."""
         if self.problem is not None:
             sizes = [len(unit) * max(len(ids) for ids in unit) for unit in units]
             return batches_by_length(sizes, max_tokens)
         if self.unshared is not None:
             return full_batches([sum(len(ids) for ids in unit) for unit in units], max_tokens)
-        return shared_batches(units, max_tokens, most_tokens=most_tokens)
+        return shared_batches(units, max_tokens, most_tokens=most_tokens, kept=kept)
 
     @contextmanager
     def attention(self) -> Iterator[None]:

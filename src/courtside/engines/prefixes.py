@@ -19,9 +19,9 @@ LEAST_SHARE = 1 / 16
 """Of a sequence, that its beginning must be: laying out all of its keys costs about as much as
 computing a fiftieth of its tokens (docs/performance.md)."""
 BESIDE = 1024
-"""Tokens that a pass may have beside a shared beginning, up to twice that: four answers of 256 to a
-prompt of 512, which a CPU's passes of 256 would each read with a prompt of their own. A larger pass
-takes more memory, which a short beginning does not repay."""
+"""Tokens that a pass may have beside a shared beginning: four answers of 256, which a CPU's passes
+of 256 would each read with a prompt of their own. Where a pass is kept for its way back it takes
+more memory, which a short beginning does not repay: then twice the beginning at most."""
 
 Ids = Sequence[int]
 
@@ -184,13 +184,13 @@ def row_of(sequences: Sequence[Ids], *, shared: bool) -> Row:
 
 
 def shared_batches(
-    units: Sequence[Sequence[Ids]], max_tokens: int, *, most_tokens: int | None
+    units: Sequence[Sequence[Ids]], max_tokens: int, *, most_tokens: int | None, kept: bool = False
 ) -> list[list[int]]:
     """Indices of units (sequences that must share a pass) by pass; largest first.
 
     A pass has at most `max_tokens`, a shared beginning counted once; one with a shared beginning
     may be larger (`BESIDE`), up to `most_tokens`: else no two long sequences would ever share
-    theirs. A group that does not fit is cut, each piece with its beginning.
+    theirs. A group that does not fit is cut, each piece with its beginning. `kept`: for a way back.
     """
     owner = [number for number, unit in enumerate(units) for _ in unit]
     sequences = [ids for unit in units for ids in unit]
@@ -205,7 +205,7 @@ def shared_batches(
         for i in group.members:
             if owner[i] in rest:
                 rest[owner[i]] -= group.size
-        room = group.size + min(BESIDE, 2 * group.size)
+        room = group.size + (min(BESIDE, 2 * group.size) if kept else BESIDE)
         room = max(max_tokens, room if most_tokens is None else min(room, most_tokens))
         for piece in full_batches([rest[u] for u in its], room - group.size):
             bundles.append([its[k] for k in piece])

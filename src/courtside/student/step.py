@@ -150,6 +150,7 @@ class Student:
             [[_read(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or pass_tokens(self.weights.device),
             most_tokens=self.micro_batch_tokens,  # what was asked for is kept to
+            kept=True,
         )
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.

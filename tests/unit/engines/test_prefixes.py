@@ -157,6 +157,13 @@ def test_a_long_prompt_is_shared_unless_that_is_forbidden() -> None:
     assert sizes_of(units, shared_batches(units, 1, most_tokens=1)) == [664] * 5
 
 
+def test_a_pass_that_is_kept_grows_by_what_the_prompt_repays() -> None:
+    units = alone(group_of(200, *[100] * 6))
+    assert sizes_of(units, shared_batches(units, 256, most_tokens=None)) == [800]
+    kept = shared_batches(units, 256, most_tokens=None, kept=True)
+    assert sizes_of(units, kept) == [600, 400]
+
+
 def test_units_stay_whole_also_over_two_prompts() -> None:
     one, other = group_of(50, 5, 5), group_of(40, 7, 7, seed=1)
     units = [[one[0], other[0]], [one[1]], [other[1]]]
