@@ -168,6 +168,20 @@ def test_hints_that_are_all_dropped_are_an_error(roomy_folder: Path, tmp_path: P
         train(tree(roomy_folder, hints={"min_shift": 1e9}), tmp_path / "run")
 
 
+def test_later_on_a_batch_may_have_only_hints_that_do_too_little(
+    roomy_folder: Path, tmp_path: Path
+) -> None:
+    parts = assemble(tree(roomy_folder, hints={"min_shift": 1e9}))
+    trajectories = parts.rollout(parts.tasks.batch(1, 2), 1)
+    scored = parts.teacher(trajectories, parts.reader(trajectories).hints)
+    assert any(s.hints for s in scored) and all(h.dropped for s in scored for h in s.hints)
+    before = {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+    update = parts.student.step(1, scored)
+    assert update.metrics["grad_norm"] == 0
+    after = parts.student.weights.trained()
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not(roomy_folder: Path, tmp_path: Path) -> None:
     whole = train(tree(roomy_folder), tmp_path / "whole")
     pid = os.fork()

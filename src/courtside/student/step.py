@@ -76,9 +76,13 @@ class Student:
 
     def _is_without_mistake(self, step: int, scored: Sequence[Scored]) -> bool:
         """Whether there is nothing to train on because nothing had to be corrected: a reader gave
-        no hint, or all losses are on corrected turns and no turn went wrong."""
+        no hint, or none that still does enough to be kept, or all losses are on corrected turns and
+        no turn went wrong."""
         if self.recipe.reader is not None:
-            return not any(s.hints for s in scored)
+            hints = [hint for s in scored for hint in s.hints]
+            # A threshold that lets nothing pass from the start is a mistake in the recipe; later on
+            # a batch may have only hints that the student no longer needs.
+            return not hints or (step > 0 and all(hint.dropped is not None for hint in hints))
         imitates = all(loss.on == "dataset" for loss in self.recipe.losses)
         if not (scored and imitates and self.recipe.rollout.corrections):
             return False
