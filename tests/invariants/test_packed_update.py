@@ -109,22 +109,26 @@ def read_lengths(parts: Parts, scored: list[Scored]) -> list[int]:
     return [len(s.trajectory.token_ids) - 1 for s in scored]
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+KINDS = [
+    pytest.param((family, checkpointing, lora), id=f"{family}-{how}-{what}")
+    for family in ("llama", "qwen3")
+    for how, checkpointing in (("kept", False), ("recomputed", True))
+    for what, lora in (("all weights", None), ("lora", {"rank": 2}))
+]
+
+
+@pytest.fixture(params=KINDS)
+def student(request: pytest.FixtureRequest, tiny_folder: Path, qwen_folder: Path) -> dict[str, Any]:
+    """Of each family, with layers kept or computed again, all weights or an adapter trained."""
+    family, checkpointing, lora = request.param
+    folder = tiny_folder if family == "llama" else qwen_folder
+    made = {"model": str(folder), "gradient_checkpointing": checkpointing}
+    return made | ({"lora": lora} if lora else {})
+
+
 def test_packed_passes_are_one_sequence_at_a_time(
-    family: str,
-    checkpointing: bool,
-    lora: dict[str, Any] | None,
-    tiny_folder: Path,
-    qwen_folder: Path,
-    tiny_teacher_folder: Path,
-    tmp_path: Path,
+    student: dict[str, Any], tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
-    student = {
-        "model": str(tiny_folder if family == "llama" else qwen_folder),
-        "gradient_checkpointing": checkpointing,
-    } | ({"lora": lora} if lora else {})
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, student=student)
     scored = batch_of(parts)
     lengths = read_lengths(parts, scored)
@@ -235,22 +239,9 @@ def once_a_prompt(scored: list[Scored]) -> int:
     return answers + sum(prompts.values())
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_that_share_their_prompt_give_the_same_update(
-    family: str,
-    checkpointing: bool,
-    lora: dict[str, Any] | None,
-    tiny_folder: Path,
-    qwen_folder: Path,
-    tiny_teacher_folder: Path,
-    tmp_path: Path,
+    student: dict[str, Any], tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
-    student = {
-        "model": str(tiny_folder if family == "llama" else qwen_folder),
-        "gradient_checkpointing": checkpointing,
-    } | ({"lora": lora} if lora else {})
     parts = prepared(
         tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, student=student, **SAMPLES
     )

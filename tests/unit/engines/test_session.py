@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
@@ -26,11 +26,9 @@ def engine_of(model: Any, **options: Any) -> TransformersEngine:
 ENGINE = engine_of(tiny_model())
 SLOTS = engine_of(tiny_model())
 SLOTS.in_slots = True  # as on a GPU; here its step is called, not replayed
-BOTH = pytest.mark.parametrize("engine", [ENGINE, SLOTS], ids=["kept", "slots"])
-
-
-def in_shapes(engine: TransformersEngine) -> bool:
-    return engine is SLOTS and slots.MOST_READ > 0
+EAGER = engine_of(tiny_model())
+EAGER.in_slots = EAGER._pool.reads_eagerly = True  # only rows that read are in a pass
+EACH = pytest.mark.parametrize("engine", [ENGINE, SLOTS, EAGER], ids=["kept", "slots", "eager"])
 
 
 def rounded(num_rows: int, num_tokens: int) -> int:
@@ -69,20 +67,8 @@ def same(one: list[Any], other: list[Any]) -> None:
 ids = st.lists(st.integers(2, 257), min_size=1, max_size=12).map(tuple)
 
 
-@pytest.fixture(autouse=True, params=["replayed", "eager"])
-def _reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slots short readings go through all rows, in one shape, or through those that read."""
-    if request.param == "replayed":
-        return
-    if "slots" not in request.node.name:
-        pytest.skip("has one way of reading")
-    monkeypatch.setattr(slots, "MOST_READ", 0)
-
-
-@BOTH
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@EACH
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 5))
@@ -98,7 +84,7 @@ def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataO
     same(play(kept, script, sampling), play(rereading(ENGINE, num_rows), script, sampling))
 
 
-@BOTH
+@EACH
 def test_a_turn_costs_its_own_tokens(engine: TransformersEngine) -> None:
     seen: list[int] = []
     hook = engine.model.model.embed_tokens.register_forward_hook(
@@ -108,10 +94,10 @@ def test_a_turn_costs_its_own_tokens(engine: TransformersEngine) -> None:
         session = engine.session(4)
         play(session, [{row: (5,) * 40 for row in range(4)}], Sampling(max_new_tokens=1))
         # Four rows begin alike: read once.
-        assert seen[0] == (rounded(8, 40) if in_shapes(engine) else 40)
+        assert seen[0] == (rounded(8, 40) if engine is SLOTS else 40)
         seen.clear()
         play(session, [{2: (6, 7, 8)}], Sampling(max_new_tokens=1))
-        assert seen[0] == (rounded(8, 3) if in_shapes(engine) else 3)
+        assert seen[0] == (rounded(8, 3) if engine is SLOTS else 3)
     finally:
         hook.remove()
 
@@ -131,14 +117,14 @@ def test_rows_that_are_done_leave_the_pass() -> None:
     assert sum(sizes[1:]) == sum(length - 1 for length in lengths)
 
 
-@BOTH
+@EACH
 def test_room_grows_and_nothing_is_lost(engine: TransformersEngine) -> None:
     script = [{0: (7,) * 30, 1: (9,) * 3}, {0: (8,) * 150, 1: (3, 4)}, {1: (6,) * 140, 0: (5,)}]
     sampling = Sampling(max_new_tokens=40)
     same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
 
 
-@BOTH
+@EACH
 def test_a_row_that_sits_out_while_room_grows_keeps_its_own(engine: TransformersEngine) -> None:
     script = [{0: (7,) * 30, 1: (9,) * 3}, {1: (8,) * 300}, {0: (5, 6)}]
     sampling = Sampling(max_new_tokens=8)
@@ -157,7 +143,6 @@ def test_a_reading_that_no_graph_can_hold_is_eager_and_says_so(
     engine = engine_of(tiny_model())
     engine.in_slots = True
     monkeypatch.setattr(slots.Reader, "read", refuse)
-    monkeypatch.setattr(slots, "MOST_READ", 8192)
     with pytest.warns(
         UserWarning, match="not replayed as a graph: operation not permitted"
     ) as told:
