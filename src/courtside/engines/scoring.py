@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from courtside.engines import layer_parts
 from courtside.engines.base import Head, ScoreRequest, Scores
 from courtside.engines.batching import placed
 from courtside.engines.prefixes import Place
@@ -56,7 +57,7 @@ def scores_of(
     for part_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
-        if part_ND.is_cuda and not top_k and head.softcap is None and temperature_N.itemsize == 4:
+        if layer_parts.by_kernel(part_ND) and not top_k and head.softcap is None:
             from courtside.engines.decode_kernels import logps_of  # needs Triton
 
             scale_N = head.scale / temperature_N

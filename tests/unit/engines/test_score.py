@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from torch import Tensor
 
-from courtside.engines import scoring
+from courtside.engines import decode_kernels, layer_parts, scoring
 from courtside.engines.base import ScoreRequest
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError
@@ -40,6 +40,22 @@ def naive(engine: TransformersEngine, request: ScoreRequest) -> tuple[Tensor, Te
     logp_TV = logp_LV[[i - 1 for i in where]]
     ids_T = torch.tensor([request.token_ids[i] for i in where])
     return logp_TV.gather(-1, ids_T[:, None]).squeeze(-1), logp_TV
+
+
+def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: each row at its temperature, with a head that scales."""
+    engine = make_engine()
+    engine.model.float()
+    engine.head.scale = 0.3
+    expected = engine.score(VARIOUS)
+    called = []
+    kernel = decode_kernels.logps_of
+    monkeypatch.setattr(decode_kernels, "logps_of", lambda *a: (called.append(1), kernel(*a))[1])
+    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+    for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
+        torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
+    assert called
+    assert engine.score(VARIOUS, top_k=3)[0].top_ids_TK is not None
 
 
 @pytest.mark.parametrize("budget", [1, 30, 65536])
