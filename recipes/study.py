@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from study_plan import ONLY, Plan, best_rate, final, prepare_jobs, read_plan, sweep, wanted
-from study_results import Outcome, compared, told
+from study_results import Outcome, compared, readable, told
 from study_workers import Job, run_all, write_failure
 
 
@@ -113,7 +113,8 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
             sections[variant] = compared(found, plan.goals)
             for name, row in sections[variant]["arms"].items():
                 row["learning_rate"] = rates[name]
-    environment = next((one["environment"] for one in through.values()), None)
+    environment = dict(next((one["environment"] for one in through.values()), {}))
+    environment.pop("command", None)  # of a worker
     return {
         "date": time.strftime("%Y-%m-%d"),
         "chosen_on": plan.choose_by,
@@ -157,7 +158,7 @@ def main() -> None:
         sys.exit("no run is finished, so there is nothing to write down")
     results = summary(plan, outcomes)
     results["command"] = " ".join(["python", *sys.argv])
-    (options.study / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.study / "results.json").write_text(readable(results) + "\n")
     print(*told(results), sep="\n")
     sys.exit(0 if well else 1)
 

@@ -19,6 +19,7 @@ with = ["tasks.turns=4"]
 recipe = "recipe.toml"
 with = ["losses.0.weight=2"]
 learning_rates = [1e-5]         # `seeds` and `variants` (names) may be its own, too
+in.short = ["train.prompts=8"]  # overrides of this arm in that variant, over the variant's own
 
 [arms.two]
 recipe = "recipe.toml"
@@ -50,6 +51,8 @@ class Arm:
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
     variants: tuple[str, ...]
+    overrides_in: Mapping[str, tuple[str, ...]]
+    """By variant: overrides of the arm in it alone."""
     rate_of: str
     """The arm whose learning rate it uses; its own name where it has a sweep."""
 
@@ -79,7 +82,7 @@ KEYS = {
     "learning_rates", "seeds", "goals", "choose_by", "sweep_on", "first", "keep", "with", "prepare",
     "variants", "arms",
 }  # fmt: skip
-ARM_KEYS = {"recipe", "with", "learning_rates", "seeds", "variants", "rate_of"}
+ARM_KEYS = {"recipe", "with", "in", "learning_rates", "seeds", "variants", "rate_of"}
 
 
 def read_plan(study: Path, out: Path, extra: Sequence[str]) -> Plan:
@@ -99,6 +102,7 @@ def read_plan(study: Path, out: Path, extra: Sequence[str]) -> Plan:
             rates=tuple(arm.get("learning_rates", tree.get("learning_rates", ()))),
             seeds=tuple(arm.get("seeds", tree["seeds"])),
             variants=tuple(arm.get("variants", variants)),
+            overrides_in={name: tuple(own) for name, own in arm.get("in", {}).items()},
             rate_of=arm.get("rate_of", name),
         )
     plan = Plan(
@@ -131,6 +135,7 @@ def _check(plan: Plan) -> None:
     named = {"sweep_on": ((plan.sweep_on,), plan.variants), "first": (plan.first, plan.arms)}
     for arm in plan.arms.values():
         named[f"arms.{arm.name}.variants"] = arm.variants, plan.variants
+        named[f"arms.{arm.name}.in"] = tuple(arm.overrides_in), plan.variants
         named[f"arms.{arm.name}.rate_of"] = (arm.rate_of,), plan.arms
         if not arm.rates and arm.rate_of == arm.name:
             sys.exit(f"arms.{arm.name}: no learning_rates, here or in the plan; give some")
@@ -155,6 +160,7 @@ def job(plan: Plan, arm: Arm, variant: str, rate: float, seed: int) -> Job:
             *plan.overrides,
             *plan.variants[variant],
             *arm.overrides,
+            *arm.overrides_in.get(variant, ()),
             *chosen,
             *plan.extra,
         ),

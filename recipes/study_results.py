@@ -233,3 +233,26 @@ def told(results: Mapping[str, Any]) -> Iterable[str]:
                     label = measure.rstrip("_") or "rate"
                     told.append(f"{label} {was}{after['mean']:.4f} {ends}")
             yield "   ".join(told)
+
+
+def readable(tree: Any, indent: str = "") -> str:
+    """JSON with five digits, in which what fits into a line is one."""
+    line = json.dumps(_rounded(tree), ensure_ascii=False)
+    if len(indent + line) <= 140 or not isinstance(tree, dict | list):
+        return line
+    deeper = indent + " "
+    if isinstance(tree, dict):
+        items = [f"{json.dumps(key)}: {readable(value, deeper)}" for key, value in tree.items()]
+    else:
+        items = [readable(value, deeper) for value in tree]
+    first, last = "{}" if isinstance(tree, dict) else "[]"
+    body = f",\n{deeper}".join(items)
+    return f"{first}\n{deeper}{body}\n{indent}{last}"
+
+
+def _rounded(tree: Any) -> Any:
+    if isinstance(tree, float):
+        return float(f"{tree:.5g}")
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    return [_rounded(value) for value in tree] if isinstance(tree, list) else tree

@@ -22,6 +22,7 @@ from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import drift
 from courtside.evaluate.intervals import paired_difference
 from courtside.parts import Parts
+from courtside.report.alarms import nothing_trained
 from courtside.report.costs import Meter, forward_flops, training_flops
 from courtside.report.folder import RunFolder
 from courtside.report.html import before_and_after, write_report
@@ -131,6 +132,9 @@ class Run:
         for sink in self.sinks:
             sink.log(row, step)
         self.screen.step(row)
+        if last and (alarm := nothing_trained(self.folder.metrics())):
+            self.folder.record_alarm({"step": step, "message": alarm})
+            self.screen.say(alarm)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before it is measured: an evaluation may take long
         self._evaluate_if_due()

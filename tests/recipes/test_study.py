@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import study  # noqa: E402
 from study_plan import Plan, best_rate, job, read_plan, wanted  # noqa: E402
-from study_results import difference, measures, over_seeds  # noqa: E402
+from study_results import difference, measures, over_seeds, readable  # noqa: E402
 
 Tree = dict[str, Any]
 
@@ -117,6 +117,28 @@ def test_overrides_of_the_command_line_go_over_those_of_the_plan(tmp_path: Path)
     )  # fmt: skip
 
 
+def test_an_arm_may_differ_in_one_variant(tmp_path: Path) -> None:
+    plan = plan_of(
+        tmp_path, PLAN.replace('rate_of = "main"', 'rate_of = "main"\nin.long = ["a=1"]')
+    )
+    noisy = plan.arms["noisy"]
+    with_it, without = (job(plan, noisy, variant, 1e-4, 0) for variant in ("long", "short"))
+    where = with_it.overrides.index("a=1")
+    assert with_it.overrides[where - 1] == plan.variants["long"][-1], "over the variant's"
+    assert with_it.overrides[where + 1] == "train.learning_rate=0.0001"
+    assert "a=1" not in without.overrides
+
+
+def test_results_are_read_line_by_line_with_five_digits() -> None:
+    tree = {"short": [1, 2.34567891], "long": {f"k{i}": {"x": 1 / 3, "é": None} for i in range(9)}}
+    text = readable(tree)
+    assert json.loads(text)["long"]["k3"] == {"x": 0.33333, "é": None}
+    assert json.loads(text)["short"] == [1, 2.3457]
+    assert text.splitlines()[1:4] == [
+        ' "short": [1, 2.3457],', ' "long": {', '  "k0": {"x": 0.33333, "é": null},'
+    ]  # fmt: skip
+
+
 def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
     asked = {one.name for one in wanted(plan, {}, "^other-short")}
@@ -130,6 +152,7 @@ def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -
     [
         ('sweep_on = "long"', 'sweep_on = "mid"', "sweep_on: there is no 'mid'"),
         ('first = ["main"]', 'frist = ["main"]', "frist is not known"),
+        ('variants = ["long"]', 'in.lang = ["a=1"]', "arms.noisy.in: there is no 'lang'"),
         ('rate_of = "main"', 'rate_of = "mein"', "arms.noisy.rate_of: there is no 'mein'"),
         ('choose_by = "errors"', 'choose_by = "error"', "choose_by = 'error'"),
         ("learning_rates = [1e-3]", "learning_rates = []", "arms.other: no learning_rates"),
