@@ -83,7 +83,6 @@ def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.Argument
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=models, default=models[0])
     parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
-    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)

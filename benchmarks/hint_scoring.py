@@ -218,6 +218,7 @@ def table(runs: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = model_parser(__doc__, models=NAMES)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--tokens", type=int, help="of the trunk; 16384 on a GPU, 2048 on a CPU")
     parser.add_argument("--hints", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--hint-tokens", type=int, help="64 on a GPU, 32 on a CPU")

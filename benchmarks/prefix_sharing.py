@@ -216,6 +216,7 @@ HEADINGS = (
 
 def parse() -> argparse.Namespace:
     parser = model_parser(__doc__, models=NAMES)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens; 128 512 2048 on a GPU")
     parser.add_argument("--samples", type=int, nargs="+", help="of a prompt; 4 16 on a GPU")
     parser.add_argument("--answer", type=int, help="tokens; 256 on a GPU, 64 on a CPU")
