@@ -99,7 +99,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
         "run": {"checkpoint_every": steps + 1},
         "seed": SEED,
     }  # fmt: skip
-    if args.hints:
+    if args.side == "hints":
         path = str(folder / "conversations.jsonl")
         tree |= {
             "tasks": {"kind": "conversations", "path": path, "limit": job.rows},
@@ -148,13 +148,13 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
     plan = recipe(job, args.job, args, work)
     with RunFolder.open(work / "run", plan) as folder:
         parts = drawn_parts(plan)
-        check = None if args.hints else checked(parts, shape, args.job)
+        check = None if args.side == "hints" else checked(parts, shape, args.job)
         run = GpuRun(parts, folder)
         run.peaks.begin()
         train_loop(parts, run)
     trained = parts.student.weights.trained().values()
     return SideResult(
-        side="hints" if args.hints else "courtside",
+        side=args.side,
         config=shape,
         num_warmup=1,
         steps=tuple(run.steps),
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--job", type=Path, required=True, help="folder that describes the job")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=1, help="steps that are counted")
-    parser.add_argument("--hints", action="store_true", help="the step of targeted hints")
+    parser.add_argument("--side", choices=("courtside", "courtside_lean", "hints"), required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     args = parser.parse_args()
     wait_for_go()

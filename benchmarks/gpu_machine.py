@@ -1,7 +1,9 @@
-"""The machine that the GPU benchmarks run on, and their clock."""
+"""What benchmarks on a GPU have in common: options, what results say first, and the clock."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import shlex
@@ -9,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from workload import SEED
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
@@ -56,6 +59,41 @@ def header(benchmark: str, device: torch.device) -> dict[str, Any]:
         "hardware": machine(device),
         "versions": versions,
     }
+
+
+def about(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`header` and the settings: to be called before anything is computed, because of the load."""
+    return {
+        **header(benchmark, torch.device(args.device)),
+        "load_before": os.getloadavg()[0],
+        "seed": SEED,
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
+    }
+
+
+def store(out: Path, result: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of benchmarks on one model; `parsed` reads them."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=models, default=models[0])
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, benchmark: str) -> argparse.Namespace:
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.out = args.out or HERE / "results" / f"{benchmark}_{args.device}.json"
+    return args
 
 
 def commit() -> str:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import HERE, header
+from gpu_machine import HERE, header, store
 from gpu_peaks import hidden_in_graphs
 from growth_jobs import SCALES, Parts, Series, Work, all_series
 from growth_plot import picture
@@ -301,8 +300,7 @@ def main() -> None:
         "series": results,
     }
     result["hardware"] |= hardware()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, result)
     args.out.with_suffix(".svg").write_text(picture(result))
     print(f"{args.out}, {result['wall_seconds']:.0f} s in all")
 

@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hint_scoring import shape
 from long_episode import HINT, byte_tokenizer, episode
+from shapes import shape
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import SEED
 

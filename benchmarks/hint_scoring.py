@@ -21,20 +21,16 @@ compared before anything is timed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_machine import GIB, HERE, header
+from gpu_machine import GIB, about, model_parser, parsed, store
+from shapes import NAMES, drawn_engine, gradient_of_sampled
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import Cache
 from workload import SEED
 
@@ -43,31 +39,7 @@ from courtside.engines.branches import score_branches_separately
 from courtside.engines.kept import keeping, kept_branch_hidden
 from courtside.engines.prefixes import Place
 from courtside.engines.scoring import scores_of
-from courtside.engines.transformers import TransformersEngine
-from courtside.losses.fused import divergence_head
-from courtside.losses.fused_records import Asked, HeadGradient, Projection
 from courtside.types import Branch
-
-
-def shape(kind: str) -> Any:
-    """A model of a known shape; its weights do not matter to the clock."""
-    longest = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
-    if kind == "smollm2-135m":
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, **longest))  # fmt: skip
-    if kind == "llama-1b":
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-            num_attention_heads=32, num_key_value_heads=8, **longest))  # fmt: skip
-    if kind == "tiny":
-        return Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16, **longest))  # fmt: skip
-    assert kind == "qwen3-0.6b"
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, **longest))  # fmt: skip
 
 
 class Job:
@@ -75,24 +47,9 @@ class Job:
 
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
-        torch.manual_seed(SEED)
-        with self.device:  # drawn where they stay: a CPU takes its time over half a billion numbers
-            model = shape(args.model)
-        if args.lora:
-            from peft import LoraConfig, get_peft_model
-
-            settings = LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
-            # As the student does: only weights that are stepped stay in float32.
-            model = model.to(torch.bfloat16) if self.device.type == "cuda" else model
-            get_peft_model(model, settings)
-        self.engine = TransformersEngine(
-            model.eval(),
-            SimpleNamespace(eos_token_id=0),
-            name=args.model,
-            autocast=torch.bfloat16 if self.device.type == "cuda" else None,
-        )
+        self.engine = drawn_engine(args)
         generator = torch.Generator().manual_seed(SEED)
-        num_words = model.config.vocab_size
+        num_words = self.engine.model.config.vocab_size
         ids = torch.randint(1, num_words, (args.tokens,), generator=generator).tolist()
         turns = range(args.turn_tokens, args.tokens - args.turn_tokens + 1, 2 * args.turn_tokens)
         if len(turns) < max(args.hints):
@@ -119,25 +76,10 @@ class Job:
         with self.engine.casting(), self.engine.passes.attention():
             hidden_LD, _ = self.engine.passes.hidden([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
-            hidden_ND.backward(self._through_head(hidden_ND.detach()))
+            ids_N = self.ids_1L[0, self.chosen_N]
+            hidden_ND.backward(gradient_of_sampled(self.engine, hidden_ND.detach(), ids_N))
         model.zero_grad(set_to_none=True)
         model.eval()
-
-    def _through_head(self, hidden_ND: Tensor) -> Tensor:
-        """A loss on the sampled tokens of all turns, as the student's step has it."""
-        weight_VD, _ = self.engine.head.parameters()
-        into = None
-        if weight_VD.requires_grad:
-            into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
-        dtype = self.engine.autocast or weight_VD.dtype
-        ones_N = torch.ones(len(hidden_ND), device=self.device)
-        found = divergence_head(
-            Projection(hidden_ND=hidden_ND, weight_VD=weight_VD.detach().to(dtype)),
-            None,
-            Asked(ids_N=self.ids_1L[0, self.chosen_N], temperature_N=ones_N, sampled=-ones_N),
-            into=into,
-        )
-        return found.hidden_gradient_ND
 
     @torch.no_grad()
     def trunk(self) -> Cache:
@@ -275,53 +217,30 @@ def table(runs: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--model",
-        choices=("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny"),
-        default="smollm2-135m",
-    )
-    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser = model_parser(__doc__, models=NAMES)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--tokens", type=int, help="of the trunk; 16384 on a GPU, 2048 on a CPU")
     parser.add_argument("--hints", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--hint-tokens", type=int, help="64 on a GPU, 32 on a CPU")
     parser.add_argument("--turn-tokens", type=int, help="128 on a GPU, 32 on a CPU")
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--separate-repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser, "hint_scoring")
     large = args.device == "cuda"
     args.tokens = args.tokens or (16384 if large else 2048)
     args.hint_tokens = args.hint_tokens or (64 if large else 32)
     args.turn_tokens = args.turn_tokens or (128 if large else 32)
-    args.out = args.out or HERE / "results" / f"hint_scoring_{args.device}.json"
     return args
 
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
+    result = about("hint_scoring", args)
     job = Job(args)
-    load = os.getloadavg()[0]
-    worst = job.check()
+    result["largest_logp_difference"] = job.check()
     runs = measure(job, args)
     rows = summary(args, runs)
     print(table(runs, rows))
-    result = {
-        **header("hint_scoring", job.device),
-        "load_before": load,
-        "seed": SEED,
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
-        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
-        "largest_logp_difference": worst,
-        "rows": rows,
-        "runs": runs,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, {**result, "rows": rows, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ instead of loaded, and the episode is made up. The first step compiles and is no
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import time
@@ -23,8 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_machine import GIB, HERE, header
-from hint_scoring import shape
+from gpu_machine import GIB, HERE, header, store
+from shapes import shape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workload import SEED
@@ -260,8 +259,7 @@ def main() -> None:
         "steps": steps,
         "best": best,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, result)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 Both sides do the same work: the shape of Qwen3-0.6B (teacher: 1.7B) or Qwen3-1.7B (teacher: 1.7B)
 with the same random weights, 64 prompts of 128 tokens, 4 samples of exactly 512 tokens each at
 temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one AdamW step on all
-weights; bfloat16 autocast over float32 weights. Beside it a step of targeted hints of courtside's:
-as many sequences of the same length, recorded, two turns of each under a hint.
+weights; bfloat16 autocast over float32 weights. Courtside runs with its defaults and, as
+`courtside_lean`, with settings that need less memory. Beside it a step of targeted hints of
+courtside's: as many sequences of the same length, recorded, two turns of each under a hint.
 
     python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
     python benchmarks/opd_step_gpu.py --out FILE --tiny      # everything once, small, on a CPU
@@ -33,7 +34,11 @@ from workload import SEED
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-SIDES = ("courtside", "hints", "trl")
+OURS = ("courtside", "courtside_lean")
+"""The sides that do TRL's job."""
+SIDES = (*OURS, "hints", "trl")
+LEAN = ("student.gradient_checkpointing=true", "rollout.max_batch_tokens=49152")
+"""What courtside_lean sets: activations computed again, and fewer rows sampled at a time."""
 GIB = 2**30
 LOSS_SPREAD = 1.15
 """First losses of two sides differ by their draws only."""
@@ -98,10 +103,9 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
         command += ["--liger", args.trl_liger, "--weights", args.trl_weights]
         command += ["--warmup-tokens", str(args.trl_warmup_tokens), "--micro-batches", *sizes]
         return command + (["--as-is"] if args.trl_as_is else [])
-    command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared]
-    command += ["--hints"] if side == "hints" else []
-    overrides = args.set if side == "courtside" else args.set_hints
-    return command + (["--set", *overrides] if overrides else [])
+    command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared, "--side", side]
+    sets = {"courtside": args.set, "courtside_lean": args.set_lean, "hints": args.set_hints}
+    return command + (["--set", *sets[side]] if sets[side] else [])
 
 
 def run_all(args: argparse.Namespace, work: Path, write: Any) -> list[dict[str, Any]]:
@@ -160,20 +164,26 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By shape: how many times courtside's time TRL takes, and courtside's share of its memory."""
+    """By shape and side of courtside's: how many times its time TRL takes, and its share of TRL's
+    memory. Against `hints` stand TRL's teacher and update: nothing is sampled there."""
     by_key = {(row["shape"], row["side"]): row for row in rows}
     found: dict[str, dict[str, Any]] = {}
     for (shape, side), ours in by_key.items():
         trl = by_key.get((shape, "trl"))
-        if side != "courtside" or trl is None:
+        if side == "trl" or trl is None:
             continue
-        found[shape] = {
-            "times_faster": trl["seconds"] / ours["seconds"],
-            "times_faster_by_phase": {
-                phase: trl["phases"][phase] / ours["phases"][phase] for phase in trl["phases"]
-            },
-            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None,
+        ratio: dict[str, Any] = {
+            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None
         }
+        if side == "hints":
+            scored = trl["phases"]["teacher"] + trl["phases"]["update"]
+            ratio["trl_teacher_update_over_step"] = scored / ours["seconds"]
+        else:
+            ratio["times_faster"] = trl["seconds"] / ours["seconds"]
+            ratio["times_faster_by_phase"] = {
+                phase: seconds / ours["phases"][phase] for phase, seconds in trl["phases"].items()
+            }
+        found.setdefault(shape, {})[side] = ratio
     return found
 
 
@@ -188,26 +198,26 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
             if not step["loss"] > 0:
                 problems.append(f"{where}: loss {step['loss']}; the teacher differs, so above 0")
     for shape in dict.fromkeys(record["config"] for record in records):
-        pair = [r for r in records if r["config"] == shape and r["side"] != "hints"]
-        if len(pair) < 2:
-            continue
+        same = [r for r in records if r["config"] == shape and r["side"] != "hints"]
         for key in ("prompts_hash", "num_prompt_tokens", "num_trainable"):
-            if len({record[key] for record in pair}) > 1:
-                problems.append(f"{shape}: {key} differs: {[record[key] for record in pair]}")
-        losses = [record["steps"][-1]["loss"] for record in pair]
-        if max(losses) > LOSS_SPREAD * min(losses):
-            problems.append(f"{shape}: losses {losses} are further apart than two draws are")
-        problems += check_problems(shape, [record["check"] for record in pair], job)
+            if len({record[key] for record in same}) > 1:
+                problems.append(f"{shape}: {key} differs: {[record[key] for record in same]}")
+        losses = {record["side"]: record["steps"][-1]["loss"] for record in same}
+        if losses and max(losses.values()) > LOSS_SPREAD * min(losses.values()):
+            problems.append(f"{shape}: losses {losses} are further apart than draws are")
+        for record in same[:-1]:  # against the last, which is TRL where it ran
+            sides = f"{shape}, {record['side']} and {same[-1]['side']}"
+            problems += check_problems(sides, (record["check"], same[-1]["check"]), job)
     return problems
 
 
-def check_problems(shape: str, checks: Sequence[dict[str, Any]], job: Job) -> list[str]:
+def check_problems(sides: str, checks: Sequence[dict[str, Any]], job: Job) -> list[str]:
     """Loss and gradients of the fixed batch must be the same numbers, up to rounding."""
     allowed = 1e-3 if job.arithmetic == "float32" else 0.03
     ours, theirs = ({"loss": c["loss"], "gradient": c["gradient_norm"], **c["gradient_norms"]}
                     for c in checks)  # fmt: skip
     return [
-        f"{shape}: on the same batch {name} is {value} and {theirs[name]}"
+        f"{sides}: on the same batch {name} is {value} and {theirs[name]}"
         for name, value in ours.items()
         if not abs(value - theirs[name]) <= allowed * abs(theirs[name])
     ]
@@ -223,11 +233,36 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['shape']} | {row['side']} | {row['seconds']:.2f} | {phases} "
             f"| {row['trained_tokens_per_second']:,.0f} | {row['gpu_peak'] / GIB:.1f} | {peaks} |"
         )
-    for shape, ratio in ratios(rows).items():
-        share = ratio["share_of_peak"]
-        memory = f"; courtside's peak is {share:.2f} of TRL's" if share is not None else ""
-        lines.append(f"{shape}: TRL takes {ratio['times_faster']:.2f} times the time{memory}.")
+    found = ratios(rows)
+    if any(side in OURS for sides in found.values() for side in sides):
+        lines += ["", "| shape | side | TRL's time over ours | by phase | our peak over TRL's |"]
+        lines.append("|---|---|---|---|---|")
+    for shape, sides in found.items():
+        for side in (name for name in OURS if name in sides):
+            ratio = sides[side]
+            by_phase = ", ".join(
+                f"{name} {times:.2f}" for name, times in ratio["times_faster_by_phase"].items()
+            )
+            lines.append(
+                f"| {shape} | {side} | {ratio['times_faster']:.2f} | {by_phase} | {_share(ratio)} |"
+            )
+    for shape, sides in found.items():
+        if "hints" in sides:
+            times = sides["hints"]["trl_teacher_update_over_step"]
+            lines += ["", f"{shape}, hints: {HINTS_MEAN.format(times=times)} Our peak over TRL's: "
+                          f"{_share(sides['hints'])}."]  # fmt: skip
     return "\n".join(lines)
+
+
+HINTS_MEAN = (
+    "TRL's teacher and update take {times:.2f} times our whole step of targeted hints. Not the "
+    "same work: as many sequences of the same length scored and trained by TRL, which cannot put a "
+    "hint above a turn at all."
+)
+
+
+def _share(ratio: dict[str, Any]) -> str:
+    return "not measured" if ratio["share_of_peak"] is None else f"{ratio['share_of_peak']:.2f}"
 
 
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────
@@ -244,6 +279,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arithmetic", choices=("bfloat16", "float32"), help="float32 on a CPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value",
                         help="of courtside's recipe: train.micro_batch_tokens=8192")  # fmt: skip
+    parser.add_argument("--set-lean", nargs="+", default=list(LEAN), metavar="section.key=value",
+                        help=f"courtside_lean's, in place of {' '.join(LEAN)}")  # fmt: skip
     parser.add_argument("--set-hints", nargs="+", default=[], metavar="section.key=value",
                         help="the same for the step of targeted hints")  # fmt: skip
     parser.add_argument("--trl-micro-batches", type=int, nargs="+",

@@ -18,28 +18,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_machine import GIB, HERE, header
-from hint_scoring import shape
+from gpu_machine import GIB, about, model_parser, parsed, store
+from shapes import NAMES, drawn_engine, gradient_of_sampled
 from torch import Tensor
 from workload import SEED, peak_rss
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.batching import pass_tokens
 from courtside.engines.passes import Passes
-from courtside.engines.transformers import TransformersEngine
-from courtside.losses.fused import divergence_head
-from courtside.losses.fused_records import Asked, HeadGradient, Projection
 
 M_MMAP_THRESHOLD = -3
 WAYS = ("shared", "separate")
@@ -51,27 +45,12 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
         self.num_answer = args.answer
-        torch.manual_seed(SEED)
-        with self.device:
-            model = shape(args.model)
-        if args.lora:
-            from peft import LoraConfig, get_peft_model
-
-            model = model.to(torch.bfloat16) if self.device.type == "cuda" else model
-            get_peft_model(
-                model, LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
-            )
-        self.engine = TransformersEngine(
-            model.eval(),
-            SimpleNamespace(eos_token_id=0),
-            name=args.model,
-            autocast=torch.bfloat16 if self.device.type == "cuda" else None,
-        )
+        self.engine = drawn_engine(args)
         found = self.engine.passes
         assert found.problem is None and found.unshared is None
         self.passes = {"shared": found, "separate": replace(found, unshared="asked for")}
         self.computed = 0
-        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.engine.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: Any, args: Any, kwargs: Any) -> None:
         self.computed += kwargs["input_ids"].numel()
@@ -104,29 +83,9 @@ class Job:
                 where_T = torch.tensor(where, device=self.device)
                 hidden_TD = hidden_ND.index_select(0, where_T)
                 wanted = [i for b in batch for i in group[b][-self.num_answer :]]
-                hidden_TD.backward(self._through_head(hidden_TD.detach(), wanted))
+                ids_T = torch.tensor(wanted, device=self.device)
+                hidden_TD.backward(gradient_of_sampled(self.engine, hidden_TD.detach(), ids_T))
         self.engine.model.eval()
-
-    def _through_head(self, hidden_TD: Tensor, wanted: list[int]) -> Tensor:
-        """A loss on the sampled tokens, as the student's step has it."""
-        weight_VD, _ = self.engine.head.parameters()
-        into = None
-        if weight_VD.requires_grad:
-            into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
-        ones_T = torch.ones(len(hidden_TD), device=self.device)
-        found = divergence_head(
-            Projection(
-                hidden_ND=hidden_TD,
-                weight_VD=weight_VD.detach().to(self.engine.autocast or weight_VD.dtype),
-            ),
-            None,
-            Asked(
-                ids_N=torch.tensor(wanted, device=self.device), temperature_N=ones_T,
-                sampled=-ones_T,
-            ),
-            into=into,
-        )  # fmt: skip
-        return found.hidden_gradient_ND.to(hidden_TD.dtype)
 
     def forget(self) -> None:
         self.engine.model.zero_grad(set_to_none=True)
@@ -256,51 +215,29 @@ HEADINGS = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--model",
-        choices=("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny"),
-        default="smollm2-135m",
-    )
-    parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
+    parser = model_parser(__doc__, models=NAMES)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens; 128 512 2048 on a GPU")
     parser.add_argument("--samples", type=int, nargs="+", help="of a prompt; 4 16 on a GPU")
     parser.add_argument("--answer", type=int, help="tokens; 256 on a GPU, 64 on a CPU")
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser, "prefix_sharing")
     large = args.device == "cuda"
     args.prompts = args.prompts or ([128, 512, 2048] if large else [32, 128, 512])
     args.samples = args.samples or ([4, 16] if large else [4])
     args.answer = args.answer or (256 if large else 64)
-    args.out = args.out or HERE / "results" / f"prefix_sharing_{args.device}.json"
     return args
 
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
+    result = about("prefix_sharing", args)
     job = Job(args)
-    load = os.getloadavg()[0]
-    differences = job.check()
+    result |= job.check()
     print(HEADINGS)
     rows = measure(job, args)
     print("with memory:")
     print("\n".join(line(row, clock_of(job.device)) for row in rows))
-    result = {
-        **header("prefix_sharing", job.device),
-        "load_before": load,
-        "seed": SEED,
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
-        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
-        **differences,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, {**result, "rows": rows})
 
 
 if __name__ == "__main__":

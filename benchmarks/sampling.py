@@ -1,36 +1,75 @@
 """Sampling in process against transformers' own generate and against the memory's bandwidth.
 
 Random weights of a given shape, prompts of one length, so many samples of each; no row ends early,
-so both sides write the same number of tokens. The floor of one token a row is the time in which the
-weights and the keys and values that exist by then can be read once; the bandwidth is measured in
-the same run.
+so both sides write the same number of tokens, which is looked at. The floor of one token a row is
+the time in which the weights and the keys and values of all rows by then can be read once; the
+bandwidth is measured in the same run.
 
-    python benchmarks/sampling.py --device cuda                      # 256 rows × 256 tokens
-    python benchmarks/sampling.py --device cuda --model smollm2-135m --prompts 128
-    python benchmarks/sampling.py --device cuda --profile            # where a step's time goes
+    python benchmarks/sampling.py --device cuda                      # the cases below, 100 seconds
+    python benchmarks/sampling.py --device cuda --model smollm2-135m --prompts 32    # one case
+    python benchmarks/sampling.py --device cuda --prompts 8 --profile    # where a step's time goes
+
+`generate` is measured first, when nothing of ours is in memory. Peaks have the weights in them, and
+ours what CUDA graphs hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
+import gc
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hint_scoring import shape
-from opd_step import GIB, commit, hardware
+from gpu_machine import GIB, HERE, about, store
+from gpu_peaks import hidden_in_graphs
+from shapes import NAMES, shape
+from workload import SEED
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
 
 NO_EOS = -1
+WARMUP_TOKENS = 16
+"""New tokens of the `generate` that is not counted: a whole one would double the time of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    model: str
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.new_tokens
+
+    def __str__(self) -> str:
+        shared = f"{self.prompts} × {self.samples}"
+        return f"{self.model}, {shared}, {self.prompt_tokens} + {self.new_tokens}"
+
+
+BATCH = Case(model="qwen3-0.6b", prompts=64, samples=4, prompt_tokens=128, new_tokens=256)
+SMALL = Case(model="smollm2-135m", prompts=8, samples=2, prompt_tokens=32, new_tokens=32)
+CASES = {
+    "cuda": (
+        BATCH,
+        replace(BATCH, model="smollm2-135m", prompts=128),
+        replace(BATCH, prompts=1, samples=1, new_tokens=128),
+        replace(BATCH, prompts=8, samples=1, new_tokens=128),
+    ),
+    "cpu": (SMALL, replace(SMALL, prompts=1, samples=1)),
+}
 
 
 class Words:
@@ -42,16 +81,19 @@ class Words:
         return ""
 
 
-def seconds(job: Any, device: torch.device, *, times: int) -> float:
-    """The fastest of several, after one that is not counted."""
+# ── the clock ────────────────────────────────────────────────────────────────────────────────────
+
+
+def seconds(job: Callable[[], Any], device: torch.device, *, times: int) -> float:
+    """The fastest of several."""
     found = []
-    for _ in range(times + 1):
+    for _ in range(times):
         _wait(device)
         began = time.perf_counter()
         job()
         _wait(device)
         found.append(time.perf_counter() - began)
-    return min(found[1:])
+    return min(found)
 
 
 def _wait(device: torch.device) -> None:
@@ -62,83 +104,132 @@ def _wait(device: torch.device) -> None:
 def bandwidth(device: torch.device) -> float:
     """Bytes a second, reading."""
     there = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
-    took = seconds(lambda: [there.sum() for _ in range(8)], device, times=3)
-    return 8 * there.numel() * there.element_size() / took
+
+    def read() -> None:
+        for _ in range(8):
+            there.sum()
+
+    read()
+    return 8 * there.numel() * there.element_size() / seconds(read, device, times=3)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def _reset(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return (torch.cuda.max_memory_allocated() + hidden_in_graphs()) / GIB
+
+
+# ── one case ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, Any]:
+    """`rate`: bytes a second that the memory can be read with."""
     device = torch.device(args.device)
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    master = torch.float32 if args.trained else dtype
     with device:
-        model = shape(args.model).to(master).eval()
+        model = shape(case.model).to(torch.float32 if args.trained else dtype).eval()
     model.generation_config.eos_token_id = None
-    autocast = dtype if args.trained and dtype != torch.float32 else None
+    made = torch.Generator().manual_seed(SEED)
+    size = (case.prompts, case.prompt_tokens)
+    prompts_PN = torch.randint(0, model.config.vocab_size, size, generator=made)
     engine = TransformersEngine(
         model,
-        Words(),
-        name=args.model,
-        autocast=autocast,
-        max_batch_tokens=2**21,  # type: ignore[arg-type]
+        Words(),  # type: ignore[arg-type]
+        name=case.model,
+        autocast=dtype if args.trained and dtype != torch.float32 else None,
+        max_batch_tokens=2**21,
     )
-    made = torch.Generator().manual_seed(1)
-    words = model.config.vocab_size
-    prompts = torch.randint(0, words, (args.prompts, args.prompt_tokens), generator=made).tolist()
-    requests = [
-        SampleRequest(prompt_ids=tuple(prompt), seed=args.samples * i + n)
-        for i, prompt in enumerate(prompts)
-        for n in range(args.samples)
-    ]
-    sampling = Sampling(max_new_tokens=args.new_tokens)
-    count = len(requests) * args.new_tokens
-    _reset(device)
-    ours = seconds(lambda: engine.sample(requests, sampling), device, times=args.times)
-    peak = _peak(device)
-    if args.profile:
-        profile(lambda: engine.sample(requests, sampling), device)
-    found = {
-        "ours": {"seconds": ours, "tokens_per_second": count / ours, "peak_gib": peak},
-        "floor": floor(model, args, len(requests), dtype, device),
-    }
+    floor = floor_seconds(model, case, dtype, rate)
+    found: dict[str, Any] = {"case": asdict(case), "rows": case.rows}
     if args.generate:
-        ids_BN = torch.tensor(prompts, device=device).repeat_interleave(args.samples, 0)
-        settings = {"do_sample": True, "top_k": 0, "use_cache": True, "pad_token_id": 0}
-        few = args.generate_tokens or args.new_tokens
-        _reset(device)
-
-        def generate() -> None:
-            with torch.no_grad(), engine.casting():
-                model.generate(ids_BN, max_new_tokens=few, min_new_tokens=few, **settings)
-
-        took = seconds(generate, device, times=1)
-        found["generate"] = {
-            "new_tokens": few,
-            "seconds": took,
-            "tokens_per_second": len(requests) * few / took,
-            "peak_gib": _peak(device),
-        }
+        found["generate"] = generated(engine, prompts_PN.to(device), case, args)
+    found["ours"] = sampled(engine, prompts_PN, case, args)
+    found["floor"] = {"seconds": floor, "tokens_per_second": case.num_tokens / floor}
+    ours = found["ours"]["tokens_per_second"]
+    found["ours_over"] = {
+        side: ours / found[side]["tokens_per_second"]
+        for side in ("generate", "floor")
+        if side in found
+    }
     return found
 
 
-def floor(
-    model: Any, args: argparse.Namespace, rows: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, float]:
-    rate = bandwidth(device)
-    config = SimpleNamespace(**model.config.to_dict())
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_place = 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
-    weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    average = args.prompt_tokens + args.new_tokens / 2
-    step = (weights + rows * average * per_place) / rate
+def generated(
+    engine: TransformersEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
+) -> dict[str, Any]:
+    ids_BN = prompts_PN.repeat_interleave(case.samples, 0)
+    settings = {"do_sample": True, "top_k": 0, "use_cache": True, "pad_token_id": 0}
+
+    def generate(count: int) -> None:
+        with torch.no_grad(), engine.casting():
+            out_BL = engine.model.generate(
+                ids_BN, max_new_tokens=count, min_new_tokens=count, **settings
+            )
+        if out_BL.shape != (case.rows, case.prompt_tokens + count):
+            raise SystemExit(f"{case}: generate wrote {tuple(out_BL.shape)}: that is another job")
+
+    count = args.generate_tokens or case.new_tokens
+    generate(min(WARMUP_TOKENS, count))
+    _reset(engine.device)
+    took = seconds(lambda: generate(count), engine.device, times=1)
     return {
-        "bandwidth_gb_per_second": rate / 1e9,
-        "seconds": step * args.new_tokens,
-        "tokens_per_second": rows / step,
+        "new_tokens": count,
+        "seconds": took,
+        "tokens_per_second": case.rows * count / took,
+        "peak_gib": _peak(engine.device),
     }
 
 
-def profile(job: Any, device: torch.device) -> None:
+def sampled(
+    engine: TransformersEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
+) -> dict[str, Any]:
+    requests = [
+        SampleRequest(prompt_ids=tuple(prompt), seed=case.samples * i + n)
+        for i, prompt in enumerate(prompts_PN.tolist())
+        for n in range(case.samples)
+    ]
+    sampling = Sampling(max_new_tokens=case.new_tokens)
+
+    def sample() -> int:
+        return sum(len(one.token_ids) for one in engine.sample(requests, sampling))
+
+    _reset(engine.device)
+    # Captures the graphs: its memory counts, not its time.
+    began = time.perf_counter()
+    num_tokens = sample()
+    first = time.perf_counter() - began
+    if num_tokens != case.num_tokens:
+        raise SystemExit(f"{case}: we wrote {num_tokens} tokens: that is another job")
+    took = seconds(sample, engine.device, times=args.times)
+    peak = _peak(engine.device)
+    if args.profile:
+        profile(sample, engine.device)
+    return {
+        "seconds": took,
+        "first_seconds": first,
+        "tokens_per_second": case.num_tokens / took,
+        "peak_gib": peak,
+    }
+
+
+def floor_seconds(model: Any, case: Case, dtype: torch.dtype, rate: float) -> float:
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_place = 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
+    weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    average = case.prompt_tokens + case.new_tokens / 2
+    return float((weights + case.rows * average * per_place) / rate * case.new_tokens)
+
+
+def profile(job: Callable[[], Any], device: torch.device) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
 
@@ -151,49 +242,67 @@ def profile(job: Any, device: torch.device) -> None:
     print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
 
 
-def _reset(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+# ── all ──────────────────────────────────────────────────────────────────────────────────────────
+
+HEADINGS = (
+    "| model, prompts × samples, tokens | ours, tokens/s | ours / generate | ours / floor "
+    "| peak, GiB: ours | generate |\n|---|---|---|---|---|---|"
+)
 
 
-def _peak(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+def line(case: Case, found: dict[str, Any]) -> str:
+    over = found["ours_over"]
+    times = f"{over['generate']:.2f}" if "generate" in over else "–"
+    if "generate" in found and found["generate"]["new_tokens"] != case.new_tokens:
+        times += f" (its first {found['generate']['new_tokens']} tokens)"
+    peaks = [found.get(side, {}).get("peak_gib") for side in ("ours", "generate")]
+    cells = ["–" if peak is None else f"{peak:.2f}" for peak in peaks]
+    rate = f"{found['ours']['tokens_per_second']:,.0f}"
+    return f"| {case} | {rate} | {times} | {over['floor']:.2f} | {cells[0]} | {cells[1]} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
+def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    own = parser.add_argument_group(
+        "one case of your own", "any of these; what is not given is the first case's"
+    )
+    own.add_argument("--model", choices=NAMES)
+    own.add_argument("--prompts", type=int)
+    own.add_argument("--samples", type=int, help="of each prompt")
+    own.add_argument("--prompt-tokens", type=int)
+    own.add_argument("--new-tokens", type=int)
     parser.add_argument("--generate-tokens", type=int, help="fewer, for the side that is slow")
     parser.add_argument("--no-generate", dest="generate", action="store_false")
     parser.add_argument("--trained", action="store_true", help="float32 weights under autocast")
-    parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--times", type=int, default=2, help="of ours, the fastest counts")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = measure(args)
-    ours = found["ours"]["tokens_per_second"]
-    for name, side in found.items():
-        rate = side["tokens_per_second"]
-        print(f"{name:9} {rate:10,.0f} tokens/s   ours is {ours / rate:.2f} of it", flush=True)
-    if args.out is not None:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "hardware": hardware(),
-            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
-            "versions": {name: version(name) for name in ("torch", "transformers")},
-        }
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        rows = json.loads(args.out.read_text()) if args.out.exists() else []
-        rows.append({**about, "settings": settings, **found})
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    args.out = args.out or HERE / "results" / f"sampling_{args.device}.json"
+    names = [field.name for field in fields(Case)]
+    given = {name: value for name in names if (value := vars(args).pop(name)) is not None}
+    cases = CASES[args.device]
+    return args, (replace(cases[0], **given),) if given else cases
+
+
+def main() -> None:
+    args, cases = parse()
+    began = time.perf_counter()
+    rate = bandwidth(torch.device(args.device))
+    rows: list[dict[str, Any]] = []
+    result = {
+        **about("sampling", args),
+        "bandwidth_gb_per_second": rate / 1e9,
+        "cases": rows,
+    }
+    print(HEADINGS, flush=True)
+    for case in cases:
+        rows.append(measure(case, args, rate=rate))
+        print(line(case, rows[-1]), flush=True)
+        result["wall_seconds"] = time.perf_counter() - began
+        store(args.out, result)  # what there is, if time runs out
+    print(f"{args.out}, {result['wall_seconds']:.0f} s in all")
 
 
 if __name__ == "__main__":

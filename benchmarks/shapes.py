@@ -1,0 +1,78 @@
+"""Models of known shapes with random weights: nothing is downloaded; a clock sees no difference."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from workload import SEED
+
+from courtside.engines.transformers import TransformersEngine
+from courtside.losses.fused import divergence_head
+from courtside.losses.fused_records import Asked, HeadGradient, Projection
+
+NAMES = ("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny")
+
+
+def shape(kind: str) -> Any:
+    """A model of a known shape; its weights do not matter to the clock."""
+    longest = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
+    if kind == "smollm2-135m":
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+            num_attention_heads=9, num_key_value_heads=3, **longest))  # fmt: skip
+    if kind == "llama-1b":
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+            num_attention_heads=32, num_key_value_heads=8, **longest))  # fmt: skip
+    if kind == "tiny":
+        return Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, **longest))  # fmt: skip
+    assert kind == "qwen3-0.6b"
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, **longest))  # fmt: skip
+
+
+def drawn_engine(args: argparse.Namespace) -> TransformersEngine:
+    """As a student in training has it: bfloat16 autocast over float32 weights on a GPU. `args` has
+    `device`, `model` and, as a rank or 0, `lora`."""
+    device = torch.device(args.device)
+    torch.manual_seed(SEED)
+    with device:  # drawn where they stay: a CPU takes its time over half a billion numbers
+        model = shape(args.model)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
+        # As the student does: only weights that are stepped stay in float32.
+        model = model.to(torch.bfloat16) if device.type == "cuda" else model
+        get_peft_model(model, settings)
+    return TransformersEngine(
+        model.eval(),
+        SimpleNamespace(eos_token_id=0),
+        name=args.model,
+        autocast=torch.bfloat16 if device.type == "cuda" else None,
+    )
+
+
+def gradient_of_sampled(engine: TransformersEngine, hidden_ND: Tensor, ids_N: Tensor) -> Tensor:
+    """Of a loss on the sampled tokens, by the hidden states, as the student's step has it."""
+    weight_VD, _ = engine.head.parameters()
+    into = None
+    if weight_VD.requires_grad:
+        into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
+    dtype = engine.autocast or weight_VD.dtype
+    ones_N = torch.ones(len(hidden_ND), device=hidden_ND.device)
+    found = divergence_head(
+        Projection(hidden_ND=hidden_ND, weight_VD=weight_VD.detach().to(dtype)),
+        None,
+        Asked(ids_N=ids_N, temperature_N=ones_N, sampled=-ones_N),
+        into=into,
+    )
+    return found.hidden_gradient_ND.to(hidden_ND.dtype)
