@@ -142,7 +142,7 @@ def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, A
     prompts_PN = torch.randint(0, model.config.vocab_size, size, generator=made)
     engine = TransformersEngine(
         model,
-        Words(),  # type: ignore[arg-type]
+        Words(),
         name=case.model,
         autocast=dtype if args.trained and dtype != torch.float32 else None,
         max_batch_tokens=2**21,
