@@ -2,8 +2,10 @@
 """The two parts of a decoding step that torch does badly, as Triton kernels.
 
 Attention of one new token a row over keys and values of rows of different lengths: each row pays
-for its own length, whatever room there is, and heads that share keys read them once. A long row is
-cut into SPLITS parts that are read side by side and joined afterwards.
+for its own length, whatever room there is, and heads that share keys read them once. Rows that
+began alike read their beginning where the first of them has it, so that it comes from memory once
+and then from the cache. A long row is cut into SPLITS parts that are read side by side and joined
+afterwards.
 
 Drawing a token: two sweeps over the logits, one for the sums of blocks of words, one for the block
 that was hit. No sort, no sums in memory.
@@ -24,8 +26,8 @@ BLOCK_WORDS = 4096
 
 
 @triton.jit
-def _attend(query, keys, values, lengths, parts, tops, totals, out, scale,
-            row_places, head_places, SHARING: tl.constexpr, SPLITS: tl.constexpr,
+def _attend(query, keys, values, lengths, leaders, alike, parts, tops, totals, out, scale,
+            row_places, head_places, LED: tl.constexpr, SHARING: tl.constexpr, SPLITS: tl.constexpr,
             SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
             PLACES: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """One part of one row, for the SHARING heads of one head of keys."""
@@ -39,13 +41,18 @@ def _attend(query, keys, values, lengths, parts, tops, totals, out, scale,
     head = row * num_shared * SHARING + shared * SHARING + at_q
     q = tl.load(query + head[:, None] * SIZE + at_d[None, :], mask=inside, other=0.0)
     q = q.to(keys.dtype.element_ty)
-    first = row.to(tl.int64) * row_places + shared * head_places
+    own = row.to(tl.int64) * row_places + shared * head_places
+    led, num_alike = own, 0
+    if LED:
+        led = tl.load(leaders + row) * row_places + shared * head_places
+        num_alike = tl.load(alike + row)
     top = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, PADDED], tl.float32)
     for start in range(begin, end, PLACES):
         place = start + tl.arange(0, PLACES)
         seen = (place[:, None] < end) & (at_d[None, :] < SIZE)
+        first = tl.where(start + PLACES <= num_alike, led, own)  # whole blocks only
         where = first + place[:, None] * SIZE + at_d[None, :]
         k = tl.load(keys + where, mask=seen, other=0.0)
         v = tl.load(values + where, mask=seen, other=0.0)
@@ -89,10 +96,17 @@ def _join(parts, tops, totals, out, SPLITS: tl.constexpr, SIZE: tl.constexpr, PA
 
 
 def attend(
-    query_BHD: Tensor, keys_BKLD: Tensor, values_BKLD: Tensor, length_B: Tensor, scale: float
+    query_BHD: Tensor,
+    keys_BKLD: Tensor,
+    values_BKLD: Tensor,
+    length_B: Tensor,
+    scale: float,
+    leaders: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax(scale · q·k)·v over the first `length_B` places of each row; lengths are above 0.
 
+    `leaders`: of each row another that has the same keys and values, bit for bit, in its first
+    places, and how many of those there are.
     The query is rounded to the numbers of the keys, as autocast would for torch's attention.
     """
     B, H, D = query_BHD.shape
@@ -106,9 +120,11 @@ def attend(
     count = B * H * splits if splits > 1 else 1
     tops, totals = query_BHD.new_empty(2, count, dtype=torch.float32)
     parts = query_BHD.new_empty(count * D if splits > 1 else 1, dtype=torch.float32)
+    leader_B, alike_B = leaders or (length_B, length_B)
     _attend[(B, K, splits)](
-        query_BHD, keys_BKLD, values_BKLD, length_B, parts, tops, totals, out_BHD, scale,
-        keys_BKLD.stride(0), keys_BKLD.stride(1), SHARING=H // K, SPLITS=splits, SIZE=D,
+        query_BHD, keys_BKLD, values_BKLD, length_B, leader_B, alike_B, parts, tops, totals,
+        out_BHD, scale, keys_BKLD.stride(0), keys_BKLD.stride(1), LED=leaders is not None,
+        SHARING=H // K, SPLITS=splits, SIZE=D,
         PADDED=triton.next_power_of_2(max(D, 16)),
         QUERIES=triton.next_power_of_2(max(H // K, 16)), PLACES=BLOCK_PLACES,
         EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from courtside.engines import layer_parts
 from courtside.engines.base import Head, Sampling
 from courtside.engines.batching import placed
 from courtside.engines.branches import as_taken
@@ -35,6 +36,7 @@ class Decoder:
         head: Head,
         cache: Cache,
         length_B: Tensor,
+        leaders: tuple[Tensor, Tensor],
         sampling: Sampling,
         eos: Sequence[int],
         pool: Any = None,
@@ -42,6 +44,8 @@ class Decoder:
         self.model, self.head, self.cache, self.sampling = model, head, cache, sampling
         self.length_B = length_B
         """Ids in each row's keys and values, of the session."""
+        self.leaders = leaders
+        """For each row one that began alike, and with how many ids."""
         self.device = length_B.device
         B, N = len(length_B), sampling.max_new_tokens
         self.ids_B1 = self._zeros(B, 1)
@@ -66,7 +70,7 @@ class Decoder:
         N = self.sampling.max_new_tokens
         where_B = torch.tensor(rows, device=self.device)
         uniform_BN = torch.stack([uniforms(seed, N) for seed in seeds]).to(self.device)
-        ids_B, logp_B = drawn(self.head(hidden_BD), uniform_BN[:, 0], self.sampling)
+        ids_B, logp_B = drawn(self.head, hidden_BD, uniform_BN[:, 0], self.sampling)
         self.uniform_BN[where_B, :N] = uniform_BN
         self.drawn_BN[where_B, 0] = ids_B
         self.logp_BN[where_B, 0] = logp_B.float()
@@ -103,7 +107,7 @@ class Decoder:
 
     def _step(self) -> None:
         """Read each row's last token, draw the next, leave it where the next step reads it."""
-        with ragged(self.model, self.length_B + 1):
+        with ragged(self.model, self.length_B + 1, *self.leaders):
             out = self.model.base_model(
                 input_ids=self.ids_B1,
                 attention_mask=self.mask,
@@ -112,8 +116,7 @@ class Decoder:
                 use_cache=True,
             )
         uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
-        logits_BV = self.head(out.last_hidden_state[:, -1])
-        ids_B, logp_B = drawn(logits_BV, uniform_B, self.sampling)
+        ids_B, logp_B = drawn(self.head, out.last_hidden_state[:, -1], uniform_B, self.sampling)
         last = self.sampling.max_new_tokens
         where_B1 = torch.where(self.active_B, self.count_B, last)[:, None]
         self.drawn_BN.scatter_(1, where_B1, ids_B[:, None])
@@ -213,10 +216,14 @@ def replayed(step: Callable[[], None], state: Sequence[Tensor], pool: Any) -> Ca
     return graph.replay
 
 
-def drawn(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """`draw`, by a kernel where there is one for it."""
-    if logits_BV.is_cuda and sampling.temperature > 0 and not sampling.truncates:
+def drawn(
+    head: Head, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """`draw`, by a kernel where there is one for it, which reads the logits as they are."""
+    if layer_parts.by_kernel(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
         from courtside.engines.decode_kernels import pick  # needs Triton, which CPUs do without
 
-        return pick(logits_BV, uniform_B, sampling.temperature)
-    return draw(logits_BV, uniform_B, sampling)
+        if head.softcap is None:
+            return pick(head.products(hidden_BD), uniform_B, sampling.temperature / head.scale)
+        return pick(head(hidden_BD), uniform_B, sampling.temperature)
+    return draw(head(hidden_BD), uniform_B, sampling)

@@ -40,6 +40,7 @@ class LentWeights:
         """Weight and bias of each group, then of the head, then the two halves of its adapter."""
         self._views: list[Tensor] = []
         """Where in the copies each parameter goes."""
+        self._num_users = 0
 
     def refresh(self) -> None:
         """Take over the weights of this moment; addresses stay, as graphs hold them."""
@@ -75,11 +76,20 @@ class LentWeights:
         """Where the copies lie: a graph holds that for good."""
         return hash(tuple(weight.data_ptr() for weight, _ in self._copies))
 
+    def let_go(self) -> None:
+        """The copies' memory, until the next `refresh`; not while passes multiply by them."""
+        if self._num_users == 0:
+            self._copies, self._views = [], []
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Passes of the model and its head in here multiply by the copies."""
-        with replaced(self._replacements()):
-            yield
+        self._num_users += 1
+        try:
+            with replaced(self._replacements()):
+                yield
+        finally:
+            self._num_users -= 1
 
     def _replacements(self) -> Iterator[Replacement]:
         yield from self.parts.replacements()

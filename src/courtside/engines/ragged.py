@@ -1,7 +1,8 @@
 """Attention of one new token a row over rows of different lengths, in room of one size.
 
 For the time of a step the model's attention is this one, and `ragged` is told how much of each row
-is there. On a GPU a kernel reads just that; elsewhere, for tests, a mask hides the rest.
+is there, and which rows began alike. On a GPU a kernel reads just that; elsewhere, for tests, a
+mask hides the rest.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ PLAIN = frozenset(["dropout", "is_causal", "position_ids", "cache_position", "us
                    "sliding_window", "output_attentions", "past_key_values"])  # fmt: skip
 """What a model may tell its attention without asking for another one than the usual."""
 
-_length_of_rows: list[Tensor] = []
-"""Of the step under way: places of each row that are to be read, the new one included."""
+_rows: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+"""Of the step under way: places of each row that are to be read, the new one included; and for each
+row one that has the same in its first places, with their number."""
 
 
 def ragged_attention(
@@ -41,13 +43,17 @@ def ragged_attention(
     special = sorted(k for k, v in settings.items() if v is not None and k not in PLAIN)
     if special or settings.get("sliding_window") is not None:
         raise ModelError(f"an attention with {special[0] if special else 'a window'}")
-    (length_B,) = _length_of_rows
+    ((length_B, leaders),) = _rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda:
         from courtside.engines.decode_kernels import attend  # needs Triton, which CPUs do without
 
-        return attend(query[:, :, 0], key, value, length_B, scale)[:, None], None
-    seen_BL = torch.arange(key.shape[2], device=key.device) < length_B[:, None]
+        return attend(query[:, :, 0], key, value, length_B, scale, leaders)[:, None], None
+    place_L = torch.arange(key.shape[2], device=key.device)
+    seen_BL = place_L < length_B[:, None]
+    leader_B, alike_B = leaders
+    led_BL = (place_L < alike_B[:, None])[:, None, :, None]
+    key, value = (torch.where(led_BL, room[leader_B], room) for room in (key, value))
     query = query.to(key.dtype)  # autocast would do it for torch's own attention
     found = F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen_BL[:, None, None], scale=scale, enable_gqa=True
@@ -60,14 +66,15 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def ragged(model: Any, length_B: Tensor) -> Iterator[None]:
-    """Steps of the model in here read `length_B` places of each row."""
+def ragged(model: Any, length_B: Tensor, leader_B: Tensor, alike_B: Tensor) -> Iterator[None]:
+    """Steps of the model in here read `length_B` places of each row, the first `alike_B` of them in
+    the row `leader_B`, where the same lies."""
     config = model.config
     own = config._attn_implementation
     config._attn_implementation = NAME
-    _length_of_rows.append(length_B)
+    _rows.append((length_B, (leader_B, alike_B)))
     try:
         yield
     finally:
-        _length_of_rows.pop()
+        _rows.pop()
         config._attn_implementation = own

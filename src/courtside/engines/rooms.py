@@ -27,7 +27,7 @@ KEPT = 8
 """Graphs kept; they share their working memory."""
 KEPT_BYTES = 2**30
 """Room up to this stays when no session holds it. More is worth more to an update than the tenth of
-a second in which room and graphs are made again."""
+a second in which room, graphs and copies of weights are made again."""
 
 
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
@@ -82,6 +82,9 @@ class Slots:
         device = pool.model.device
         self.length_B = torch.zeros(num_rows, dtype=torch.long, device=device)
         """Ids in each row's keys and values."""
+        self.leader_B = torch.arange(num_rows, device=device)
+        self.alike_B = torch.zeros_like(self.leader_B)
+        """For each row one that has the same in its first places, and how many those are."""
         self.row_B = torch.arange(num_rows, device=device)
         self.reading: tuple[Tensor | None, Tensor, int] | None = None
         """While rows read: which (None: all), at what positions, and how far they look back."""
@@ -113,8 +116,11 @@ class Slots:
 class RoomPool:
     """The engine's memory for keys and values, lent to one session at a time."""
 
-    def __init__(self, model: Any, dtype: torch.dtype | None):
-        self.model, self.dtype = model, dtype
+    def __init__(
+        self, model: Any, dtype: torch.dtype | None, let_go: Callable[[], None] = lambda: None
+    ):
+        """`let_go`: called where room is given back, of what else only sampling needs."""
+        self.model, self.dtype, self.let_go = model, dtype, let_go
         self._stores: dict[int, Tensor] = {}
         self._slots: OrderedDict[tuple[int, int], Slots] = OrderedDict()
         self._holder: Callable[[], object | None] = lambda: None
@@ -145,6 +151,7 @@ class RoomPool:
             self._slots.clear()
             self._stores.clear()
             self.graph_pool = self._new_graph_pool()  # one that no graph uses is gone for good
+            self.let_go()
 
     def _new_graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None

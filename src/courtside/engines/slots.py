@@ -154,8 +154,9 @@ class SlotSession:
             while len(decoders) >= KEPT:
                 decoders.popitem(last=False)
             decoders[key] = Decoder(
-                self.model, self.head, self.slots.cache, self.slots.length_B, sampling,
-                sorted(eos), self.pool.graph_pool,
+                self.model, self.head, self.slots.cache, self.slots.length_B,
+                (self.slots.leader_B, self.slots.alike_B), sampling, sorted(eos),
+                self.pool.graph_pool,
             )  # fmt: skip
         decoders.move_to_end(key)
         return decoders[key]
@@ -192,7 +193,17 @@ class SlotSession:
             self.length[row], hidden[row] = len(reads[row]), behind
         for row in fresh:
             self._begun[row] = (reads[row], hidden[row])
+        self._lead()
         return torch.stack([hidden[row] for row in reads])
+
+    def _lead(self) -> None:
+        """Of the rows that began with the same ids the first leads: the others are its copies."""
+        leader, alike = list(range(self.slots.num_rows)), [0] * self.slots.num_rows
+        first: dict[tuple[int, ...], int] = {}
+        for row, (ids, _) in self._begun.items():
+            leader[row], alike[row] = first.setdefault(ids, row), len(ids)
+        self.slots.leader_B.copy_(torch.tensor(leader))
+        self.slots.alike_B.copy_(torch.tensor(alike))
 
     def _replayed_pass(self, reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """By a graph over all rows, where so little is read that launches would take longer; empty:

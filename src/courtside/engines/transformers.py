@@ -222,7 +222,7 @@ class TransformersEngine:
 
     @cached_property
     def _pool(self) -> RoomPool:
-        return RoomPool(self.model, self.autocast)
+        return RoomPool(self.model, self.autocast, self._lent.let_go)
 
     @cached_property
     def _lent(self) -> LentWeights:

@@ -53,6 +53,28 @@ def test_attention_reads_each_row_up_to_its_own_length(
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("programs", [decode_kernels.PROGRAMS, 1])
+def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """Whole blocks of it; the rest, and what came later, is each row's own."""
+    monkeypatch.setattr(decode_kernels, "PROGRAMS", programs)
+    torch.manual_seed(0)
+    B, H, K, L, D = 4, 4, 2, 200, 32
+    q = torch.randn(B, H, D, device=DEVICE)
+    keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
+    leader = torch.tensor([0, 0, 2, 0], device=DEVICE)
+    alike = torch.tensor([150, 150, 0, 150], device=DEVICE)
+    keys[[1, 3], :, :150], values[[1, 3], :, :150] = keys[:1, :, :150], values[:1, :, :150]
+    lengths = torch.tensor([160, 151, 90, 200], device=DEVICE)
+    expected = attend(q, keys, values, lengths, 0.3)
+    whole = 150 // decode_kernels.BLOCK_PLACES * decode_kernels.BLOCK_PLACES
+    for room in (keys, values):
+        room[[1, 3], :, :whole] = float("nan")  # nobody looks at these copies
+    found = attend(q, keys, values, lengths, 0.3, (leader, alike))
+    assert torch.equal(found, expected)
+
+
 def test_a_query_is_rounded_as_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_kernels, "PROGRAMS", 1)
     q = torch.randn(2, 4, 16, device=DEVICE).bfloat16()

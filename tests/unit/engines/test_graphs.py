@@ -109,6 +109,24 @@ def test_waiting_requests_take_the_rows_of_finished_ones() -> None:
     assert len(steps) < 0.9 * in_lockstep
 
 
+def test_samples_of_a_prompt_read_it_in_the_row_of_the_first() -> None:
+    made = engine(slots=True)
+    session = made.session(6)
+    requests = [REQUESTS[0], REQUESTS[3], *REQUESTS[1:3], *REQUESTS[4:5]]
+    session.sample([4, 0, 2, 1, 3], requests, Sampling(max_new_tokens=3))
+    slots = session.slots  # type: ignore[attr-defined]
+    leaders, alike = slots.leader_B.tolist(), slots.alike_B.tolist()
+    assert leaders == [0, 4, 4, 0, 4, 5, 6, 7]
+    assert alike == [6, 3, 3, 6, 3, 0, 0, 0]
+
+
+def test_a_row_that_begins_anew_leads_nobody_with_what_it_had() -> None:
+    sampling = Sampling(max_new_tokens=6)
+    asked = [REQUESTS[i] for i in (3, 0, 6, 1)]  # the last as the second, whose row the third gets
+    session = engine(slots=True)._slots(2, 32)
+    same(session.sample_all(asked, sampling), engine(slots=False).sample(asked, sampling))
+
+
 def test_a_second_session_leaves_the_first_alone() -> None:
     sampling = Sampling(max_new_tokens=12)
     made = engine(slots=True)
@@ -187,6 +205,21 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
         assert all(one() is None for one in room)
     finally:
         gc.enable()
+    same(made.sample(REQUESTS, sampling), expected)
+
+
+def test_copies_of_weights_go_with_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(slots=True, model=tiny_model(), autocast=torch.bfloat16)
+    sampling = Sampling(max_new_tokens=3)
+    expected = made.sample(REQUESTS, sampling)
+    copies = [weakref.ref(weight) for weight, _ in made._lent._copies]
+    assert copies, "they stay with a little room"
+    monkeypatch.setattr(rooms, "KEPT_BYTES", 0)
+    with made._lent.used():  # another session is at work
+        made.sample(REQUESTS, sampling)
+        assert made._lent._copies
+    made.sample(REQUESTS, sampling)
+    assert not made._lent._copies and all(copy() is None for copy in copies)
     same(made.sample(REQUESTS, sampling), expected)
 
 
