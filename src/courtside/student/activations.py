@@ -148,7 +148,7 @@ def kept_bytes_per_token(
     if longest is None:
         return found
     longer, as_many = kept(1, 2 * length)  # as many tokens as two groups, in longer sequences
-    growth = (longer - twice) / (as_many * length)
+    growth = max(0.0, (longer - twice) / (as_many * length))
     return found + growth * max(0, longest - length)
 
 
@@ -164,14 +164,14 @@ def _group(number: int, samples: int, length: int, num_words: int) -> list[list[
 def student_bytes_per_token(student: Student, tokens: int, context_length: int) -> float:
     """Of the student as it trains, whatever its layers, adapters and arithmetic."""
     passes = student.passes
-    # A packed pass has attention that keeps no scores; of a padded one nothing is known.
-    longest = None if passes.problem is None else min(tokens, context_length)
     with student.training(step=0):
         return kept_bytes_per_token(
             lambda sequences: passes.hidden(sequences)[0],
             num_words=student.head.num_words,
             samples=min(student.recipe.rollout.samples, TRIED_SAMPLES),
-            longest=longest,
+            # How long sequences become is not known: at worst a pass is one of them. That matters
+            # where attention keeps scores or masks, and a GPU's own kernels keep neither.
+            longest=min(tokens, context_length),
             length=min(TRIED_LENGTH, context_length // 2),
         )
 
