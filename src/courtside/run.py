@@ -62,16 +62,14 @@ class Run:
             with self._catching_interrupts():
                 yield
         except torch.OutOfMemoryError as error:
-            more = (
-                ""
-                if self.parts.student.weights.recomputes
-                else (", or set student.gradient_checkpointing = true")
-            )
+            fix = "rollout.max_batch_tokens"
+            if not self.parts.student.weights.recomputes:
+                fix += ", or set student.gradient_checkpointing = true"
             raise RunError(
                 f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
                 f"last checkpoint is from step {self._last_saved()}. Lower "
                 "train.micro_batch_tokens or train.chunk_tokens (neither changes the update) or "
-                f"rollout.max_batch_tokens{more}"
+                f"{fix}"
             ) from error
         except UserError:
             # Something the user must mend (a task without its field); the steps done are kept.
