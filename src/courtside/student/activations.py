@@ -1,7 +1,7 @@
 """Whether passes of the update keep their activations, or compute them again on the way back.
 
-Keeping is faster, where it fits. What a pass keeps is measured on a few tokens of the
-student as it trains, so nothing here knows what a layer looks like. Values do not depend on it.
+Keeping is faster, where it fits. What a pass keeps is measured on a few tokens of the student as it
+trains, so nothing here knows what a layer looks like. Values do not depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MARGIN = 0.1
 TRIED_LENGTH = 128
 """Of the sequences that are tried."""
 TRIED_SAMPLES = 8
-"""At most, of a prompt: with more, keys that are laid out for each of them grow no further."""
+"""At most, of a prompt as long as an answer: the keys that are laid out for each are then almost
+as many more as they can be there, one for every token that is computed."""
 HEAD_COPIES = 8
 """Of a chunk's logits in float32, where a loss goes through the head in autograd."""
 ROWS = 3
