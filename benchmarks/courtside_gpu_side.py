@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
             "max_batch_tokens": plan.rollout.max_batch_tokens,
             "micro_batch_tokens": parts.student.micro_batch_tokens
             or pass_tokens(parts.engine.device),
-            "gradient_checkpointing": plan.student.gradient_checkpointing,
+            "gradient_checkpointing": parts.student.weights.recomputes,
             "optimizer": type(parts.student.optimiser).__name__,
             "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
             "autocast": str(parts.student.weights.autocast),

@@ -39,6 +39,7 @@ from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
+from courtside.student.activations import FreeBytes, choose_activations, free_bytes
 from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
@@ -59,7 +60,7 @@ LOOKED_AT = 16
 """Recorded conversations that are looked at before the first step."""
 
 
-def assemble(recipe: Recipe) -> Parts:
+def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     bound_threads()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
@@ -81,6 +82,7 @@ def assemble(recipe: Recipe) -> Parts:
     engine = engine_for(weights.model, name, weights.autocast)
     renderer = Renderer(tokenizer, name=name, eos_ids=engine.eos_ids)
     student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
+    recomputed = choose_activations(student, free, context_length=engine.context_length)
     new = recipe.rollout.max_new_tokens
     room = Room(
         length=lambda task: _length(task, renderer, new, data=recipe.trains_on_data),
@@ -92,7 +94,7 @@ def assemble(recipe: Recipe) -> Parts:
 
     averages: dict[str, MovingAverage] = {}
     sizes: dict[str, int] = {}
-    notes: list[str] = []
+    notes: list[str] = [] if recomputed is None else [recomputed]
     hidden = any(
         loss.kind == "divergence" or (loss.kind == "policy_gradient" and loss.baseline)
         for loss in recipe.losses

@@ -63,11 +63,14 @@ class Run:
             with self._catching_interrupts():
                 yield
         except torch.OutOfMemoryError as error:
+            fix = "rollout.max_batch_tokens"
+            if not self.parts.student.weights.recomputes:
+                fix += ", or set student.gradient_checkpointing = true"
             raise RunError(
                 f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
                 f"last checkpoint is from step {self._last_saved()}. Lower "
                 "train.micro_batch_tokens or train.chunk_tokens (neither changes the update) or "
-                "rollout.max_batch_tokens, or set student.gradient_checkpointing = true"
+                f"{fix}"
             ) from error
         except UserError:
             # Something the user must mend (a task without its field); the steps done are kept.

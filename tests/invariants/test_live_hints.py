@@ -237,6 +237,22 @@ def test_where_more_must_be_known_hints_are_scored_before(
     assert all(j.shift is not None for s in scored for j in s.hints)
 
 
+def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: Path) -> None:
+    """What "auto" chose counts, not what the recipe says."""
+    losses = []
+    for free, live in ((2**50, True), (0, False)):
+        parts = assemble(tree(roomy_folder), free=lambda device, free=free: free)
+        assert in_update(parts) == live == (not parts.student.weights.recomputes)
+        said = [note for note in parts.notes if "hints are scored before the update" in note]
+        assert len(said) == (not live)
+        assert all("(student.gradient_checkpointing keeps no keys" in note for note in said)
+        scored = batch_of(parts)
+        targets = [s.target for s in scored if s.target is not None]
+        assert targets and all(bool(t.branches) == live for t in targets)
+        losses.append(parts.student.step(0, scored).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "where",
     ["courtside.engines.passes.packing_problem", "courtside.engines.transformers.branching_problem",

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from courtside.engines import few_launches as few
 from courtside.engines import layer_gradients, layer_kernels, layer_parts
 from courtside.engines.passes import Passes, packing_problem
+from courtside.engines.prefixes import LEAST_IDS
 from courtside.engines.transformers import head_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,6 +199,21 @@ def test_a_pass_trains_as_the_models_own(
     for name, gradient in own.items():
         error = (found[name].double() - gradient.double()).norm() / gradient.double().norm()
         assert float(error) < slack, name
+
+
+def test_computed_again_a_pass_is_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qwen().to(DEVICE)
+    model.model.layers = model.model.layers[1:]
+    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: x.dtype in layer_parts.KERNEL_NUMBERS)
+    parts = few.few_launches(model, head_of(model), torch.bfloat16)
+    common = list(range(2, 2 + LEAST_IDS))
+    sharing = [[*common, 7], [*common, 5, 3]]
+    kept_ND, kept = step(model, parts, cast=True, sequences=sharing)
+    assert len(kept_ND) == LEAST_IDS + 3, "what they have in common is there once"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again_ND, again = step(model, parts, cast=True, sequences=sharing)
+    assert torch.equal(kept_ND, again_ND) and kept.keys() == again.keys()
+    assert all(torch.equal(gradient, again[name]) for name, gradient in kept.items())
 
 
 def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,8 @@ def test_names_of_averages_stay_apart():
     assert not any("/" in _file_name(name) for name in names)
 
 
-def test_out_of_memory_says_what_to_lower(tiny_folder, tiny_teacher_folder, tmp_path):
+@pytest.mark.parametrize("recomputes", ["auto", True])
+def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_folder, tmp_path):
     def spoil(parts: Any) -> None:
         whole = parts.student.step
 
@@ -331,10 +332,12 @@ def test_out_of_memory_says_what_to_lower(tiny_folder, tiny_teacher_folder, tmp_
 
         parts.student.step = step
 
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder)
+    student = {"model": str(tiny_folder), "gradient_checkpointing": recomputes}
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, student=student)
     with pytest.raises(RunError, match=r"step 3.*from step 2.*micro_batch_tokens") as told:
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(told.value)
+    assert ("student.gradient_checkpointing = true" in str(told.value)) == (recomputes == "auto")
     assert train(recipe, tmp_path / "run").metrics()[-1]["step"] == 4  # and it goes on from there
 
 

@@ -36,6 +36,8 @@ class Student(Part):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep_layers: tuple[NonNegativeInt, ...] | None = None
     """Prune: keep only these decoder layers of the model."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Compute activations again in the backward pass: less memory, about a third more time, the
+    same numbers. auto: on a GPU, where a pass of `train.micro_batch_tokens` would not fit without
+    (measured at the start, and said); never on a CPU."""
     trust_remote_code: bool = False

@@ -43,7 +43,7 @@ def why_before(recipe: Recipe, model: Any, problem: str | None) -> str | None:
         return "hints.cumulative changes what later turns read"
     if hints.place == "system":
         return "hints.place = 'system' changes the trajectory from its beginning"
-    if recipe.student.gradient_checkpointing:
+    if model.is_gradient_checkpointing:  # asked for, or chosen
         return "student.gradient_checkpointing keeps no keys and values"
     if drops_out(model):
         return "dropout acts on the update's pass"

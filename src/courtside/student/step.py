@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -105,8 +106,19 @@ class Student:
         """
         student: dict[str, Tensor] = {}
         teacher: dict[str, Tensor] = {}
-        passes = self.passes  # tried out, the first time, before dropout acts
         trained = trained_tokens(parts)
+        with self.training(step):
+            looked_at = [s for s in scored if s.trajectory.id in trained]
+            for micro in self._micro_batches(looked_at, trained):
+                found, told = self._micro_batch(micro, parts, trained, tally)
+                student.update(found)
+                teacher.update(told)
+        return _on_host(student, teacher, trained)
+
+    @contextmanager
+    def training(self, step: int) -> Iterator[None]:
+        """Around the passes of a step: as they train, in mode, numbers and attention."""
+        passes = self.passes  # tried out, the first time, before dropout acts
         self.weights.model.train()
         try:
             with (
@@ -116,17 +128,12 @@ class Student:
             ):
                 # Dropout, the only random thing here, follows from the step as everything does.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
-                looked_at = [s for s in scored if s.trajectory.id in trained]
-                for micro in self._micro_batches(looked_at, trained):
-                    found, told = self._micro_batch(micro, parts, trained, tally)
-                    student.update(found)
-                    teacher.update(told)
+                yield
         finally:
             # What was rounded must not outlive the step, which changes the weights: also where
             # somebody's own autocast is around this one, which would keep it.
             torch.clear_autocast_cache()
             self.weights.model.eval()
-        return _on_host(student, teacher, trained)
 
     @cached_property
     def passes(self) -> Passes:

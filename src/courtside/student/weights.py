@@ -46,11 +46,19 @@ class StudentWeights:
         if config.lora:
             self.adapter = _with_adapter(self.model, config.lora, seed)
             self.model.eval()  # new layers come in training mode: dropout would act on rollouts
-        if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+        if config.gradient_checkpointing is True:  # "auto" is decided when all models are there
+            self.recompute()
         self.device = device
+
+    def recompute(self) -> None:
+        """Passes that train compute activations again on their way back, from now on."""
+        self.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        return bool(self.model.is_gradient_checkpointing)
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

@@ -1,0 +1,108 @@
+"""Activations that are kept and activations that are computed again give the same update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import qwen
+from small_runs import small_recipe
+from tiny import tiny_tokenizer
+
+from courtside.assemble import assemble
+from courtside.parts import Parts
+from courtside.report.folder import RunFolder
+from courtside.types import Update
+from courtside.verbs import train
+
+PLENTY = 2**50
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    qwen().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def stepped(recipe: Any, free: int) -> tuple[Parts, list[Update]]:
+    parts = assemble(recipe, free=lambda device: free)
+    assert parts.student.weights.recomputes == (free != PLENTY)
+    updates = []
+    for step in range(2):
+        scored = parts.teacher(parts.rollout(parts.tasks.batch(step, 2), step))
+        updates.append(parts.student.step(step, scored))
+    return parts, updates
+
+
+@pytest.mark.parametrize(
+    "student",
+    [
+        {}, {"dtype": "bfloat16"}, {"lora": {"rank": 2, "dropout": 0.2}},
+        {"lora": {"rank": 2}, "dtype": "bfloat16"},
+    ],
+    ids=["all weights", "rounded", "dropout", "rounded lora"],
+)  # fmt: skip
+def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
+    recipe = small_recipe(
+        qwen_folder,
+        qwen_folder,
+        student={"model": str(qwen_folder), **student},
+        teacher={"kind": "self", "weights": "live", "context": {"kind": "system", "text": "Hm."}},
+        # One pass with several prompts, each shared by its samples.
+        train={"prompts": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
+    )
+    (kept, kept_updates), (again, again_updates) = stepped(recipe, PLENTY), stepped(recipe, 0)
+    shares = "dropout" not in student.get("lora", {})
+    assert kept.student.passes.problem is None
+    assert (kept.student.passes.unshared is None) == shares
+    assert kept_updates == again_updates
+    start = assemble(recipe).student.weights.trained()
+    theirs = again.student.weights.trained()
+    for name, parameter in kept.student.weights.trained().items():
+        assert torch.equal(parameter, theirs[name]), name
+    assert any(not torch.equal(p, theirs[name]) for name, p in start.items())
+
+
+def test_a_run_goes_on_the_same_whatever_is_free_then(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run chooses anew: what is free may have changed, its numbers do not."""
+    recipe = small_recipe(tiny_folder, tiny_folder, train={"steps": 3, "prompts": 2})
+    whole = train(recipe, tmp_path / "whole")
+
+    real = assemble
+    chosen = iter([PLENTY, 0])
+
+    def assembled(recipe: Any) -> Parts:
+        free = next(chosen)
+        parts = real(recipe, free=lambda device: free)
+        if free == PLENTY:
+            student: Any = parts.student
+            step = student.step
+
+            def fail(number: int, scored: Any) -> Update:
+                if number == 2:
+                    raise KeyboardInterrupt
+                found: Update = step(number, scored)
+                return found
+
+            student.step = fail
+        else:
+            assert parts.student.weights.recomputes
+        return parts
+
+    monkeypatch.setattr("courtside.assemble.assemble", assembled)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "cut")
+    again = train(recipe, tmp_path / "cut")
+    assert losses(again) == losses(whole)
+
+
+def losses(folder: RunFolder) -> list[float]:
+    found = [row["loss"] for row in folder.metrics()]
+    assert len(found) == 3
+    return found
