@@ -37,7 +37,7 @@ REPOSITORY = HERE.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 SIDES = (*OURS, "hints", "trl")
-LEAN = ("student.gradient_checkpointing=true", "rollout.max_batch_tokens=49152")
+LEAN = ("student.gradient_checkpointing=true", "rollout.max_batch_tokens=40960")
 """What courtside_lean sets: activations computed again, and fewer rows sampled at a time."""
 GIB = 2**30
 LOSS_SPREAD = 1.15

@@ -10,14 +10,20 @@ def train_loop(parts: Parts, run: Run) -> None:
     """The student writes, the teacher corrects it where it is, the student moves."""
     with run.underway():
         for step in run.remaining_steps():
-            tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
-            with run.phase("rollout"):
-                trajectories = parts.rollout(tasks, step)  # the student acts
-            with run.phase("reader"):
-                reading = parts.reader(trajectories)  # only a teacher sees these hints
-            with run.phase("teacher"):
-                scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
-            with run.phase("update"), run.keeping(step, scored):
-                update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
-                parts.teacher.follow()  # a moving average moves
-            run.record(step, scored, update, reading.counts)
+            train_step(parts, run, step)
+
+
+def train_step(parts: Parts, run: Run, step: int) -> None:
+    """One turn of the loop. What it made is gone when the next begins: a teacher's hidden states
+    are as large as the batch."""
+    tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
+    with run.phase("rollout"):
+        trajectories = parts.rollout(tasks, step)  # the student acts
+    with run.phase("reader"):
+        reading = parts.reader(trajectories)  # only a teacher sees these hints
+    with run.phase("teacher"):
+        scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
+    with run.phase("update"), run.keeping(step, scored):
+        update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
+        parts.teacher.follow()  # a moving average moves
+    run.record(step, scored, update, reading.counts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,31 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     assert folder.recipe() == recipe
     assert screen.steps == 5 and screen.finished == 1
     assert not (folder.path / "failed").exists()
+
+
+def test_what_a_step_made_is_gone_when_the_next_begins(tiny_folder, tiny_teacher_folder, tmp_path):
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(parts: Any) -> None:
+        class Teacher:
+            """The real one, whose hidden states are remembered."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def __call__(self, *args: Any) -> Any:
+                gc.collect()
+                alive.append(sum(one() is not None for one in made))
+                scored = real(*args)
+                made.extend(weakref.ref(s.target.hidden_TD) for s in scored)
+                return scored
+
+        real = parts.teacher
+        object.__setattr__(parts, "teacher", Teacher())
+
+    go(small_recipe(tiny_folder, tiny_teacher_folder), tmp_path / "run", Recorder(), watched)
+    assert len(made) > 5 and alive == [0] * 5
 
 
 def test_trajectories_are_kept_as_often_as_asked(tiny_folder, tiny_teacher_folder, tmp_path):
@@ -251,6 +278,26 @@ def test_the_last_step_is_saved_before_it_is_measured(
     monkeypatch.setattr(RunFolder, "record_evaluation", record)
     train(recipe, tmp_path / "run")
     assert saved == [(0, None), (0, None), (5, "step-000005")]
+
+
+def test_a_run_that_trained_nothing_says_so(tiny_folder, tmp_path):
+    """Hints of other episodes, where all episodes are one."""
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_folder,
+        tasks={"kind": "toolbox", "turns": 1, "num_tools": 2},
+        rollout={"samples": 2, "max_new_tokens": 4},
+        reader={"kind": "rules", "rules": [{"detect": "no_call"}], "control": "random_hint"},
+        teacher={"kind": "self", "weights": "live"},
+        losses=[{"kind": "divergence", "on": "hinted_turns"}],
+        train={"steps": 2, "prompts": 1},
+    )
+    screen = Recorder()
+    folder = train(recipe, tmp_path / "run", screen=screen)
+    (alarm,) = folder.alarms()
+    assert alarm["step"] == 1 and alarm["message"] in screen.said
+    assert "none of the 2 steps trained a single token" in alarm["message"]
+    assert "dropped/no_other_hint 4" in alarm["message"]
 
 
 def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
