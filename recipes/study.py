@@ -102,8 +102,10 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     for variant in plan.variants:
         runs = {
             name: [
-                through[one.name]
-                for one in final(plan, plan.arms[name], rate, variant)
+                {**through[one.name], "seed": seed}
+                for seed, one in zip(
+                    plan.arms[name].seeds, final(plan, plan.arms[name], rate, variant), strict=True
+                )
                 if one.name in through
             ]
             for name, rate in rates.items()

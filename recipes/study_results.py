@@ -203,17 +203,21 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
 
 
 def _differences(arms: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """Of every two arms, in each measure after training that both have; events are in the rows."""
+    """Of every two arms, in each measure after training that both have; events are in the rows.
+    `paired`: seed by seed, where both have the same seeds; runs of a seed share their tasks."""
     found: dict[str, Any] = {}
     for a, b in combinations(arms, 2):
         two = [[measures(run) for run in arms[name]] for name in (a, b)]
         if min(map(len, two)) < 2:
             continue
-        found[f"{a} minus {b}"] = {
-            name.removesuffix("_after"): difference(*[[m[name] for m in own] for own in two])
-            for name in _common([m for own in two for m in own])
-            if name.endswith("after") and "events/" not in name
-        }
+        seeds = [[run.get("seed") for run in arms[name]] for name in (a, b)]
+        found[f"{a} minus {b}"] = row = {}
+        for name in _common([m for own in two for m in own]):
+            if name.endswith("after") and "events/" not in name:
+                one, other = ([m[name] for m in own] for own in two)
+                row[name.removesuffix("_after")] = gap = difference(one, other)
+                if seeds[0] == seeds[1] and None not in seeds[0]:
+                    gap["paired"] = over_seeds([x - y for x, y in zip(one, other, strict=True)])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pictures of results.json: errors by length, errors along training, what else moved.
+"""Pictures of results.json: errors after training by arm, errors along training, what else moved.
 
 python recipes/targeted-hints/plots.py
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,209 +20,207 @@ ARMS = {
     "hint_all_turns": ("hint on all turns", "#6fa8e8", ""),
     "reward_hint": ("reward and hint", "#7a3fb0", ""),
     "corrections": ("imitate the right call", "#1d8a4b", ""),
-    "reward": ("reward of the episode", "#d9541e", ""),
+    "reward": ("reward: share solved", "#d9541e", ""),
     "reward_penalty": ("reward and turn penalty", "#e79a2b", ""),
-    "reward_all": ("one bit for the episode", "#a3341a", "5 3"),
+    "reward_all": ("reward: one bit", "#a3341a", "5 3"),
     "wrong_turn": ("hint on a wrong turn", "#555555", "5 3"),
     "random_hint": ("hint of another episode", "#999999", "5 3"),
     "noisy_10": ("hint, 10% false alarms", "#3f83c9", "2 2"),
     "noisy_30": ("hint, 30% false alarms", "#8fb7df", "2 2"),
 }
-"""In the order of the legend: words, colour, dashes. What belongs together is alike."""
+"""In the order of rows and legends: words, colour, dashes. What belongs together is alike."""
+ALONG = ("hint", "corrections", "reward", "reward_penalty", "reward_all", "wrong_turn")
+"""The lines of a picture that would be a tangle with all of them."""
 
-WIDTH, HEIGHT, GAP = 300, 230, 58
-LEFT, TOP, ROW = 52, 34, 17
-FLOOR = 1e-3
-"""Where a logarithmic axis of shares ends: 1 turn of 1,000."""
+NAMES, WIDTH, GAP, TOP, ROW, HEIGHT = 170, 300, 40, 34, 17, 220
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    x: float
-    mean: float
+class Column:
+    """A scale, and what of an arm is shown on it: (mean with its interval, a value for each seed,
+    filled)."""
+
+    title: str
     low: float
     high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    title: str
-    lines: Mapping[str, Sequence[Spot]]
-    """By arm."""
-    x_ticks: Mapping[float, str]
-    x_label: str
-    level: tuple[str, float] | None = None
-    """A dashed line and its name."""
-
-
-def spot(x: float, row: Mapping[str, float]) -> Spot:
-    return Spot(x=x, mean=row["mean"], low=row["low"], high=row["high"])
+    shown: Callable[[Mapping[str, Any]], Sequence[tuple[Mapping[str, float], list[float], bool]]]
+    percent: bool = True
+    level: Callable[[Mapping[str, Any]], float] | None = None
+    """A dashed line in each length's rows."""
 
 
 # ── what is drawn ────────────────────────────────────────────────────────────────────────────────
 
 
-def by_length(results: Mapping[str, Any]) -> str:
-    """(a) Errors after training against the number of turns, seen and held-out names."""
-    variants = results["variants"]
-    panels = []
-    for title, measure in (
-        ("names seen in training", "errors"),
-        ("held-out names", "held_out/errors"),
-    ):
-        lines: dict[str, list[Spot]] = {}
-        before: list[float] = []
-        for place, section in enumerate(variants.values()):
-            for arm, row in section["arms"].items():
-                if f"{measure}_after" in row:
-                    lines.setdefault(arm, []).append(spot(place, row[f"{measure}_after"]))
-                    before.append(row[f"{measure}_before"]["mean"])
-        if not lines:
-            continue
-        panels.append(
-            Panel(
-                title=title,
-                lines={a: s for a, s in lines.items() if len(s) > 1 or len(variants) == 1},
-                x_ticks={i: name.lstrip("N") for i, name in enumerate(variants)},
-                x_label="turns in an episode",
-                level=("before", sum(before) / len(before)),
-            )
+def errors_after(results: Mapping[str, Any]) -> str:
+    """(a) Errors on test episodes after training: every arm, every length, every seed."""
+
+    def shown(measure: str, found: Callable[[Any], Any]) -> Any:
+        return lambda row: [
+            (row[f"{measure}_after"], [found(run)["errors"] for run in row["runs"]], True)
+        ]
+
+    def before(measure: str) -> Callable[[Mapping[str, Any]], float]:
+        return lambda section: _mean(
+            row[f"{measure}_before"]["mean"] for row in section["arms"].values()
         )
-    return figure("Turns with an error, after training", panels, log=True)
 
-
-def along_training(results: Mapping[str, Any]) -> str:
-    """(b) Errors in the episodes that each step was trained on."""
-    panels = []
-    for name, section in results["variants"].items():
-        lines = {
-            arm: [spot(point["step"], point) for point in row["training_errors"]]
-            for arm, row in section["arms"].items()
-            if "training_errors" in row
-        }
-        steps = sorted({s.x for spots in lines.values() for s in spots})
-        title = f"{name.lstrip('N')} turns"
-        x_ticks = {step: f"{step:g}" for step in steps}
-        panels.append(Panel(title=title, lines=lines, x_ticks=x_ticks, x_label="steps"))
-    return figure("Turns with an error, in the episodes of each training step", panels, log=True)
+    return rows_of_arms(
+        results,
+        [
+            Column(
+                title="names seen in training",
+                low=0.0,
+                high=0.25,
+                shown=shown("errors", lambda run: run["metrics_after"]),
+                level=before("errors"),
+            ),
+            Column(
+                title="held-out names",
+                low=0.0,
+                high=0.8,
+                shown=shown(
+                    "held_out/errors", lambda run: run["suites"]["held_out"]["metrics_after"]
+                ),
+                level=before("held_out/errors"),
+            ),
+        ],
+        title="Turns with an error on test episodes, after training",
+        note="large: mean and 95% interval over seeds; small: each seed; dashed: before training",
+    )
 
 
 def what_moved(results: Mapping[str, Any]) -> str:
-    """(c) KL(before ‖ after) per token on turns that were right before; hollow: on the others."""
-    variants = results["variants"]
-    present = [a for a in ARMS if any(a in s["arms"] for s in variants.values())]
-    height = TOP + ROW * len(present) + 40
+    """(c) KL(before ‖ after) per token on turns that were right before, and on the others."""
+
+    def shown(row: Mapping[str, Any]) -> Any:
+        return [
+            (row[f"{name}_after"], [run["metrics_after"][name] for run in row["runs"]], filled)
+            for name, filled in (("drift/wrong", False), ("drift", True))
+            if f"{name}_after" in row  # if all went well before, there are no others
+        ]
+
+    return rows_of_arms(
+        results,
+        [
+            Column(
+                title="KL(before ‖ after), nats a token",
+                low=-0.1,
+                high=0.8,
+                shown=shown,
+                percent=False,
+                level=lambda section: 0.0,
+            )
+        ],
+        title="What else moved",
+        note="on turns that were right before (full), on the others (hollow)",
+    )
+
+
+def along_training(results: Mapping[str, Any]) -> str:
+    """(b) Errors in the episodes that each step was trained on, means over seeds."""
     parts: list[str] = []
-    names_width = 170
-    top = max(
-        (
-            row[key]["high"]
-            for section in variants.values()
-            for row in section["arms"].values()
-            for key in ("drift_after", "drift/wrong_after")
-            if key in row
-        ),
-        default=1.0,
-    )
-    low, high = 1e-4, max(top, 1e-3)
-    place = _log_scale(low, high, 0, WIDTH)
-    for index, (name, section) in enumerate(variants.items()):
-        left = names_width + index * (WIDTH + GAP // 2)
+    for index, (name, section) in enumerate(results["variants"].items()):
+        left = 52 + index * (WIDTH + GAP)
         parts.append(_text(left, TOP - 12, f"{name.lstrip('N')} turns", "start", bold=True))
-        for power in range(round(math.log10(low)), math.ceil(math.log10(high)) + 1):
-            if 10.0**power <= high * 1.01:
-                x = left + place(10.0**power)
-                parts.append(_rule(x, TOP - 4, x, TOP + ROW * len(present)))
-                parts.append(_text(x, TOP + ROW * len(present) + 14, f"{10.0**power:g}", "middle"))
-        for row_index, arm in enumerate(present):
-            y = TOP + ROW * row_index + ROW / 2
-            words, colour, _ = ARMS[arm]
-            if index == 0:
-                parts.append(_text(names_width - 10, y + 4, words, "end"))
-            found = section["arms"].get(arm, {})
-            for key, filled in (("drift/wrong_after", False), ("drift_after", True)):
-                if key in found:
-                    one = spot(0, found[key])
-                    ends = (left + place(one.low), left + place(one.high))
-                    parts.append(_bar(ends, (y, y), colour))
-                    parts.append(_dot(left + place(one.mean), y, colour, filled=filled))
-    width = names_width + len(variants) * (WIDTH + GAP // 2)
-    note = (
-        "KL(before ‖ after), nats a token; full: turns that were right before, hollow: the others"
-    )
-    parts.append(_text(names_width, height - 8, note, "start"))
-    return _svg(width, height, "What else moved", parts)
+        steps = max(len(row["training_errors"]) for row in section["arms"].values())
+        across = _scale(0, steps - 1, left + 10, left + WIDTH - 10)
+        up = _scale(0.0, 0.25, TOP + HEIGHT, TOP)
+        for value in ticks(0.0, 0.25, 5):
+            parts.append(_rule(left, up(value), left + WIDTH, up(value)))
+            parts.append(_text(left - 6, up(value) + 4, f"{100 * value:g}%", "end"))
+        for step in range(0, steps, 2):
+            parts.append(_text(across(step), TOP + HEIGHT + 16, str(step), "middle"))
+        for arm in ALONG:
+            if arm in section["arms"]:
+                _, colour, dashes = ARMS[arm]
+                spots = [
+                    (across(point["step"]), up(point["mean"]))
+                    for point in section["arms"][arm]["training_errors"]
+                ]
+                points = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+                parts.append(
+                    f'<polyline points="{points}" fill="none" stroke="{colour}" '
+                    f'stroke-width="1.8" stroke-dasharray="{dashes}"/>'
+                )
+                parts += [_dot(x, y, colour, size=2) for x, y in spots]
+    note = "step (its own episodes, before its update; the same for all arms of a seed)"
+    parts.append(_text(52, TOP + HEIGHT + 34, note, "start"))
+    for index, arm in enumerate(ALONG):
+        words, colour, dashes = ARMS[arm]
+        x, y = 52 + (index % 3) * 230, TOP + HEIGHT + 56 + ROW * (index // 3)
+        parts.append(_rule(x, y - 4, x + 22, y - 4, colour, dashes, 2))
+        parts.append(_text(x + 28, y, words, "start"))
+    width = 52 + len(results["variants"]) * (WIDTH + GAP)
+    title = "Turns with an error, in the episodes of each training step"
+    return _svg(width, TOP + HEIGHT + 86, title, parts)
 
 
 # ── how ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def figure(title: str, panels: Sequence[Panel], *, log: bool) -> str:
-    """Panels side by side on one scale, a legend below."""
-    spots = [s for p in panels for line in p.lines.values() for s in line]
-    levels = [p.level[1] for p in panels if p.level is not None]
-    high = max([s.high for s in spots] + levels, default=1.0) * 1.08
-    present = [a for a in ARMS if any(a in p.lines for p in panels)]
-    rows = math.ceil(len(present) / 3)
-    height = TOP + HEIGHT + 44 + ROW * rows + 6
+def rows_of_arms(
+    results: Mapping[str, Any], columns: Sequence[Column], *, title: str, note: str
+) -> str:
+    """A row for each arm under the heading of each length, a scale for each column."""
     parts: list[str] = []
-    for index, panel in enumerate(panels):
-        parts += _drawn(panel, LEFT + index * (WIDTH + GAP), high, present, log=log)
-    width = LEFT + len(panels) * (WIDTH + GAP) - GAP + 16
-    for index, arm in enumerate(present):
-        words, colour, dashes = ARMS[arm]
-        x, y = LEFT + (index % 3) * 210, TOP + HEIGHT + 50 + ROW * (index // 3)
-        parts.append(_rule(x, y - 4, x + 22, y - 4, colour, dashes, 2))
-        parts.append(_text(x + 28, y, words, "start"))
-    return _svg(max(width, LEFT + 630), height, title, parts)
+    y = float(TOP)
+    top = y
+    for name, section in results["variants"].items():
+        parts.append(_text(NAMES - 10, y + 4, f"{name.lstrip('N')} turns", "end", bold=True))
+        present = [arm for arm in ARMS if arm in section["arms"]]
+        for index, column in enumerate(columns):
+            across = _across(index, column)
+            if column.level is not None:
+                x = across(column.level(section))
+                bottom = y + ROW * len(present) + 10
+                parts.append(_rule(x, y + 4, x, bottom, "#000000", "2 4", 1.2))
+        for arm in present:
+            y += ROW
+            words, colour, _ = ARMS[arm]
+            parts.append(_text(NAMES - 10, y + 4, words, "end"))
+            for index, column in enumerate(columns):
+                for mean, seeds, filled in column.shown(section["arms"][arm]):
+                    parts += _spread(_across(index, column), y, mean, seeds, colour, filled)
+        y += ROW * 1.8
+    for index, column in enumerate(columns):
+        left, across = _left(index), _across(index, column)
+        parts.append(_text(left, TOP - 16, column.title, "start", bold=True))
+        for value in ticks(column.low, column.high, 5):
+            x = across(value)
+            parts.insert(0, _rule(x, top, x, y - 14))
+            words = f"{100 * value:g}%" if column.percent else f"{value:g}"
+            parts.append(_text(x, y, words, "middle"))
+    parts.append(_text(NAMES, y + 20, note, "start"))
+    return _svg(_left(len(columns)), y + 32, title, parts)
 
 
-def _drawn(
-    panel: Panel, left: float, high: float, present: Sequence[str], *, log: bool
-) -> Iterator[str]:
-    place_y = (
-        _log_scale(FLOOR, high, TOP + HEIGHT, TOP)
-        if log
-        else lambda value: TOP + HEIGHT - max(value, 0) / high * HEIGHT
-    )
-    first, last = min(panel.x_ticks, default=0.0), max(panel.x_ticks, default=1.0)
-
-    def place_x(x: float) -> float:
-        return left + 22 + (x - first) / ((last - first) or 1.0) * (WIDTH - 44)
-
-    yield _text(left, TOP - 12, panel.title, "start", bold=True)
-    marks = [m for m in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if m <= high]
-    for value in marks if log else ticks(0, high, 5):
-        y = place_y(value)
-        yield _rule(left, y, left + WIDTH, y)
-        yield _text(left - 6, y + 4, f"{100 * value:g}%", "end")
-    for x, words in panel.x_ticks.items():
-        yield _text(place_x(x), TOP + HEIGHT + 16, words, "middle")
-    yield _text(left + WIDTH, TOP + HEIGHT + 30, panel.x_label, "end")
-    if panel.level is not None:
-        name, value = panel.level
-        y = place_y(value)
-        yield _rule(left, y, left + WIDTH, y, "#000000", "2 4", 1.2)
-        yield _text(left + 2, y - 5, name, "start")
-    for index, arm in enumerate(present):
-        # Bars side by side: intervals of arms that are equal would hide each other.
-        aside = (index - (len(present) - 1) / 2) * 3.2
-        _, colour, dashes = ARMS[arm]
-        line = [(place_x(s.x) + aside, s) for s in panel.lines.get(arm, ())]
-        points = " ".join(f"{x:.1f},{place_y(s.mean):.1f}" for x, s in line)
-        yield (
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8" '
-            f'stroke-dasharray="{dashes}"/>'
-        )
-        for x, s in line:
-            yield _bar((x, x), (place_y(s.low), place_y(s.high)), colour)
-            yield _dot(x, place_y(s.mean), colour)
+def _left(index: int) -> float:
+    return NAMES + index * (WIDTH + GAP)
 
 
-def _log_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """What is below `low` is drawn there."""
-    span = math.log(high / low)
-    return lambda value: start + math.log(min(max(value, low), high) / low) / span * (end - start)
+def _across(index: int, column: Column) -> Callable[[float], float]:
+    return _scale(column.low, column.high, _left(index), _left(index) + WIDTH)
+
+
+def _spread(
+    across: Callable[[float], float], y: float, mean: Mapping[str, float], seeds: Sequence[float],
+    colour: str, filled: bool,
+) -> Iterator[str]:  # fmt: skip
+    yield _rule(across(mean["low"]), y, across(mean["high"]), y, colour, "", 1.4)
+    for value in seeds:
+        yield _dot(across(value), y, colour, size=1.6, filled=filled)
+    yield _dot(across(mean["mean"]), y, colour, filled=filled)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """What lies outside is drawn at the edge."""
+    return lambda value: start + (min(max(value, low), high) - low) / (high - low) * (end - start)
+
+
+def _mean(values: Iterator[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def _text(x: float, y: float, words: str, anchor: str, *, bold: bool = False) -> str:
@@ -241,16 +238,9 @@ def _rule(
     )
 
 
-def _bar(xs: tuple[float, float], ys: tuple[float, float], colour: str) -> str:
-    return (
-        f'<path d="M{xs[0]:.1f} {ys[0]:.1f}L{xs[1]:.1f} {ys[1]:.1f}" stroke="{colour}" '
-        'stroke-width="1.4" opacity="0.75"/>'
-    )
-
-
-def _dot(x: float, y: float, colour: str, *, filled: bool = True) -> str:
+def _dot(x: float, y: float, colour: str, *, size: float = 3.4, filled: bool = True) -> str:
     fill = colour if filled else "#ffffff"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{colour}"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{fill}" stroke="{colour}"/>'
 
 
 def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
@@ -264,7 +254,7 @@ def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
 
 
 PICTURES = {
-    "errors-by-length.svg": by_length,
+    "errors-after.svg": errors_after,
     "errors-along-training.svg": along_training,
     "drift.svg": what_moved,
 }

@@ -209,6 +209,9 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     assert curve[1] == {"step": 5, **over_seeds(last)} and curve[0]["mean"] == 0.4
     gap = results["variants"]["long"]["differences"]["main minus noisy"]["held_out/errors"]
     assert gap["mean"] == pytest.approx(0.0)
+    assert gap["paired"] == over_seeds([0.0, 0.0]), "of the same seeds"
+    one_seed = results["variants"]["long"]["differences"]
+    assert all("other" not in name for name in one_seed), "one run says nothing of a difference"
     finals[1]["metrics_after"]["events/wrong_tool"] = 0.2
     row = study.summary(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
     assert row["events/wrong_tool_after"]["mean"] == 0.1, "the other seed had none"
@@ -224,15 +227,16 @@ def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     assert set(results["variants"]) == {"N4", "N16", "N64"}
     plots = runpy.run_path(str(ROOT / "recipes/targeted-hints/plots.py"))
     assert plots["ARMS"].keys() == plan.arms.keys()
-    lengths, training, moved = plots["draw"](results, tmp_path)
+    after, training, moved = plots["draw"](results, tmp_path)
     dots = {}
-    for path in (lengths, training, moved):
+    for path in (after, training, moved):
         tree = ElementTree.fromstring(path.read_text())
         dots[path] = sum(element.tag.endswith("circle") for element in tree.iter())
-    everywhere = [arm for arm in plan.arms.values() if len(arm.variants) == 3]
-    assert dots[lengths] == 2 * 3 * len(everywhere)
-    assert dots[training] == 2 * (3 * len(everywhere) + 2)
-    assert dots[moved] == 3 * len(everywhere) + 2
+    num_rows = sum(len(arm.variants) for arm in plan.arms.values())
+    per_row = 1 + len(plan.arms["hint"].seeds)  # the mean and every seed
+    assert dots[after] == 2 * num_rows * per_row
+    assert dots[training] == 3 * len(plots["ALONG"]) * 2
+    assert dots[moved] == num_rows * per_row, "made up: no turn was wrong before"
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────
