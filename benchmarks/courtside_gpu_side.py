@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
         },
         settings={
             "overrides": args.set,
-            "max_batch_tokens": plan.rollout.max_batch_tokens,
+            "max_batch_tokens": parts.engine.max_batch_tokens,
             "micro_batch_tokens": parts.student.micro_batch_tokens
             or pass_tokens(parts.engine.device),
             "gradient_checkpointing": parts.student.weights.recomputes,

@@ -40,6 +40,7 @@ from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
 from courtside.student.activations import FreeBytes, choose_activations, free_bytes
+from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
@@ -68,6 +69,8 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     others = _load_teachers(recipe, weights.device)
     num_words = _common_words(name, weights.model, tokenizer, others)
     _check_top_k(recipe, num_words)
+    models, total = [model for model, _ in others.values()], device_bytes(weights.device)
+    max_batch_tokens = batch_tokens(recipe, weights, models, total=total)
 
     def engine_for(model: Any, label: str, autocast: torch.dtype | None) -> TransformersEngine:
         return TransformersEngine(
@@ -76,7 +79,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
             name=label,
             num_words=num_words,
             autocast=autocast,
-            max_batch_tokens=recipe.rollout.max_batch_tokens,
+            max_batch_tokens=max_batch_tokens,
         )
 
     engine = engine_for(weights.model, name, weights.autocast)

@@ -50,8 +50,9 @@ class Rollout(Part):
     """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
     rest: Literal["dataset", "teacher"] = "dataset"
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
-    max_batch_tokens: PositiveInt = 65536
-    """Memory budget: key/value positions held at once while sampling or scoring."""
+    max_batch_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
+    its size, half of what models and the optimiser leave of it; 65,536 on a CPU."""
 
     limits: Limits = Limits()
     corrections: bool = False

@@ -203,6 +203,8 @@ class Engine(Protocol):
     name: str
     head: Head
     num_parameters: int
+    max_batch_tokens: int
+    """Places of keys and values that it holds at once."""
 
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]: ...
 

@@ -121,7 +121,7 @@ class AgentRollout:
     ) -> list[Trajectory]:
         """Episodes from their beginning to their end, in order."""
         num_places = self._num_places(starts, sampling)
-        size = max(1, self.config.max_batch_tokens // num_places)  # held at once
+        size = max(1, self.engine.max_batch_tokens // num_places)  # held at once
         played: list[Trajectory] = []
         for first in range(0, len(starts), size):
             played += self._play_some(starts[first : first + size], sampling, version, num_places)

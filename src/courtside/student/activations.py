@@ -187,7 +187,7 @@ def reserved_bytes(student: Student, tokens: int) -> int:
     hidden_size = head.parameters()[0].shape[1]
     return (
         _steps_bytes(trained, student.optimiser)
-        + _num_twins(recipe) * sum(p.nbytes for p in trained)
+        + num_twins(recipe) * sum(p.nbytes for p in trained)
         + _rounded_bytes(weights.model, weights.autocast)
         + _head_bytes(head, tokens, weights.autocast, recipe.train.chunk_tokens)
         + ROWS * 4 * tokens * hidden_size
@@ -204,7 +204,7 @@ def _steps_bytes(trained: Iterable[nn.Parameter], optimiser: torch.optim.Optimiz
     return total
 
 
-def _num_twins(recipe: Recipe) -> int:
+def num_twins(recipe: Recipe) -> int:
     """Teachers that are the student at another time: each a copy of what is trained, at most."""
     others = [t for t in teachers_of(recipe) if isinstance(t, SelfTeacher) and t.weights != "live"]
     return len(others) + recipe.needs_reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
@@ -109,8 +110,16 @@ def test_sampler_logps_are_those_of_the_whole_sequence() -> None:
 
 def test_episodes_do_not_depend_on_their_company() -> None:
     together = {one.id: one.token_ids for one in play(rollout(), 5)}
-    few = rollout(max_batch_tokens=1)  # one at a time
+    few = rollout()
+    few.engine = copy(ENGINE)
+    few.engine.max_batch_tokens = 1  # one at a time
+    sizes: list[int] = []
+    whole = few.engine.session
+    few.engine.session = lambda n, **named: (  # type: ignore[method-assign]
+        sizes.append(n) or whole(n, **named)
+    )
     assert {one.id: one.token_ids for one in play(few, 5)} == together
+    assert sizes == [1] * 5
 
 
 def test_samples_of_one_task_differ_and_are_named() -> None:
