@@ -2,7 +2,7 @@
 
 Norms, rotary embedding, gated MLPs: each is compared with the model's own on an example, on the
 device at hand, and left alone where it is something else. On a GPU each is one kernel
-(`layer_kernels`); elsewhere the same numbers by torch.
+(`layer_kernels`); elsewhere the same numbers by torch (`layer_memory`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from courtside.engines import layer_memory
 
 ROTARY = "apply_rotary_pos_emb"
 """What the modules of transformers call their rotary embedding."""
@@ -59,7 +61,10 @@ def rms_norm(
 
         return layer_gradients.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if y.dtype == x.dtype == weight_D.dtype:  # then nothing is rounded on the way
+        return layer_memory.scaled(y, scale, weight_D).to(dtype)
+    y = y * scale
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
 
 
@@ -147,7 +152,14 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         from courtside.engines import layer_gradients
 
         return layer_gradients.gated(gate, up)
-    return F.silu(gate) * up
+    return layer_memory.gated(gate, up)
+
+
+def gated_into(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """`layer` of silu(gate) · up."""
+    if by_kernel(gate):
+        return layer(gated(gate, up))
+    return layer_memory.read_gated(layer, gate, up)
 
 
 def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
@@ -159,14 +171,12 @@ def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     if hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
 
         def forward(x: Tensor) -> Tensor:
-            out: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
-            return out
+            return gated_into(module.down_proj, module.gate_proj(x), module.up_proj(x))
 
     elif hasattr(module, "gate_up_proj"):
 
         def forward(x: Tensor) -> Tensor:
-            out: Tensor = module.down_proj(gated(*module.gate_up_proj(x).chunk(2, -1)))
-            return out
+            return gated_into(module.down_proj, *module.gate_up_proj(x).chunk(2, -1))
 
     else:
         return None

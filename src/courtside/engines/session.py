@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +30,26 @@ PLACE_STEP = 256
 """Room for keys and values grows by at least so many places: each growth copies what is there."""
 
 
-class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of all rows; new ones go to `session.position_BN`."""
+@dataclass(slots=True, kw_only=True)
+class _Writing:
+    """Where the pass under way writes. A record of its own, because layers that knew their session,
+    which holds them, would keep their room until the garbage collector comes by."""
 
-    def __init__(self, session: KeptSession):
+    num_rows: int
+    num_places: int = 0
+    first: int = 0
+    """Where the rows of the pass begin."""
+    width: int = 0
+    """How many places they look at."""
+    position_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+
+
+class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of all rows; new ones go to `writing.position_BN`."""
+
+    def __init__(self, writing: _Writing):
         super().__init__()
-        self.session = session
+        self.writing = writing
         self.is_initialized = False
 
     def update(
@@ -43,15 +58,15 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
         key_states, value_states = attended(key_states, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys = self._room(key_states, self.session.num_places)
-            self.values = self._room(value_states, self.session.num_places)
+            self.keys = self._room(key_states, self.writing.num_places)
+            self.values = self._room(value_states, self.writing.num_places)
             self.is_initialized = True
-        first = self.session.first
+        first = self.writing.first
         rows = slice(first, first + key_states.shape[0])
-        where = self.session.position_BN[:, None, :, None]
+        where = self.writing.position_BN[:, None, :, None]
         for room, new in ((self.keys, key_states), (self.values, value_states)):
             room[rows].scatter_(2, where.expand(-1, new.shape[1], -1, new.shape[3]), new)
-        width = self.session.width
+        width = self.writing.width
         return self.keys[rows, :, :width], self.values[rows, :, :width]
 
     def grow(self, num_places: int) -> None:
@@ -76,7 +91,7 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
 
     def _room(self, like: Tensor, num_places: int) -> Tensor:
         # Zeros, not empty: a masked place is multiplied by 0, and 0 · NaN is NaN.
-        return like.new_zeros(self.session.num_rows, like.shape[1], num_places, like.shape[3])
+        return like.new_zeros(self.writing.num_rows, like.shape[1], num_places, like.shape[3])
 
 
 class KeptSession:
@@ -92,20 +107,14 @@ class KeptSession:
         casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self.model, self.head, self.record, self.casting = model, head, record, casting
-        self.num_rows = num_rows
-        self.num_places = 0
+        self.writing = _Writing(num_rows=num_rows)
         self.device = model.device
         self.length = [0] * num_rows
         """Ids in the keys and values, by row."""
         self.order = list(range(num_rows))
         """Which row lies at each place of the tensors."""
-        self.cache = Cache(
-            layers=[
-                _PlacedLayer(self) for _ in range(model.config.get_text_config().num_hidden_layers)
-            ]
-        )
-        self.first, self.width = 0, 0
-        self.position_BN = torch.zeros(0, 0, dtype=torch.long)
+        num_layers = model.config.get_text_config().num_hidden_layers
+        self.cache = Cache(layers=[_PlacedLayer(self.writing) for _ in range(num_layers)])
 
     @torch.no_grad()
     def sample(
@@ -193,20 +202,21 @@ class KeptSession:
 
         `lengths`: how many of each row's ids are real; all, if not said.
         """
-        num_new = ids_BN.shape[1]
-        self.first = first
+        num_new, num_places = ids_BN.shape[1], self.writing.num_places
         has_B = torch.tensor([self.length[row] for row in rows], device=self.device)
-        self.position_BN = has_B[:, None] + torch.arange(num_new, device=self.device)
+        position_BN = has_B[:, None] + torch.arange(num_new, device=self.device)
         # Padding may reach beyond the room; nobody looks at it, so all of it shares the last place.
-        self.position_BN = self.position_BN.clamp(max=self.num_places - 1)
-        self.width = min(self.num_places, max(self.length[row] for row in rows) + num_new)
-        place_W = torch.arange(self.width, device=self.device)
-        mask = as_taken(self.model, (place_W <= self.position_BN[:, :, None])[:, None])
+        position_BN = position_BN.clamp(max=num_places - 1)
+        width = min(num_places, max(self.length[row] for row in rows) + num_new)
+        self.writing.first, self.writing.width = first, width
+        self.writing.position_BN = position_BN
+        place_W = torch.arange(width, device=self.device)
+        mask = as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None])
         with grouped(self.model):
             out = self.model.base_model(
                 input_ids=ids_BN,
                 attention_mask=mask,
-                position_ids=self.position_BN,
+                position_ids=position_BN,
                 past_key_values=self.cache,
                 use_cache=True,
             )
@@ -224,17 +234,22 @@ class KeptSession:
         return front
 
     def _grow(self, num_places: int) -> None:
-        if num_places > self.num_places:
+        has = self.writing.num_places
+        if num_places > has:
             # By at least half: many small growths would copy everything again and again.
-            self.num_places = max(num_places, self.num_places * 3 // 2, PLACE_STEP)
+            self.writing.num_places = max(num_places, has * 3 // 2, PLACE_STEP)
             for layer in self.cache.layers:
-                layer.grow(self.num_places)
+                layer.grow(self.writing.num_places)
 
     def _to_front(self, rows: Sequence[int]) -> list[int]:
         """Move `rows` to the first places; returns them in the order in which they lie."""
         wanted = set(rows)
         front = [row for row in self.order[: len(rows)] if row in wanted]
-        late = [place for place in range(len(rows), self.num_rows) if self.order[place] in wanted]
+        late = [
+            place
+            for place in range(len(rows), self.writing.num_rows)
+            if self.order[place] in wanted
+        ]
         free = [place for place in range(len(rows)) if self.order[place] not in wanted]
         for place, other in zip(free, late, strict=True):
             for layer in self.cache.layers:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from courtside.losses.fused_records import HeadGradient, Projection, Raw
 
+WIDENED_ROWS = 4096
+"""Of the gradient by logits, turned around: so many words of it exist in wide numbers at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
@@ -110,6 +113,8 @@ def _multiply(first: Tensor, second: Tensor, out: Tensor, *, add: bool) -> None:
         else:
             torch.mm(first, second, out_dtype=torch.float32, out=out)
     elif add:
-        out.addmm_(first.to(out.dtype), second.to(out.dtype))
+        second = second.to(out.dtype)
+        for some, its in zip(first.split(WIDENED_ROWS), out.split(WIDENED_ROWS), strict=True):
+            its.addmm_(some.to(out.dtype), second)
     else:
         out.copy_(torch.mm(first, second))

@@ -16,7 +16,7 @@ from torch import Tensor
 from courtside.config import Recipe
 from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens, placed
-from courtside.engines.few_launches import few_launches
+from courtside.engines.few_launches import Replacement, few_launches, lean_layers, replaced
 from courtside.engines.kept import keeping
 from courtside.engines.passes import Passes, tried_passes
 from courtside.errors import NotFiniteError, RunError
@@ -24,9 +24,11 @@ from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.fused_head import backward_through_head
+from courtside.student.gradients import Rooms, gradients_in_place
 from courtside.student.head import chunk_size
 from courtside.student.live_hints import awaits, drops_out, read_hints, said_of_branches
 from courtside.student.optimiser import learning_rate_at, make_optimiser
+from courtside.student.products import rounded_products
 from courtside.student.rows import rows_of
 from courtside.student.tally import Tally
 from courtside.student.weights import StudentWeights
@@ -118,13 +120,15 @@ class Student:
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
         """Around the passes of a step: as they train, in mode, numbers and attention."""
-        passes = self.passes  # tried out, the first time, before dropout acts
+        # Tried out, the first time, before dropout acts and anything rounded would be kept.
+        passes, _ = self.passes, self._lean_layers
         self.weights.model.train()
         try:
             with (
                 torch.random.fork_rng(devices=_devices(self.weights.device)),
                 passes.attention(),
                 self._casting(),  # around all passes: each weight is rounded once a step
+                self._in_place(),
             ):
                 # Dropout, the only random thing here, follows from the step as everything does.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
@@ -142,6 +146,28 @@ class Student:
             model = self.weights.model
             parts = few_launches(model, self.head, self.weights.autocast)
             return tried_passes(model, pad_id=self.pad_id, parts=parts, drops_out=drops_out(model))
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """On a CPU: gradients and rounded weights where they leave no holes, and layers that keep
+        little. A GPU has an allocator that sees to the one, and kernels for the other."""
+        if self.weights.device.type != "cpu":
+            yield
+            return
+        model, trained = self.weights.model, self.weights.trained().values()
+        rooms = Rooms(trained)
+        with (
+            replaced([] if model.is_gradient_checkpointing else self._lean_layers),
+            gradients_in_place(model, rooms, trained),
+            rounded_products(model, self.head.module, rooms),
+        ):
+            yield
+
+    @cached_property
+    def _lean_layers(self) -> list[Replacement]:
+        """Not for passes that compute activations again, which keep less still."""
+        model = self.weights.model
+        return lean_layers(model) if model.device.type == "cpu" else []
 
     def _casting(self, *, anew: bool = False) -> Any:
         """`anew`: without using or keeping rounded weights."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -167,3 +169,18 @@ def test_models_with_windows_read_again() -> None:
         [SampleRequest(prompt_ids=whole, seed=1000)], Sampling(max_new_tokens=5)
     )
     assert said[1][0].token_ids == alone.token_ids
+
+
+def test_room_for_keys_goes_with_the_session() -> None:
+    session: Any = ENGINE.session(2)
+    assert isinstance(session, KeptSession)
+    requests = [SampleRequest(prompt_ids=(5, 6, 7), seed=seed) for seed in (1, 2)]
+    session.sample([0, 1], requests, Sampling(max_new_tokens=3))
+    room = [weakref.ref(layer.keys) for layer in session.cache.layers]
+    assert all(one() is not None for one in room)
+    gc.disable()  # nothing may wait for it
+    try:
+        del session
+        assert all(one() is None for one in room)
+    finally:
+        gc.enable()
