@@ -143,8 +143,9 @@ def test_adapters_are_counted(tiny_folder: Path) -> None:
         )
         for rank in (2, 10)
     }
-    # Each of 7 layers in 2 blocks keeps what its lower half gave, in float32.
-    assert kept[10] - kept[2] == 14 * 8 * 4
+    # Each of 7 layers in 2 blocks keeps what its lower half gave, in float32; what the one behind
+    # the gate keeps has hooks of its own on a CPU (`layer_memory`), where the number is not used.
+    assert kept[10] - kept[2] == 12 * 8 * 4
 
 
 def test_dropout_is_counted(tiny_folder: Path) -> None:
