@@ -1,4 +1,5 @@
-"""The GPU benchmark's step as courtside does it, or a step of targeted hints of the same size.
+"""The GPU benchmark's step as courtside does it, or a step of an agent with targeted hints that
+samples as many tokens.
 
 `courtside.loop.train_loop` with a silent screen, as on the CPU; only weights are drawn instead of
 loaded, and no row of a rollout ends early. The first step compiles, captures graphs and is not
@@ -20,8 +21,9 @@ from unittest.mock import patch
 
 import torch
 from courtside_side import TimedRun, given_answers, loss_and_gradients
+from fixed_episodes import OFF_COURSE, FixedEpisodes
 from gpu_peaks import Peaks, wait_for_go
-from opd_step_job import NO_END, Job, checked_tensors, draw, read_job, read_lines
+from opd_step_job import NO_END, NUM_TURNS, Job, checked_tensors, draw, read_job, read_lines
 from workload import (
     BETAS,
     CLIP_NORM,
@@ -46,6 +48,9 @@ from courtside.report import toml
 from courtside.report.folder import RunFolder
 from courtside.student import weights as student_weights
 from courtside.types import Scored, Update
+
+WORLD = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"
+REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
 
 
 class GpuRun(TimedRun):
@@ -76,11 +81,11 @@ class GpuRun(TimedRun):
             phases=phases,
             gpu_peaks=self.peaks.take(),
             num_device_allocs=self.peaks.take_allocs(),
+            num_sampled_tokens=sum(s.trajectory.num_chosen for s in scored),
+            num_hints=sum(judged.dropped is None for s in scored for judged in s.hints),
         )
         # Looking at memory is no part of the next step.
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
-        if any(judged.dropped for s in scored for judged in s.hints):
-            raise SystemExit("hints were dropped: that is another job")
 
 
 def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Recipe:
@@ -100,23 +105,24 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
         "seed": SEED,
     }  # fmt: skip
     if args.side == "hints":
-        path = str(folder / "conversations.jsonl")
+        settings = {"path": str(folder / "episodes.jsonl")}
+        rule = {"detect": "event", "event": OFF_COURSE, "hint": "{advice}"}
         tree |= {
-            "tasks": {"kind": "conversations", "path": path, "limit": job.rows},
-            "reader": {"kind": "person", "path": str(folder / "hints.jsonl")},
+            "tasks": {"kind": "environment", "path": WORLD, "settings": settings},
+            "reader": {"kind": "rules", "rules": [rule]},
             "teacher": {"kind": "self", "weights": "live"},
-            "losses": [{"kind": "divergence", "on": "hinted_turns", "support": {"kind": "full"}}],
+            "losses": [REVERSE_KL | {"on": "hinted_turns"}],
         }
-        tree["rollout"] = {"student_share": 0.0, "temperature": TEMPERATURE}
-        tree["train"]["prompts"] = job.rows
+        tree["rollout"] |= {
+            "max_new_tokens": job.turn_tokens,
+            "limits": {"turns": NUM_TURNS, "tokens": job.episode_tokens},
+        }
     else:
         teacher = {"kind": "model", "model": str(folder / "teacher"), "dtype": job.arithmetic}
         tree |= {
             "tasks": {"kind": "jsonl", "path": str(folder / "prompts.jsonl")},
             "teacher": teacher,
-            "losses": [
-                {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
-            ],
+            "losses": [REVERSE_KL],
         }
     file = work / "recipe.toml"
     file.write_text(toml.dumps(tree))

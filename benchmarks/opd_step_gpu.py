@@ -4,8 +4,9 @@ Both sides do the same work: the shape of Qwen3-0.6B (teacher: 1.7B) or Qwen3-1.
 with the same random weights, 64 prompts of 128 tokens, 4 samples of exactly 512 tokens each at
 temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one AdamW step on all
 weights; bfloat16 autocast over float32 weights. Courtside runs with its defaults and, as
-`courtside_lean`, with settings that need less memory. Beside it a step of targeted hints of
-courtside's: as many sequences of the same length, recorded, two turns of each under a hint.
+`courtside_lean`, with settings that need less memory. Beside them `hints`, courtside's step of an
+agent: it plays episodes that begin with the same prompts, samples as many tokens in four turns of
+each, and trains on the two that get a hint.
 
     python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
     python benchmarks/opd_step_gpu.py --out FILE --tiny      # everything once, small, on a CPU
@@ -29,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from opd_step_job import FULL, SEEDS, TINY, Job, write_folder
+from opd_step_job import FULL, HINTS_PER_EPISODE, NUM_TURNS, SEEDS, TINY, Job, write_folder
 from workload import SEED
 
 HERE = Path(__file__).resolve().parent
@@ -164,26 +165,23 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By shape and side of courtside's: how many times its time TRL takes, and its share of TRL's
-    memory. Against `hints` stand TRL's teacher and update: nothing is sampled there."""
+    """By shape and side of courtside's: how many times its time TRL takes, for the whole step and
+    for the phases that both have, and its share of TRL's memory."""
     by_key = {(row["shape"], row["side"]): row for row in rows}
     found: dict[str, dict[str, Any]] = {}
     for (shape, side), ours in by_key.items():
         trl = by_key.get((shape, "trl"))
         if side == "trl" or trl is None:
             continue
-        ratio: dict[str, Any] = {
-            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None
+        found.setdefault(shape, {})[side] = {
+            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None,
+            "times_faster": trl["seconds"] / ours["seconds"],
+            "times_faster_by_phase": {
+                phase: seconds / ours["phases"][phase]
+                for phase, seconds in trl["phases"].items()
+                if phase in ours["phases"]
+            },
         }
-        if side == "hints":
-            scored = trl["phases"]["teacher"] + trl["phases"]["update"]
-            ratio["trl_teacher_update_over_step"] = scored / ours["seconds"]
-        else:
-            ratio["times_faster"] = trl["seconds"] / ours["seconds"]
-            ratio["times_faster_by_phase"] = {
-                phase: seconds / ours["phases"][phase] for phase, seconds in trl["phases"].items()
-            }
-        found.setdefault(shape, {})[side] = ratio
     return found
 
 
@@ -193,15 +191,19 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
     for record in records:
         where = f"{record['config']}, {record['side']}"
         for step in record["steps"][record["num_warmup"] :]:
-            if record["side"] != "hints" and step["num_trained_tokens"] != job.tokens_per_step:
-                problems.append(f"{where}: trained {step['num_trained_tokens']} tokens in a step")
+            problems += [
+                f"{where}: {step[key]} {what} in a step, not {wanted}"
+                for key, what, wanted in expected_counts(record["side"], job)
+                if step[key] != wanted
+            ]
             if not step["loss"] > 0:
                 problems.append(f"{where}: loss {step['loss']}; the teacher differs, so above 0")
     for shape in dict.fromkeys(record["config"] for record in records):
-        same = [r for r in records if r["config"] == shape and r["side"] != "hints"]
+        of_shape = [r for r in records if r["config"] == shape]
         for key in ("prompts_hash", "num_prompt_tokens", "num_trainable"):
-            if len({record[key] for record in same}) > 1:
-                problems.append(f"{shape}: {key} differs: {[record[key] for record in same]}")
+            if len({record[key] for record in of_shape}) > 1:
+                problems.append(f"{shape}: {key} differs: {[record[key] for record in of_shape]}")
+        same = [record for record in of_shape if record["side"] != "hints"]
         losses = {record["side"]: record["steps"][-1]["loss"] for record in same}
         if losses and max(losses.values()) > LOSS_SPREAD * min(losses.values()):
             problems.append(f"{shape}: losses {losses} are further apart than draws are")
@@ -209,6 +211,17 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
             sides = f"{shape}, {record['side']} and {same[-1]['side']}"
             problems += check_problems(sides, (record["check"], same[-1]["check"]), job)
     return problems
+
+
+def expected_counts(side: str, job: Job) -> list[tuple[str, str, int]]:
+    """What a step of this side counts: the key, in words, and how many there must be."""
+    if side != "hints":
+        return [("num_trained_tokens", "trained tokens", job.tokens_per_step)]
+    return [
+        ("num_sampled_tokens", "sampled tokens", job.tokens_per_step),
+        ("num_trained_tokens", "trained tokens", job.hinted_tokens_per_step),
+        ("num_hints", "hints", job.hints_per_step),
+    ]
 
 
 def check_problems(sides: str, checks: Sequence[dict[str, Any]], job: Job) -> list[str]:
@@ -234,30 +247,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['trained_tokens_per_second']:,.0f} | {row['gpu_peak'] / GIB:.1f} | {peaks} |"
         )
     found = ratios(rows)
-    if any(side in OURS for sides in found.values() for side in sides):
+    if found:
         lines += ["", "| shape | side | TRL's time over ours | by phase | our peak over TRL's |"]
         lines.append("|---|---|---|---|---|")
     for shape, sides in found.items():
-        for side in (name for name in OURS if name in sides):
-            ratio = sides[side]
+        for side, ratio in sides.items():
             by_phase = ", ".join(
                 f"{name} {times:.2f}" for name, times in ratio["times_faster_by_phase"].items()
             )
             lines.append(
                 f"| {shape} | {side} | {ratio['times_faster']:.2f} | {by_phase} | {_share(ratio)} |"
             )
-    for shape, sides in found.items():
-        if "hints" in sides:
-            times = sides["hints"]["trl_teacher_update_over_step"]
-            lines += ["", f"{shape}, hints: {HINTS_MEAN.format(times=times)} Our peak over TRL's: "
-                          f"{_share(sides['hints'])}."]  # fmt: skip
+    if any(row["side"] == "hints" for row in rows):
+        lines += ["", HINTS_DIFFER]
     return "\n".join(lines)
 
 
-HINTS_MEAN = (
-    "TRL's teacher and update take {times:.2f} times our whole step of targeted hints. Not the "
-    "same work: as many sequences of the same length scored and trained by TRL, which cannot put a "
-    "hint above a turn at all."
+HINTS_DIFFER = (
+    "hints is not TRL's job, but a whole step that samples as many tokens: in place of an answer "
+    f"{NUM_TURNS} turns, each 1/{NUM_TURNS} as long, and a tool's message between them; "
+    f"{HINTS_PER_EPISODE} of the {NUM_TURNS} get a hint and train, half of the sampled tokens; the "
+    "student is its own teacher, so hints are read and there is no second model. TRL cannot put a "
+    "hint above a turn."
 )
 
 
@@ -282,7 +293,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set-lean", nargs="+", default=list(LEAN), metavar="section.key=value",
                         help=f"courtside_lean's, in place of {' '.join(LEAN)}")  # fmt: skip
     parser.add_argument("--set-hints", nargs="+", default=[], metavar="section.key=value",
-                        help="the same for the step of targeted hints")  # fmt: skip
+                        help="the same for the side hints")  # fmt: skip
     parser.add_argument("--trl-micro-batches", type=int, nargs="+",
                         help="sequences in a pass, the fastest is taken; 16 32 64")  # fmt: skip
     parser.add_argument("--trl-liger", choices=("both", "on", "off"), help="both; off on a CPU")
@@ -336,7 +347,7 @@ def main() -> None:
         work = Path(folder)
         for shape in args.shapes:
             (work / shape).mkdir()
-            write_folder(work / shape, args.job, shape, num_steps=1 + args.steps)
+            write_folder(work / shape, args.job, shape)
         import torch  # only now, and for its name of the GPU
         from gpu_machine import header
 

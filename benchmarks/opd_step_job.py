@@ -2,8 +2,8 @@
 
 Nothing is downloaded. A folder describes the job to every side (`write_folder`): settings and a
 tokenizer for both models, the prompts, one small batch with given answers (to compare losses and
-gradients), and conversations with hints. Weights are drawn on the device from a seed (`draw`), so
-every side has the same ones.
+gradients), and episodes that begin with the same prompts (`fixed_episodes` plays them). Weights are
+drawn on the device from a seed (`draw`), so every side has the same ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ ROLES = ("system", "user", "assistant", "tool")
 NUM_FIXED = len(SPECIAL) + len(ROLES)
 PROMPT_FRAME = 5
 """Begin, role and end of the message, and the begin and role of the answer to it."""
-TOOL_FRAME = 5
-"""The same, of a tool's answer between two messages of the assistant."""
+SAID_FRAME = 6
+"""The same around what a tool says between two turns, and the end of the turn before, which the
+assistant does not write itself: it never ends early."""
 
 NO_END = -1
 """In place of the end token once the parts are made: no row ends early, on any side. Weights are
@@ -48,9 +49,9 @@ TEACHERS = {"0.6b": "1.7b", "1.7b": "1.7b", "tiny": "tiny-teacher"}
 
 SEEDS = {"student": SEED, "teacher": SEED + 1}
 NUM_TURNS = 4
-"""Of the assistant, in a conversation with hints."""
-HINTED_TURNS = (3, 7)
-"""The assistant's second and last, counted over all turns with the prompt as turn 0."""
+"""Of the assistant, in an episode."""
+HINTS_PER_EPISODE = 2
+"""Above as many of its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,15 @@ class Job:
     """Of each prompt."""
     prompt_tokens: int
     new_tokens: int
-    turn_tokens: int
-    """Of each of the assistant's turns in a conversation with hints."""
+    said_words: int
+    """Of a tool's message between two turns of an episode."""
     hint_words: int
     checked: int
     """Sequences of the batch on which losses and gradients are compared."""
     learning_rate: float = 1e-5
+
+    def __post_init__(self) -> None:
+        assert self.new_tokens % NUM_TURNS == 0, "an episode samples as much as an answer"
 
     @property
     def rows(self) -> int:
@@ -79,21 +83,39 @@ class Job:
     def tokens_per_step(self) -> int:
         return self.rows * self.new_tokens
 
+    @property
+    def turn_tokens(self) -> int:
+        """Of each of the assistant's turns in an episode."""
+        return self.new_tokens // NUM_TURNS
+
+    @property
+    def episode_tokens(self) -> int:
+        said = (NUM_TURNS - 1) * (self.said_words + SAID_FRAME)
+        return self.prompt_tokens + self.new_tokens + said
+
+    @property
+    def hints_per_step(self) -> int:
+        return self.rows * HINTS_PER_EPISODE
+
+    @property
+    def hinted_tokens_per_step(self) -> int:
+        return self.hints_per_step * self.turn_tokens
+
 
 FULL = Job(
     device="cuda", arithmetic="bfloat16", vocabulary=151936, prompts=64, samples=4,
-    prompt_tokens=128, new_tokens=512, turn_tokens=96, hint_words=32, checked=8,
+    prompt_tokens=128, new_tokens=512, said_words=16, hint_words=32, checked=8,
 )  # fmt: skip
 TINY = Job(
     device="cpu", arithmetic="float32", vocabulary=512, prompts=4, samples=2, prompt_tokens=16,
-    new_tokens=60, turn_tokens=10, hint_words=6, checked=4,
+    new_tokens=60, said_words=4, hint_words=6, checked=4,
 )  # fmt: skip
 
 
 # ── the folder ───────────────────────────────────────────────────────────────────────────────────
 
 
-def write_folder(folder: Path, job: Job, shape: str, *, num_steps: int) -> None:
+def write_folder(folder: Path, job: Job, shape: str) -> None:
     from transformers import Qwen3Config
 
     tokenizer = make_tokenizer(job.vocabulary)
@@ -112,18 +134,11 @@ def write_folder(folder: Path, job: Job, shape: str, *, num_steps: int) -> None:
         folder / "batch.jsonl",
         [{"text": p, "completion": words.ids(job.new_tokens)} for p in prompts[: job.checked]],
     )
-    # Eight of ten conversations are for training, by their content: more than enough of those.
+    said = words.text(job.said_words)
     _write_lines(
-        folder / "conversations.jsonl",
-        [{"messages": conversation(words, job)} for _ in range(2 * job.rows)],
+        folder / "episodes.jsonl",
+        [{"prompt": p, "said": said, "advice": words.text(job.hint_words)} for p in prompts],
     )
-    hints = [
-        {"trajectory": f"{step:06d}-{row:03d}-0", "turn": turn, "text": words.text(job.hint_words)}
-        for step in range(num_steps)
-        for row in range(job.rows)
-        for turn in HINTED_TURNS
-    ]
-    _write_lines(folder / "hints.jsonl", hints)
 
 
 def read_job(folder: Path) -> tuple[str, Job]:
@@ -151,21 +166,6 @@ class Words:
 
     def text(self, size: int) -> str:
         return " ".join(f"w{i}" for i in self.ids(size))
-
-
-def conversation(words: Words, job: Job) -> list[dict[str, str]]:
-    """As long as a prompt with its answer; turns of the assistant with a tool's in between."""
-    messages = [{"role": "user", "content": words.text(job.prompt_tokens - PROMPT_FRAME)}]
-    room = job.new_tokens - NUM_TURNS * job.turn_tokens
-    for number in range(NUM_TURNS):
-        # A word less: the end token is the turn's own.
-        messages.append({"role": "assistant", "content": words.text(job.turn_tokens - 1)})
-        left = NUM_TURNS - 1 - number
-        if left:
-            size = room // left
-            room -= size
-            messages.append({"role": "tool", "content": words.text(size - TOOL_FRAME)})
-    return messages
 
 
 def make_tokenizer(vocabulary: int) -> Any:

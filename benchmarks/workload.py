@@ -87,6 +87,9 @@ class StepResult:
     """Bytes of GPU memory at the most, by phase; empty on a CPU."""
     num_device_allocs: int = 0
     """How often the GPU's driver was asked for memory."""
+    num_sampled_tokens: int | None = None
+    num_hints: int | None = None
+    """Those that train. None: not counted, like the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

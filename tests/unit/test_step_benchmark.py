@@ -1,12 +1,18 @@
-"""The step benchmark on a GPU: ratios of its records, and whether the work was the same."""
+"""The step benchmark on a GPU: ratios of its records, whether the work was the same, and the side
+that plays."""
 
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from courtside.report.folder import RunFolder
+from courtside.tasks.environments.load import load_environment
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -18,9 +24,14 @@ def benchmark_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def record(driver: Any, side: str, *, phases: dict[str, float], peak: int, **more: Any) -> Any:
-    tokens = 7 if side == "hints" else driver.TINY.tokens_per_step
+    tokens = driver.TINY.tokens_per_step
     step = {"seconds": sum(phases.values()), "phases": phases, "loss": 2.0,
-            "num_trained_tokens": tokens, "gpu_peaks": {"update": peak}}  # fmt: skip
+            "num_trained_tokens": tokens, "num_sampled_tokens": None, "num_hints": None,
+            "gpu_peaks": {"update": peak}}  # fmt: skip
+    if side == "hints":
+        hints = 2 * driver.TINY.prompts * driver.TINY.samples
+        step |= {"num_trained_tokens": tokens // 2, "num_sampled_tokens": tokens,
+                 "num_hints": hints}  # fmt: skip
     check = {"loss": 1.0, "gradient_norm": 3.0, "gradient_norms": {"head": 2.0}}
     return {"config": "0.6b", "side": side, "num_warmup": 1, "steps": [step, step],
             "prompts_hash": "a", "num_prompt_tokens": 4, "num_trainable": 9,
@@ -31,16 +42,21 @@ def records(driver: Any) -> dict[str, Any]:
     sides = {
         "courtside": ({"rollout": 4.0, "teacher": 1.0, "update": 2.0, "record": 1.0}, 60),
         "courtside_lean": ({"rollout": 5.0, "teacher": 2.0, "update": 8.0, "record": 1.0}, 20),
-        "hints": ({"teacher": 1.0, "update": 3.0, "record": 1.0}, 50),
+        "hints": (
+            {"rollout": 5.0, "reader": 0.5, "teacher": 0.5, "update": 3.0, "record": 1.0},
+            50,
+        ),
         "trl": ({"rollout": 40.0, "teacher": 4.0, "update": 6.0}, 40),
     }
     return {
         side: record(driver, side, phases=phases, peak=peak)
         for side, (phases, peak) in sides.items()
-    }
+    }  # fmt: skip
 
 
-def test_both_sides_of_ours_and_hints_stand_against_one_trl(benchmark_driver: Any) -> None:
+def test_every_side_of_ours_stands_with_its_whole_step_against_one_trl(
+    benchmark_driver: Any,
+) -> None:
     rows = [benchmark_driver.summary(r) for r in records(benchmark_driver).values()]
     found = benchmark_driver.ratios(rows)["0.6b"]
     assert found["courtside"] == {
@@ -50,12 +66,19 @@ def test_both_sides_of_ours_and_hints_stand_against_one_trl(benchmark_driver: An
     }
     assert found["courtside_lean"]["times_faster"] == 50 / 16
     assert found["courtside_lean"]["share_of_peak"] == 0.5
-    assert found["hints"] == {"share_of_peak": 1.25, "trl_teacher_update_over_step": 2.0}
+    assert found["hints"] == {
+        "share_of_peak": 1.25,
+        "times_faster": 50 / 10,
+        "times_faster_by_phase": {"rollout": 8.0, "teacher": 8.0, "update": 2.0},
+    }
     text = benchmark_driver.table(rows)
     assert (
         "| 0.6b | courtside_lean | 3.12 | rollout 8.00, teacher 2.00, update 0.75 | 0.50 |" in text
     )
-    assert "take 2.00 times our whole step of targeted hints" in text
+    assert "| 0.6b | hints | 5.00 | rollout 8.00, teacher 8.00, update 2.00 | 1.25 |" in text
+    assert "half of the sampled tokens; the student is its own teacher" in text
+    without = [row for row in rows if row["side"] != "hints"]
+    assert "own teacher" not in benchmark_driver.table(without)
 
 
 def test_without_trl_there_are_no_ratios(benchmark_driver: Any) -> None:
@@ -63,6 +86,41 @@ def test_without_trl_there_are_no_ratios(benchmark_driver: Any) -> None:
     rows = [benchmark_driver.summary(r) for r in ours]
     assert benchmark_driver.ratios(rows) == {}
     assert benchmark_driver.same_work_problems(ours, benchmark_driver.TINY) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        ("num_sampled_tokens", "479 sampled tokens in a step, not 480"),
+        ("num_trained_tokens", "239 trained tokens in a step, not 240"),
+        ("num_hints", "15 hints in a step, not 16"),
+    ],
+)
+def test_the_step_of_hints_samples_as_much_and_trains_half(
+    benchmark_driver: Any, count: str, said: str
+) -> None:
+    found = records(benchmark_driver)
+    found["hints"]["steps"][1] = {**found["hints"]["steps"][1]}
+    found["hints"]["steps"][1][count] -= 1
+    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+    assert problems == [f"0.6b, hints: {said}"]
+
+
+@pytest.mark.parametrize("side", ["courtside", "trl"])
+def test_the_others_train_on_all_they_sample(benchmark_driver: Any, side: str) -> None:
+    found = records(benchmark_driver)
+    found[side]["steps"][1] = {**found[side]["steps"][1], "num_trained_tokens": 240}
+    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+    assert problems == [f"0.6b, {side}: 240 trained tokens in a step, not 480"]
+
+
+def test_hints_begin_with_the_prompts_of_the_others(benchmark_driver: Any) -> None:
+    found = records(benchmark_driver)
+    found["hints"] |= {"prompts_hash": "b", "num_trainable": 8}
+    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+    assert len(problems) == 2
+    assert "prompts_hash differs" in problems[0]
+    assert "num_trainable differs" in problems[1]
 
 
 @pytest.mark.parametrize("side", ["courtside", "courtside_lean"])
@@ -107,3 +165,60 @@ def test_lean_settings_go_to_the_lean_side_only(
     assert overrides("--set", "a.b=1") == {
         "courtside": ["a.b=1"], "courtside_lean": lean, "hints": [],
     }  # fmt: skip
+
+
+# ── the side that plays ──────────────────────────────────────────────────────────────────────────
+
+
+def test_the_world_goes_the_same_way_whatever_is_said(
+    benchmark_driver: Any, tmp_path: Path
+) -> None:
+    job = benchmark_driver.TINY
+    benchmark_driver.write_folder(tmp_path, job, "tiny")
+    world = load_environment(
+        "fixed_episodes:FixedEpisodes", {"path": str(tmp_path / "episodes.jsonl")}
+    )
+    assert world.size == job.prompts
+    for number in range(world.size):
+        task = world.task(number)
+        for reply in ("", "w7 w8"):
+            episode = world.start(task)
+            answers = [episode.step(reply) for _ in range(4)]
+            assert [answer.done for answer in answers] == [False, False, False, True]
+            assert [len(answer.messages) for answer in answers] == [1, 1, 1, 0]
+            faulted = [i for i, answer in enumerate(answers) if answer.events]
+            assert tuple(faulted) == list(combinations(range(4), 2))[number]
+
+
+def test_the_side_plays_whole_turns_and_trains_on_the_hinted_ones(
+    benchmark_driver: Any, tmp_path: Path
+) -> None:
+    side = importlib.import_module("courtside_gpu_side")
+    job, work = benchmark_driver.TINY, tmp_path / "work"
+    work.mkdir()
+    benchmark_driver.write_folder(tmp_path, job, "tiny")
+    result = side.measure(Namespace(job=tmp_path, side="hints", steps=1, set=[]), work)
+    assert result.num_prompt_tokens == job.rows * job.prompt_tokens
+    for step in result.steps:
+        assert {"rollout", "reader", "teacher", "update"} <= step.phases.keys()
+        assert step.num_sampled_tokens == job.tokens_per_step == 480
+        assert (step.num_trained_tokens, step.num_hints) == (240, 16)
+        assert step.loss > 0
+    # The trajectories themselves, not what the side says of them.
+    advice = {row["prompt"]: row["advice"] for row in side.read_lines(tmp_path / "episodes.jsonl")}
+    stored = list(RunFolder.read(work / "run").trajectories(1))
+    assert len(stored) == job.rows
+    for one in stored:
+        turns = one.trajectory.turns
+        assert [t.role for t in turns] == ["prompt", *["assistant", "environment"] * 3, "assistant"]
+        assert len(turns[0].token_ids) == job.prompt_tokens
+        assert all(len(turn.token_ids) == 15 for turn in turns[1::2])
+        for before, turn in zip(turns[1:-1:2], turns[2::2], strict=True):
+            ended = before.token_ids[-1] == 1  # by chance the end token: then nothing closes it
+            assert len(turn.token_ids) == job.said_words + 6 - ended
+        hints = [judged.hint for judged in one.hints]
+        assert [hint.turn for hint in hints] == [i for i, turn in enumerate(turns) if turn.events]
+        hinted = {hint.turn for hint in hints}
+        taught = [i for i, turn in enumerate(one.trajectory.turn_of) if turn in hinted]
+        assert one.where == tuple(taught)
+        assert {hint.text for hint in hints} == {advice[one.trajectory.task.messages[0].content]}
