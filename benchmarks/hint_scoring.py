@@ -36,6 +36,7 @@ from workload import SEED
 
 from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.branches import score_branches_separately
+from courtside.engines.few_launches import lean_layers, replaced
 from courtside.engines.kept import keeping, kept_branch_hidden
 from courtside.engines.prefixes import Place
 from courtside.engines.scoring import scores_of
@@ -72,8 +73,9 @@ class Job:
 
     def training(self) -> None:
         model = self.engine.model
+        lean = lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
         model.train()
-        with self.engine.casting(), self.engine.passes.attention():
+        with self.engine.casting(), self.engine.passes.attention(), replaced(lean):
             hidden_LD, _ = self.engine.passes.hidden([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
             ids_N = self.ids_1L[0, self.chosen_N]

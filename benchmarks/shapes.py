@@ -15,16 +15,18 @@ from courtside.engines.transformers import TransformersEngine
 from courtside.losses.fused import divergence_head
 from courtside.losses.fused_records import Asked, HeadGradient, Projection
 
-NAMES = ("smollm2-135m", "qwen3-0.6b", "llama-1b", "tiny")
+NAMES = ("smollm2-135m", "smollm2-4-layers", "qwen3-0.6b", "llama-1b", "tiny")
 
 
 def shape(kind: str) -> Any:
     """A model of a known shape; its weights do not matter to the clock."""
     longest = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
-    if kind == "smollm2-135m":
+    if kind in ("smollm2-135m", "smollm2-4-layers"):  # fewer: for what grows with length, on a CPU
+        num_layers = 30 if kind == "smollm2-135m" else 4
         return LlamaForCausalLM(LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, **longest))  # fmt: skip
+            vocab_size=49152, hidden_size=576, intermediate_size=1536,
+            num_hidden_layers=num_layers, num_attention_heads=9, num_key_value_heads=3,
+            **longest))  # fmt: skip
     if kind == "llama-1b":
         return LlamaForCausalLM(LlamaConfig(
             vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
