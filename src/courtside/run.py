@@ -187,14 +187,16 @@ class Run:
     # ── measuring ────────────────────────────────────────────────────────────────────────────────
 
     def _evaluate_if_due(self) -> None:
+        without: set[Split] = set()
         for who, split in self._due():
             done = {(e.step, e.who, e.split) for e in self.folder.evaluations()}
             if (self.num_steps, who, split) in done:
                 continue
             reason = self.parts.can_evaluate(split)
             if reason is not None:
-                if self.num_steps == 0:
+                if self.num_steps == 0 and split not in without:
                     self.screen.say(f"not evaluated on {split} tasks: {reason}")
+                without.add(split)
                 continue
             with self.meter.phase("evaluate"):
                 evaluation = self._measure(who, split)

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from one_step import batch_of, gradients
 from small_runs import small_recipe
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
 from courtside.student import step
-from courtside.student.components import components
-from courtside.student.tally import Tally
-from courtside.types import Scored
 
 CAPPED = [{"kind": "divergence", "clip": 0.5}]
 """A loss that goes through autograd, a chunk at a time."""
@@ -54,19 +51,6 @@ def rounded(student: Path, teacher: Path, losses: Any = None, **settings: Any) -
         train={"prompts": 3, "learning_rate": 0.1, "micro_batch_tokens": 32, "chunk_tokens": 4},
     )
     return assemble(recipe)
-
-
-def batch_of(parts: Parts) -> list[Scored]:
-    return parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
-
-
-def gradients(parts: Parts, scored: list[Scored]) -> dict[str, Tensor]:
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, Tally())
-    trained = parts.student.weights.trained()
-    found = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-    parts.student.optimiser.zero_grad(set_to_none=True)
-    return found
 
 
 SETTINGS: list[dict[str, Any]] = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_step import batch_of, gradients
 from small_runs import small_recipe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from courtside.assemble import assemble
 from courtside.engines import layer_memory
 from courtside.parts import Parts
-from courtside.student.components import components
 from courtside.student.gradients import Rooms, add_rows
-from courtside.student.tally import Tally
 from courtside.types import Scored
 
 SETTINGS: list[dict[str, Any]] = [
@@ -57,17 +56,6 @@ def parts_of(student: Path, teacher: Path, **settings: Any) -> Parts:
     return parts
 
 
-def batch_of(parts: Parts) -> list[Scored]:
-    return parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
-
-
-def gradients(parts: Parts, scored: list[Scored]) -> dict[str, Tensor]:
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, Tally())
-    trained = parts.student.weights.trained()
-    return {name: p.grad for name, p in trained.items() if p.grad is not None}
-
-
 @EACH
 def test_gradients_are_those_of_the_models_own_layers(
     settings: dict[str, Any],
@@ -78,7 +66,6 @@ def test_gradients_are_those_of_the_models_own_layers(
     parts = parts_of(tiny_folder, tiny_teacher_folder, **settings)
     scored = batch_of(parts)
     ours = gradients(parts, scored)
-    parts.student.optimiser.zero_grad(set_to_none=True)
     monkeypatch.setattr(parts.student, "_in_place", nullcontext)
     theirs = gradients(parts, scored)
     assert ours.keys() == theirs.keys() == parts.student.weights.trained().keys()

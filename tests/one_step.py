@@ -1,0 +1,24 @@
+"""The batch and the gradients of one step, for tests that look into it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from courtside.parts import Parts
+from courtside.student.components import components
+from courtside.student.tally import Tally
+from courtside.types import Scored
+
+
+def batch_of(parts: Parts) -> list[Scored]:
+    return parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
+
+
+def gradients(parts: Parts, scored: list[Scored]) -> dict[str, Tensor]:
+    """Copies: the weights have none afterwards."""
+    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, Tally())
+    trained = parts.student.weights.trained()
+    found = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    parts.student.optimiser.zero_grad(set_to_none=True)
+    return found
