@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from courtside.assemble import assemble
+from courtside.engines.batching import pass_tokens
 from courtside.engines.passes import Passes
 from courtside.parts import Parts
 from courtside.student.activations import (
@@ -195,12 +196,12 @@ EPISODES = {"tasks": {"kind": "toolbox"}}
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({}, 256),
+        ({}, pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 77}}, 77),
-        ({"rollout": {"max_new_tokens": 300}}, 300),
+        ({"rollout": {"max_new_tokens": 450}}, 450),
         ({**EPISODES, "rollout": {"max_new_tokens": 300, "limits": {"tokens": 400}}}, 400),
         ({**EPISODES, "rollout": {"limits": {"tokens": 9000}}}, 512),
-        ({**EPISODES}, 256),
+        ({**EPISODES}, pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 1000}, "rollout": {"max_new_tokens": 300}}, 1000),
     ],
 )
@@ -221,11 +222,11 @@ def test_a_pair_shares_a_pass(tiny_folder: Path) -> None:
 
 
 def test_auto_by_what_is_free(tiny_folder: Path) -> None:
-    student = made(tiny_folder, None).student
+    student, tokens = made(tiny_folder, None).student, pass_tokens(CPU)
     assert not student.weights.recomputes
-    kept = student_bytes_per_token(student, 256, CONTEXT)
-    reserved = reserved_bytes(student, 256)
-    needed = reserved + kept * 256 / (1 - MARGIN)
+    kept = student_bytes_per_token(student, tokens, CONTEXT)
+    reserved = reserved_bytes(student, tokens)
+    needed = reserved + kept * tokens / (1 - MARGIN)
     enough = made(tiny_folder, int(1.001 * needed))
     assert not enough.student.weights.recomputes
     assert not any("activations" in note for note in enough.notes)
@@ -233,8 +234,10 @@ def test_auto_by_what_is_free(tiny_folder: Path) -> None:
         little = made(tiny_folder, free)
         assert little.student.weights.recomputes
         (note,) = (note for note in little.notes if "activations" in note)
-        assert note.startswith("activations are computed again: a pass of 256 tokens would keep ")
-        assert f"{kept * 256 / 2**30:.3g} GiB" in note
+        assert note.startswith(
+            f"activations are computed again: a pass of {tokens} tokens would keep"
+        )
+        assert f"{kept * tokens / 2**30:.3g} GiB" in note
         assert f"and {max(0, free - reserved) / 2**30:.3g} GiB are free" in note
         assert not little.engine.model.training
 
