@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def pass_tokens(device: torch.device) -> int:
-    """Tokens of one forward pass that keep the device busy. On a CPU more are somewhat faster still,
-    but a pass that trains keeps about half a megabyte of each."""
+    """Tokens of one forward pass that keep the device busy. On a CPU more are somewhat faster
+    still, but a pass that trains keeps something of each."""
     return 16384 if device.type == "cuda" else 384
 
 
