@@ -21,6 +21,7 @@ from courtside.engines.packing import NAME
 from courtside.engines.passes import Passes
 from courtside.engines.prefixes import row_of
 from courtside.parts import Parts
+from courtside.student import step
 from courtside.student.components import components, trained_tokens
 from courtside.student.tally import Tally
 from courtside.types import Scored
@@ -268,14 +269,16 @@ def test_samples_that_share_their_prompt_give_the_same_update(
 
 
 def test_in_float32_every_gradient_is_the_same(
-    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In passes of the device's size, which grow for a prompt: one that splits the batch."""
+    monkeypatch.setattr(step, "pass_tokens", lambda device: 256)
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, **SAMPLES)
     for model in (parts.engine.model, parts.teacher.teacher.engine.model):
         model.float()
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
     found, _, computed = accumulated(parts, scored, None)
-    assert len(computed) > 1 and sum(computed) == once_a_prompt(scored), "a prompt in a pass of 256"
+    assert len(computed) > 1 and sum(computed) == once_a_prompt(scored)
     parts.student.passes = replace(parts.student.passes, unshared="asked for")
     separate, _, _ = accumulated(parts, scored, None)
     for name, gradient in separate.items():
