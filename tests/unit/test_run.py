@@ -301,6 +301,18 @@ def test_a_run_that_trained_nothing_says_so(tiny_folder, tmp_path):
     assert "dropped/no_other_hint 4" in alarm["message"]
 
 
+def test_a_split_without_tasks_is_told_once(tiny_folder, tiny_teacher_folder, tmp_path):
+    """Though the student and its teacher would be measured on it."""
+    rows = [{"prompt": f"{n}?", "split": "train"} for n in range(4)]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", rows))}
+    screen = Recorder()
+    recipe = small_recipe(
+        tiny_folder, tiny_teacher_folder, tasks=tasks, train={"steps": 1, "prompts": 2}
+    )
+    train(recipe, tmp_path / "run", screen=screen)
+    assert sum(said.startswith("not evaluated on test tasks") for said in screen.said) == 1
+
+
 def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts": 1})
     train(recipe, tmp_path / "run")

@@ -157,7 +157,7 @@ class Student:
         model, trained = self.weights.model, self.weights.trained().values()
         rooms = Rooms(trained)
         with (
-            replaced([] if model.is_gradient_checkpointing else self._lean_layers),
+            replaced(self._lean_layers),
             gradients_in_place(model, rooms, trained),
             rounded_products(model, self.head.module, rooms),
         ):
@@ -165,7 +165,6 @@ class Student:
 
     @cached_property
     def _lean_layers(self) -> list[Replacement]:
-        """Not for passes that compute activations again, which keep less still."""
         model = self.weights.model
         return lean_layers(model) if model.device.type == "cpu" else []
 

@@ -23,10 +23,11 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from courtside.engines import layer_kernels, layer_parts, rooms
 from courtside.engines import slots as slots_engine
-from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.graphs import LOOK_EVERY, Decoder
+from courtside.engines.base import Head, SampleRequest, Sampling
+from courtside.engines.graphs import LOOK_EVERY, Decoder, drawn
 from courtside.engines.lent import JoinedProduct, LentWeights
 from courtside.engines.rooms import KEPT
+from courtside.engines.sampling import draw
 from courtside.engines.transformers import TransformersEngine, head_of
 from courtside.types import Sample
 
@@ -325,6 +326,26 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     both = steps + 1  # prompts are read by the same layers, in one pass
     assert calls == {"rms_norm": 5 * both, "rotate": 2 * both, "append": 2 * steps,
                      "gated": 2 * both}  # fmt: skip
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 0.25), (2.0, 1.0), (1.5, 0.5)])
+def test_a_kernel_draws_from_the_logits_that_count(
+    softcap: float | None, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from bare products, where a head scales or caps them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 50, bias=False, device=device)
+    head = Head(layer, num_words=50, softcap=softcap, scale=scale)
+    hidden_BD = 6 * torch.randn(16, 8, device=device)
+    uniform_B = torch.rand(16, dtype=torch.float64, device=device)
+    sampling = Sampling(max_new_tokens=1, temperature=0.8)
+    with torch.no_grad():
+        expected_ids, expected_logps = draw(head(hidden_BD), uniform_B, sampling)
+        monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+        ids_B, logp_B = drawn(head, hidden_BD, uniform_B, sampling)
+    assert torch.equal(ids_B, expected_ids)
+    torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)
 
 
 def counted(calls: Counter[str], function: Any) -> Any:
