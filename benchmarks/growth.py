@@ -52,9 +52,9 @@ FLOOR = 8 * MIB
 """Rises of memory are compared from here on: an allocator moves by as much for no reason."""
 LEAST_CALLS, MOST_CALLS = 2, 6
 ATTEMPTS = 2
-"""On a CPU a series that fails is timed once more, and the fastest of all calls count: noise only
-adds time. What really grows faster fails again."""
-ENOUGH_SECONDS = {"cpu": 1.5, "cuda": 0.3}
+"""A series that fails is timed once more, and the fastest of all calls count: noise only adds time.
+What really grows faster fails again."""
+ENOUGH_SECONDS = {"cpu": 1.5, "cuda": 1.0}
 """After so much measured time a size is not measured again."""
 
 
@@ -131,7 +131,22 @@ def _memory(parts: Parts, series: Series, size: int) -> tuple[dict[str, Any], in
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def on_gpu(parts: Parts, series: Series, size: int) -> dict[str, Any]:
+def on_gpu(parts: Parts, series: Series) -> list[dict[str, Any]]:
+    runs: dict[int, list[dict[str, float]]] = {size: [] for size in series.sizes}
+    rows: list[dict[str, Any]] = []
+    for _ in range(ATTEMPTS):
+        found = {size: _at_size(parts, series, size) for size in series.sizes}
+        for size, (_, more, _) in found.items():
+            runs[size] += more
+        rows = [_row(size, about, runs[size], memory) for size, (about, _, memory) in found.items()]
+        if grown(series, rows)["time_at_most_doubles"] is not False:
+            break
+    return rows
+
+
+def _at_size(
+    parts: Parts, series: Series, size: int
+) -> tuple[dict[str, Any], list[dict[str, float]], int]:
     parts.renew()
     work = series.job(parts, size)
     gc.collect()
@@ -148,7 +163,7 @@ def on_gpu(parts: Parts, series: Series, size: int) -> dict[str, Any]:
         work.call()
         torch.cuda.synchronize()
         runs.append({"seconds": time.perf_counter() - start})
-    return _row(size, _about(work), runs, memory)
+    return _about(work), runs, memory
 
 
 def _goes_on(runs: Sequence[dict[str, float]], enough: float) -> bool:
@@ -279,10 +294,7 @@ def main() -> None:
             series.job(parts, series.sizes[0]).call()
     results = []
     for series in chosen:
-        if parts is None:
-            rows = on_cpu(args, series)
-        else:
-            rows = [on_gpu(parts, series, size) for size in series.sizes]
+        rows = on_cpu(args, series) if parts is None else on_gpu(parts, series)
         results.append(grown(series, rows))
         print(table(results[-1]), flush=True)
     torch.set_num_threads(args.threads)

@@ -211,22 +211,24 @@ def update(parts: Parts, *, sequences: int, length: int) -> Work:
 
 
 def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
+    # Different beginnings: equal ones would be read once.
+    tasks = [
+        Task(id=str(row), split="train", messages=(_said(f"Go {row:04}."),)) for row in range(rows)
+    ]
+    heard = parts.turns.environment_turn((_said(OBSERVED),), closing=True)
+    length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
+    length += turns * (new + len(heard.token_ids))
     rollout = AgentRollout(
         engine=parts.engine,
         turns=parts.turns,
-        config=Rollout(samples=1, max_new_tokens=new, limits=Limits(turns=turns)),
+        config=Rollout(
+            samples=1, max_new_tokens=new, limits=Limits(turns=turns, tokens=length)
+        ),  # so many tokens are what room is made for
         begin=lambda task: Echo(),
         demonstrate=None,
         context_length=parts.engine.context_length,
         seed=SEED,
     )
-    # Different beginnings: equal ones would be read once.
-    tasks = [
-        Task(id=str(row), split="train", messages=(_said(f"Go {row}."),)) for row in range(rows)
-    ]
-    heard = parts.turns.environment_turn((_said(OBSERVED),), closing=True)
-    length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
-    length += turns * (new + len(heard.token_ids))
 
     def call() -> None:
         played = rollout(tasks, 0)
@@ -277,6 +279,9 @@ class Series:
 class Scale:
     """How large everything is that does not grow, and how far the rest does."""
 
+    sampled: tuple[int, int]
+    """Rows of sampling, while they grow. On a GPU so many that none keeps its room between calls:
+    below 1 GiB it does, and graphs are captured once (a tenth of a second)."""
     rows: int
     """Of sampling, while the number of new tokens grows."""
     prompt: int
@@ -295,12 +300,12 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(
-        rows=4, prompt=16, new=16, short=64, sequences=(4, 64), lengths=(128, 8192),
-        update_lengths=(128, 2048), piece=256, episode_rows=2, trunk=2048,
+        sampled=(8, 256), rows=4, prompt=16, new=16, short=64, sequences=(4, 64),
+        lengths=(128, 8192), update_lengths=(128, 2048), piece=256, episode_rows=2, trunk=2048,
     ),
     "cuda": Scale(
-        rows=16, prompt=64, new=64, short=256, sequences=(8, 256), lengths=(256, 8192),
-        update_lengths=(256, 8192), piece=256, episode_rows=8, trunk=16384,
+        sampled=(128, 1024), rows=128, prompt=64, new=64, short=256, sequences=(8, 256),
+        lengths=(256, 8192), update_lengths=(256, 8192), piece=256, episode_rows=128, trunk=16384,
     ),
 }  # fmt: skip
 TURN_TOKENS = 8
@@ -319,7 +324,7 @@ def all_series(at: Scale) -> tuple[Series, ...]:
 
     return (
         Series(
-            name="sampling: rows", unit="rows", sizes=doubled(8, 256),
+            name="sampling: rows", unit="rows", sizes=doubled(*at.sampled),
             job=lambda p, n: sampling(p, rows=n, prompt=at.prompt, new=at.new),
         ),
         Series(

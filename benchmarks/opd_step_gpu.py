@@ -38,8 +38,11 @@ REPOSITORY = HERE.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 SIDES = (*OURS, "hints", "trl")
-LEAN = ("student.gradient_checkpointing=true", "rollout.max_batch_tokens=40960")
-"""What courtside_lean sets: activations computed again, and fewer rows sampled at a time."""
+LEAN = (
+    "student.gradient_checkpointing=true", "rollout.max_batch_tokens=81920", "train.moments=host",
+)  # fmt: skip
+"""What courtside_lean sets: activations computed again, fewer rows sampled at a time, and AdamW's
+moments in the host's memory."""
 GIB = 2**30
 LOSS_SPREAD = 1.15
 """First losses of two sides differ by their draws only."""

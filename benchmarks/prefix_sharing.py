@@ -1,7 +1,8 @@
 """Samples of one prompt in scoring and in the update: the prompt read once against once a sample.
 
-A group is a prompt and n answers of one length, on random weights of a given shape. Timed, with
-passes as the engine and the student cut them by default:
+A group is a prompt and n answers of one length, on random weights of a given shape; there are as
+many groups as `--tokens` asks for. Timed, with passes as the engine and the student cut them by
+default:
 
     scoring    log-probs of all answers, by the engine
     update     forward and backward pass with the loss on the sampled tokens, all weights or LoRA
@@ -44,7 +45,7 @@ class Job:
 
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
-        self.num_answer = args.answer
+        self.num_answer, self.num_tokens = args.answer, args.tokens
         self.engine = drawn_engine(args)
         found = self.engine.passes
         assert found.problem is None and found.unshared is None
@@ -55,14 +56,19 @@ class Job:
     def _count(self, module: Any, args: Any, kwargs: Any) -> None:
         self.computed += kwargs["input_ids"].numel()
 
-    def group(self, num_prompt: int, num_samples: int) -> list[tuple[int, ...]]:
+    def groups(self, num_prompt: int, num_samples: int) -> list[tuple[int, ...]]:
+        """As many as have the wanted number of tokens with a prompt for each sample, at least one;
+        the samples of all of them, one group behind the other."""
         generator = torch.Generator().manual_seed(SEED)
         num_words = self.engine.model.config.vocab_size
         size = num_prompt + num_samples * self.num_answer
-        ids = torch.randint(1, num_words, (size,), generator=generator).tolist()
-        prompt, rest = ids[:num_prompt], ids[num_prompt:]
-        starts = range(0, len(rest), self.num_answer)
-        return [(*prompt, *rest[start : start + self.num_answer]) for start in starts]
+        found: list[tuple[int, ...]] = []
+        for _ in range(max(1, self.num_tokens // (num_samples * (num_prompt + self.num_answer)))):
+            ids = torch.randint(1, num_words, (size,), generator=generator).tolist()
+            prompt, rest = ids[:num_prompt], ids[num_prompt:]
+            starts = range(0, len(rest), self.num_answer)
+            found += [(*prompt, *rest[start : start + self.num_answer]) for start in starts]
+        return found
 
     def scoring(self, way: str, group: list[tuple[int, ...]]) -> list[Tensor]:
         vars(self.engine)["passes"] = self.passes[way]
@@ -99,8 +105,8 @@ class Job:
         return torch.cat(found)
 
     def check(self) -> dict[str, float]:
-        """How far the two ways are apart on a small group."""
-        group = self.group(64, 3)
+        """How far the two ways are apart on small groups."""
+        group = self.groups(64, 3)
         logps = [torch.cat(self.scoring(way, group)) for way in WAYS]
         shared, separate = (self.gradients(way, group) for way in WAYS)
         found = {
@@ -160,8 +166,9 @@ def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for num_prompt in args.prompts:
         for num_samples in args.samples:
-            group = job.group(num_prompt, num_samples)
+            group = job.groups(num_prompt, num_samples)
             row: dict[str, Any] = {"prompt": num_prompt, "samples": num_samples}
+            row["groups"] = len(group) // num_samples
             for stage, run in (("scoring", job.scoring), ("update", job.update)):
                 its: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
                 for number in range(args.warmup + args.repeats):
@@ -177,7 +184,7 @@ def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
         # From here on nothing is timed, because that takes its time.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     for row in rows:
-        group = job.group(row["prompt"], row["samples"])
+        group = job.groups(row["prompt"], row["samples"])
         for stage, run in (("scoring", job.scoring), ("update", job.update)):
             for way in WAYS:
                 risen = rise(job, partial(run, way, group))
@@ -220,11 +227,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens; 128 512 2048 on a GPU")
     parser.add_argument("--samples", type=int, nargs="+", help="of a prompt; 4 16 on a GPU")
     parser.add_argument("--answer", type=int, help="tokens; 256 on a GPU, 64 on a CPU")
+    parser.add_argument(
+        "--tokens", type=int, help="of all groups, unshared; 65536 on a GPU, one group on a CPU"
+    )
     args = parsed(parser, "prefix_sharing")
     large = args.device == "cuda"
     args.prompts = args.prompts or ([128, 512, 2048] if large else [32, 128, 512])
     args.samples = args.samples or ([4, 16] if large else [4])
     args.answer = args.answer or (256 if large else 64)
+    args.tokens = args.tokens or (65536 if large else 1)
     return args
 
 

@@ -24,8 +24,11 @@ class Train(Part):
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip_norm: PositiveFloat = 1.0
+    moments: Literal["device", "host"] = "device"
+    """Where AdamW keeps its two moments, twice as large as what is trained. `host`: in main memory,
+    pinned; a step sends them through the GPU and back, and its values stay the same."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens in one forward and backward pass; they do not change the update. Unset: 256 on a CPU,
+    """Tokens in one forward and backward pass; they do not change the update. Unset: 384 on a CPU,
     or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
     with fewer."""
     chunk_tokens: PositiveInt | None = None

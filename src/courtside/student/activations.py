@@ -21,6 +21,7 @@ from courtside.losses.fused import make_plan
 from courtside.losses.fused_products import padded
 from courtside.losses.fused_records import Projection
 from courtside.student.head import chunk_size
+from courtside.student.host_moments import HostMoments
 from courtside.student.step import Student
 
 MARGIN = 0.1
@@ -197,11 +198,11 @@ def reserved_bytes(student: Student, tokens: int) -> int:
 
 def _steps_bytes(trained: Iterable[nn.Parameter], optimiser: torch.optim.Optimizer) -> int:
     """Gradients and the optimiser's two moments, where they do not exist yet."""
-    total = 0
-    for p in trained:
-        total += 0 if p.grad is not None else p.nbytes
-        total += 0 if optimiser.state.get(p) else 2 * p.nbytes
-    return total
+    trained = list(trained)
+    gradients = sum(p.nbytes for p in trained if p.grad is None)
+    if isinstance(optimiser, HostMoments):
+        return gradients + optimiser.room_bytes
+    return gradients + sum(2 * p.nbytes for p in trained if not optimiser.state.get(p))
 
 
 def num_twins(recipe: Recipe) -> int:

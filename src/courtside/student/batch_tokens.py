@@ -38,7 +38,8 @@ def batch_tokens(
         return USUAL
     held = sum(p.nbytes for model in (weights.model, *others) for p in model.parameters())
     trained = sum(p.nbytes for p in weights.trained().values())
-    left = total - held - (2 + num_twins(recipe)) * trained  # moments; copies of itself
+    num_moments = 2 if recipe.train.moments == "device" else 0
+    left = total - held - (num_moments + num_twins(recipe)) * trained  # copies of itself
     fits = int(SHARE * left) // place_bytes(weights.model, weights.autocast)
     # A power of two: no accident of a few bytes changes it.
     return min(max(1 << max(fits, 1).bit_length() - 1, LEAST), MOST)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
+from courtside.student.host_moments import HostMoments
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -133,8 +134,15 @@ def optimiser_tensors(
     return {
         f"{name}/{key}": torch.as_tensor(value)
         for name, parameter in trained.items()
-        for key, value in optimiser.state.get(parameter, {}).items()
+        for key, value in _state(optimiser, parameter).items()
     }
+
+
+def _state(optimiser: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    if isinstance(optimiser, HostMoments):
+        return optimiser.tensors(parameter)
+    state: Mapping[str, Any] = optimiser.state.get(parameter, {})
+    return state
 
 
 def restore_optimiser(
@@ -142,13 +150,27 @@ def restore_optimiser(
     trained: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         name, _, key = full.rpartition("/")
+        states.setdefault(name, {})[key] = tensor
+    for name, state in states.items():
         parameter = trained[name]
-        # Adam's step counter lives on the CPU unless the optimiser is fused.
-        fused = optimiser.param_groups[0].get("fused")
-        place = parameter.device if key != "step" or fused else torch.device("cpu")
-        optimiser.state[parameter][key] = tensor.to(place)
+        if isinstance(optimiser, HostMoments):
+            optimiser.restore(parameter, state)
+        else:
+            optimiser.state[parameter].update(_on_device(optimiser, parameter, state))
+
+
+def _on_device(
+    optimiser: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    # Adam's step counter lives on the CPU unless the optimiser is fused.
+    fused = optimiser.param_groups[0].get("fused")
+    return {
+        key: tensor.to(parameter.device if key != "step" or fused else torch.device("cpu"))
+        for key, tensor in state.items()
+    }
 
 
 def _damaged(path: Path, reason: str) -> str:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from courtside.config import Recipe
+from courtside.student.host_moments import HostMoments
 
 
 def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     # Gains and biases are not decayed: pulling them to zero is no regulariser.
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": recipe.train.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=recipe.learning_rate,
-        betas=recipe.train.betas,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.train.betas}
+    if recipe.train.moments == "host":
+        return HostMoments(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:
