@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from courtside.engines import layer_gradients, layer_kernels
+from courtside.engines import layer_gradients, layer_kernels, shown_rows
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
 from courtside.losses.fused_select import select_kernel
 
@@ -108,6 +108,11 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (layer_gradients._gated_back,
      "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
      {"SIZE": 3072, "BLOCK": 1024}, 4),
+    *(
+        (shown_rows._summed, f"gradient={kind} found={kind} places=i32 firsts=i32", "",
+         {"WIDTH": 1024, "BLOCK": 1024, "WIDE": kind == "fp64"}, 4)
+        for kind in ("bf16", "fp32", "fp64")
+    ),
 ]  # fmt: skip
 """Kernel, the numbers behind its pointers, its integers, its constants and warps."""
 

@@ -52,7 +52,11 @@ def full_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def placed(values: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host as a tensor on the device, without waiting for what that is doing."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return moved(torch.tensor(values, dtype=dtype), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, likewise."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -48,6 +49,8 @@ class Packing:
     key_ends_S: Tensor
     joined: tuple[int, ...] | None = None
     """Which parts' keys, one behind the other, are the row of K; None: they come as that."""
+    shown: Any = None
+    """Of `joined`, what kernels want to know (`shown_rows.Shown`); None: there are none."""
     corners: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """What `_corner` made: the same for all layers, which would each keep their own."""
 
@@ -70,6 +73,7 @@ def packing_of(
         key_lengths=tuple(keys),
         key_ends_S=key_ends_S,
         joined=None if joined is None else tuple(joined),
+        shown=None if joined is None else _shown(lengths, joined, device),
     )
 
 
@@ -118,7 +122,7 @@ def packed_attention(
     given = query.dtype
     query, key, value = attended(query, key, value)
     if packing.joined is not None:
-        key, value = (_laid_out(state, packing) for state in (key, value))
+        key, value = (laid_out(state, packing) for state in (key, value))
     assert key.shape[2] == sum(packing.key_lengths)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
@@ -127,9 +131,25 @@ def packed_attention(
     return (found.to(given) if query.device.type == "cpu" else found), None
 
 
-class _LaidOut(torch.autograd.Function):
+def laid_out(state: Tensor, packing: Packing) -> Tensor:
     """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its parts look at them."""
+    if packing.shown is None:
+        return _joined(state, packing)
+    from courtside.engines import shown_rows
 
+    found_KHD = shown_rows.laid_out(state[0].transpose(0, 1), packing.shown)
+    return found_KHD.transpose(0, 1)[None]
+
+
+def _shown(lengths: Sequence[int], joined: Sequence[int], device: torch.device) -> Any:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from courtside.engines import shown_rows
+
+    return shown_rows.shown(lengths, joined, device=device)
+
+
+class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: Tensor, packing: Packing) -> Tensor:
         assert packing.joined is not None
@@ -151,7 +171,7 @@ class _LaidOut(torch.autograd.Function):
         return torch.cat([_summed(its) for its in found], dim=1).transpose(1, 2), None
 
 
-_laid_out: Callable[[Tensor, Packing], Tensor] = _LaidOut.apply
+_joined: Callable[[Tensor, Packing], Tensor] = _Joined.apply
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from textbook import double
 from tiny import tiny_model
 from torch import Tensor
 
-from courtside.engines import packing
+from courtside.engines import packing, shown_rows
 from courtside.engines.base import ScoreRequest
 from courtside.engines.kept import keeping, kept_branch_hidden
 from courtside.engines.packing import packed_attention, packing_of, packing_of_row
@@ -112,6 +113,30 @@ def test_the_kernel_of_a_gpu_is_called_as_it_should_be(
     compare(exact(qwen3()), two_groups(), NUM_SHARED)
 
 
+def with_kernels(where: packing.Packing) -> packing.Packing:
+    assert where.joined is not None and where.shown is None
+    found = shown_rows.shown(where.lengths, where.joined, device=torch.device("cpu"))
+    return replace(where, shown=found)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 20], ids=["narrow", "odd", "several blocks"])
+def test_kernels_lay_out_and_sum_as_parts_do(heads: int) -> None:
+    """Bit for bit, in float32: both add the samples of a group in their order."""
+    row = row_of([*two_groups(), [7] * 5], shared=True)
+    parts = packing_of_row(row, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    found = []
+    state = torch.randn(1, row.num_tokens, heads, 64).transpose(1, 2)
+    push = torch.randn(1, heads, sum(parts.key_lengths), 64)
+    for where in (parts, with_kernels(parts)):
+        own = state.clone().requires_grad_()
+        laid = packing.laid_out(own, where)
+        laid.backward(push)
+        found.append((laid.detach(), own.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_adapters_and_recomputed_layers(checkpointing: bool) -> None:
     model = qwen3()
@@ -135,12 +160,14 @@ def test_masks_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, block: int) 
     assert made[0].shape[0] <= block
 
 
-def test_gradients_of_a_prompt_are_summed_in_float32() -> None:
+@pytest.mark.parametrize("kernels", [False, True], ids=["in parts", "by kernel"])
+def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
     """In bfloat16, 1 + 1/256 is 1: of 65 samples only the first would count."""
     row = row_of([[*range(20), 20 + n] for n in range(65)], shared=True)
     where = packing_of_row(row, device=torch.device("cpu"))
+    where = with_kernels(where) if kernels else where
     state = torch.zeros(1, 1, row.num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
-    laid = packing._laid_out(state, where)
+    laid = packing.laid_out(state, where)
     gradient = torch.full_like(laid, 1 / 256)
     gradient[:, :, :20] = 1
     laid.backward(gradient)
