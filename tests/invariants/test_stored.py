@@ -15,6 +15,7 @@ from courtside.assemble import assemble
 from courtside.config import Recipe
 from courtside.errors import RecipeError
 from courtside.reader.person import write_hint
+from courtside.recipe_file import load_recipe
 from courtside.report.folder import RunFolder
 from courtside.report.parquet import StoredTrajectory
 from courtside.types import Hint, Scored
@@ -203,7 +204,10 @@ def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(
     assert [row["trajectories"] for row in rescore(run.path)] == [
         len(run.trajectories(step)) for step in (0, 1)
     ]
-    (measured,) = evaluate_student(played_recipe(roomy_folder), run=run.path)
+    overrides = ["tasks.kind=toolbox", "tasks.path=null", "tasks.steps=null", "evaluate.tasks=1",
+                 "rollout.student_share=1", "rollout.max_new_tokens=6"]  # fmt: skip
+    playing = load_recipe(run.path / "recipe.toml", overrides)
+    (measured,) = evaluate_student(playing, run=run.path)
     assert measured.step == 2 and len(measured.scores) == 1
     assert (run.path / "report.html").is_file() and run.evaluations() == []
 
