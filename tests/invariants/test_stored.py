@@ -204,9 +204,9 @@ def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(
     assert [row["trajectories"] for row in rescore(run.path)] == [
         len(run.trajectories(step)) for step in (0, 1)
     ]
-    overrides = ["tasks.kind=toolbox", "tasks.path=null", "tasks.steps=null", "evaluate.tasks=1",
+    overrides = ["tasks.kind=toolbox", "tasks.path=null", "tasks.only=null", "tasks.steps=null",
                  "rollout.student_share=1", "rollout.max_new_tokens=6"]  # fmt: skip
-    playing = load_recipe(run.path / "recipe.toml", overrides)
+    playing = load_recipe(run.path / "recipe.toml", [*overrides, "evaluate.tasks=1"])
     (measured,) = evaluate_student(playing, run=run.path)
     assert measured.step == 2 and len(measured.scores) == 1
     assert (run.path / "report.html").is_file() and run.evaluations() == []
