@@ -16,7 +16,6 @@ from courtside.chat.recorded import recorded
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
 from courtside.config import (
-    ConversationTasks,
     ModelTeacher,
     Recipe,
     RoutedTeacher,
@@ -29,16 +28,17 @@ from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.threads import bound_threads
 from courtside.engines.transformers import TransformersEngine
-from courtside.errors import ModelError, RecipeError, TaskError
-from courtside.evaluate.on_policy import surprise
+from courtside.errors import ModelError, RecipeError
 from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
 from courtside.reader.factory import reader_for
 from courtside.reader.own import own_ask
+from courtside.recordings import named_by_hints, recorded_rollout
 from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.share import sampling_of
 from courtside.rollout.single import SingleTurnRollout
+from courtside.rollout.stored import StoredRollout
 from courtside.student.activations import FreeBytes, choose_activations, free_bytes
 from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.live_hints import why_before
@@ -46,7 +46,6 @@ from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
 from courtside.tasks.environments.base import Environment
-from courtside.tasks.environments.calls import write_call
 from courtside.tasks.environments.load import environment_of
 from courtside.tasks.graders import grade
 from courtside.tasks.source import Room, task_source
@@ -56,9 +55,6 @@ from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.scoring import Scoring
 from courtside.types import Task, Trajectory
-
-LOOKED_AT = 16
-"""Recorded conversations that are looked at before the first step."""
 
 
 def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
@@ -86,13 +82,14 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     renderer = Renderer(tokenizer, name=name, eos_ids=engine.eos_ids)
     student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
     recomputed = choose_activations(student, free, context_length=engine.context_length)
-    new = recipe.rollout.max_new_tokens
+    new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
     room = Room(
         length=lambda task: _length(task, renderer, new, data=recipe.trains_on_data),
         max_tokens=engine.context_length - new,
     )
     environment = environment_of(recipe.tasks)
-    tasks = task_source(recipe.tasks, recipe.seed, room, environment)
+    named = named_by_hints(recipe)
+    tasks = task_source(recipe.tasks, recipe.seed, room, environment, named)
     turns = Turns(renderer)
 
     averages: dict[str, MovingAverage] = {}
@@ -182,14 +179,10 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
                 task_context(t.context, task)  # a field that the tasks lack is told now
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
-    rollout: SingleTurnRollout | AgentRollout | RecordedRollout
-    if isinstance(recipe.tasks, ConversationTasks):
-        rollout = _recorded(recipe.tasks, recipe, engine, turns)
-        some = rollout(tasks.batch(0, min(recipe.train.prompts, LOOKED_AT)), 0)
-        notes.append(
-            f"the recorded conversations surprise the student by {surprise(some, engine):.2f} nats "
-            "a token more than its own words would (0: as if it had written them itself)"
-        )
+    rollout: SingleTurnRollout | AgentRollout | RecordedRollout | StoredRollout
+    if recipe.tasks.is_recorded:
+        rollout, said = recorded_rollout(recipe, tasks, engine, turns)
+        notes += said
     elif environment is None:
         rollout = SingleTurnRollout(
             engine=engine,
@@ -270,25 +263,6 @@ def _agent(
         demonstrate=None if expert is None else demonstrate,
         context_length=engine.context_length,
         seed=recipe.seed,
-    )
-
-
-def _recorded(
-    config: ConversationTasks, recipe: Recipe, engine: TransformersEngine, turns: Turns
-) -> RecordedRollout:
-    def write(name: str, arguments: Any) -> str:
-        if not isinstance(arguments, dict):
-            raise TaskError(
-                f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
-                "leave out the conversation"
-            )
-        return write_call(name, arguments, config.call_format)
-
-    return RecordedRollout(
-        turns=turns,
-        write_call=write,
-        temperature=recipe.rollout.temperature,
-        context_length=engine.context_length,
     )
 
 

@@ -17,6 +17,7 @@ from courtside.reader.base import Reader
 from courtside.rollout.agent import AgentRollout, Start
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.single import SingleTurnRollout
+from courtside.rollout.stored import StoredRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage
 from courtside.tasks.base import TaskSource
@@ -38,7 +39,7 @@ class Parts:
     environment: Environment | None
     suites: Mapping[str, tuple[TaskSource, Environment | None]]
     """Further held-out tasks and their world, by the name the recipe gives them."""
-    rollout: SingleTurnRollout | AgentRollout | RecordedRollout
+    rollout: SingleTurnRollout | AgentRollout | RecordedRollout | StoredRollout
     reader: Reader
     teacher: Scoring
     student: Student
@@ -107,12 +108,13 @@ class Parts:
 
     def can_evaluate(self, split: Split) -> str | None:
         """None if it can, else why not."""
+        if self.recipe.tasks.is_recorded:
+            what = "recorded" if self.recipe.tasks.kind == "conversations" else "stored"
+            return f"nothing answers the student in {what} {self.recipe.tasks.kind}"
         try:
             tasks = self.tasks.held_out(split, self.recipe.evaluate.tasks)
         except TaskError as error:
             return str(error)
-        if self.recipe.tasks.kind == "conversations":
-            return "nothing answers the student in recorded conversations"
         if self.recipe.tasks.is_environment:
             return None  # an episode grades itself
         if any(task.grader is None for task in tasks):

@@ -242,7 +242,7 @@ class Run:
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = self.parts.teacher_sizes[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset":
+            if s.trajectory.source != "dataset" and not self.recipe.tasks.is_recorded:
                 writer_size = size if s.trajectory.source == "student" else teacher_size
                 self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
                                tokens_out=s.trajectory.num_chosen,

@@ -48,6 +48,12 @@ def evaluate_student(
     """Measure the student of a recipe, untrained or as a checkpoint of `run` has it."""
     from courtside.assemble import assemble
 
+    if recipe.tasks.is_recorded:
+        raise UserError(
+            f"tasks.kind = {recipe.tasks.kind!r}: nothing answers the student there. Override "
+            "tasks.kind and the rest of [tasks] with tasks that can be answered, and set "
+            "rollout.student_share=1"
+        )
     if run is None:
         parts, num_steps = assemble(recipe), 0
     else:

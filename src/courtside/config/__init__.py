@@ -28,7 +28,7 @@ from courtside.config.reader import (
     RulesReader,
     SeveralReaders,
 )
-from courtside.config.recipe import Recipe, teachers_of
+from courtside.config.recipe import Recipe, persons_of, teachers_of
 from courtside.config.rollout import Limits, Ramp, Rollout
 from courtside.config.settings import Evaluate, Run, Train
 from courtside.config.student import Lora, Student
@@ -44,6 +44,7 @@ from courtside.config.tasks import (
     Tasks,
     TasksBase,
     ToolboxTasks,
+    TrajectoryTasks,
     tasks_with,
 )
 from courtside.config.teacher import (
@@ -111,6 +112,8 @@ __all__ = [
     "ToolboxTasks",
     "TopKSupport",
     "Train",
+    "TrajectoryTasks",
+    "persons_of",
     "tasks_with",
     "teachers_of",
 ]

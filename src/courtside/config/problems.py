@@ -8,10 +8,13 @@ from pydantic import ValidationError
 
 from courtside.config.losses import Loss
 from courtside.config.reader import Hints, RulesReader
-from courtside.config.recipe import Recipe, teachers_of
-from courtside.config.rollout import Limits, Ramp
-from courtside.config.tasks import tasks_with
-from courtside.config.teacher import EMA_DECAY, SelfTeacher
+from courtside.config.recipe import Recipe, persons_of, teachers_of
+from courtside.config.rollout import Limits, Ramp, Rollout
+from courtside.config.tasks import TrajectoryTasks, tasks_with
+from courtside.config.teacher import EMA_DECAY, SelfTeacher, SiblingContext
+
+SAMPLING = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+"""Fields of [rollout] that say how a model writes."""
 
 
 def _asks_teacher(loss: Loss) -> bool:
@@ -37,10 +40,12 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             "tasks.kind = 'instructions' has none. Use rest = 'teacher'"
         )
     rest = recipe.rollout.rest if least < 1 else None
+    # Who wrote stored trajectories is looked up when they are read.
+    stored = recipe.tasks.kind == "trajectories"
     written_by = {
-        "student": most > 0,
+        "student": most > 0 or stored,
         "dataset": rest == "dataset" or recipe.rollout.corrections,
-        "teacher": rest == "teacher",
+        "teacher": rest == "teacher" or stored,
     }
     for index, loss in enumerate(recipe.losses):
         where = f"losses[{index}] ({loss.kind})"
@@ -67,12 +72,13 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
                     f"{where}: a policy gradient is defined on the student's own samples; "
                     "set on = 'student', or rollout.student_share = 1"
                 )
-            if loss.advantage == "reward" and recipe.rollout.samples < 2:
+            if loss.advantage == "reward" and recipe.rollout.samples < 2 and not stored:
                 yield (
                     f"{where}: advantage = 'reward' compares samples of one prompt; "
                     "set rollout.samples to 2 or more"
                 )
-        if loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher") and most > 0:
+        own = most > 0 or stored
+        if loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher") and own:
             yield (
                 f"{where}: imitating the student's own samples degrades it. Use on = 'dataset' or "
                 "'teacher' (with rollout.student_share below 1)"
@@ -93,6 +99,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
         yield "teacher: no loss asks it anything; remove the section, or add a divergence"
     yield from _suite_problems(recipe)
     yield from _environment_problems(recipe)
+    yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
     if recipe.train.warmup >= recipe.train.steps:
         yield "train.warmup must be smaller than train.steps"
@@ -123,22 +130,62 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
             yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
         return
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
-    own = recipe.rollout.student_share != 0 or recipe.rollout.rest != "dataset"
-    if recipe.tasks.kind == "conversations" and own:
-        yield (
-            f"{kind}: these were written elsewhere, and nothing answers the student in them. "
-            "Set rollout.student_share = 0, with rest = 'dataset'"
-        )
     if recipe.rollout.corrections:
         yield f"rollout.corrections come from an environment, and {kind} is none; remove it"
     if recipe.rollout.limits != Limits():
         yield f"rollout.limits are those of episodes, and {kind} has none; remove them"
     for index, loss in enumerate(recipe.losses):
-        if loss.kind == "policy_gradient" and loss.turn_penalty:
+        if loss.kind == "policy_gradient" and loss.turn_penalty and not recipe.tasks.is_recorded:
             yield (
                 f"losses[{index}]: turn_penalty needs an environment that reports errors; {kind} "
                 "reports none. Set it to 0"
             )
+
+
+def _recorded_problems(recipe: Recipe) -> Iterator[str]:
+    if not recipe.tasks.is_recorded:
+        return
+    kind = f"tasks.kind = {recipe.tasks.kind!r}"
+    if recipe.rollout.student_share != 0 or recipe.rollout.rest != "dataset":
+        yield (
+            f"{kind}: these were written elsewhere, and nothing answers the student in them. "
+            "Set rollout.student_share = 0, with rest = 'dataset'"
+        )
+    if recipe.evaluate.suites:
+        yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
+    if isinstance(recipe.tasks, TrajectoryTasks):
+        yield from _stored_problems(recipe, recipe.tasks)
+        return
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "policy_gradient":
+            yield (
+                f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
+                f"drawn with, and {kind} has none. Use kind = 'divergence'"
+            )
+
+
+def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
+    kind = "tasks.kind = 'trajectories'"
+    for name in SAMPLING:
+        if getattr(recipe.rollout, name) != getattr(Rollout(), name):
+            yield f"rollout.{name}: nobody samples with {kind}; it is as it was then. Remove it"
+    if tasks.only == "hinted" and not persons_of(recipe):
+        yield (
+            "tasks.only = 'hinted' goes by a person's hints; add a [reader] of kind = 'person', "
+            "or use only = 'all'"
+        )
+    alone = f"and {kind} draws them one by one, so that those of a prompt come in different steps"
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "preference":
+            yield f"losses[{index}]: preferences compare the two texts of a pair, {alone}"
+        if loss.kind == "policy_gradient" and loss.advantage == "reward":
+            yield (
+                f"losses[{index}]: advantage = 'reward' compares the samples of a prompt, {alone}. "
+                "Use advantage = 'teacher_gap'"
+            )
+    for teacher in teachers_of(recipe):
+        if isinstance(teacher.context, SiblingContext):
+            yield f"teacher.context: a sibling is another sample of the prompt, {alone}"
 
 
 def _hint_problems(recipe: Recipe) -> Iterator[str]:
@@ -169,7 +216,7 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
                 f"losses[{index}] ({loss.kind}): with a [reader] the teacher speaks on hinted "
                 "turns only; set on = 'hinted_turns', or against = 'reference' for the others"
             )
-    reports = recipe.tasks.is_environment or recipe.tasks.kind == "conversations"
+    reports = recipe.tasks.is_environment or recipe.tasks.is_recorded
     if isinstance(recipe.reader, RulesReader) and not reports:
         blind = {"over_length", "pattern", "answer_without_lookup"}
         if all(rule.detect not in blind for rule in recipe.reader.rules):

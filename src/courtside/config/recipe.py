@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from courtside.config.base import Part
 from courtside.config.losses import Loss
-from courtside.config.reader import Hints, Reader
+from courtside.config.reader import Hints, PersonReader, Reader, SeveralReaders
 from courtside.config.rollout import Ramp, Rollout
 from courtside.config.settings import Evaluate, Run, Train
 from courtside.config.student import Student
@@ -72,3 +72,10 @@ def teachers_of(recipe: Recipe) -> tuple[SelfTeacher | ModelTeacher, ...]:
     if isinstance(recipe.teacher, RoutedTeacher):
         return tuple(recipe.teacher.routes.values())
     return (recipe.teacher,)
+
+
+def persons_of(recipe: Recipe) -> tuple[PersonReader, ...]:
+    """Its readers that are persons, alone or among several."""
+    reader = recipe.reader
+    readers = reader.readers if isinstance(reader, SeveralReaders) else (reader,)
+    return tuple(one for one in readers if isinstance(one, PersonReader))

@@ -31,6 +31,11 @@ class TasksBase(Part):
         """Whether a task is the beginning of an episode: the world answers, and grades the end."""
         return False
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether nobody acts: what is trained on was written before, and nothing answers in it."""
+        return False
+
 
 class ArithmeticTasks(TasksBase):
     kind: Literal["arithmetic"]
@@ -81,9 +86,37 @@ class ConversationTasks(TasksBase):
     kind: Literal["conversations"]
     path: Path
     """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
-    privileged and tags."""
+    privileged, tags and `id`, by which a person's hints name the conversation."""
     call_format: Literal["json", "plain"] = "json"
     """How tool calls are written where the chat template does not write them itself."""
+
+    @property
+    def is_recorded(self) -> bool:
+        return True
+
+
+class TrajectoryTasks(TasksBase):
+    """What another run has stored, token by token and under its own ids: a task each."""
+
+    kind: Literal["trajectories"]
+    path: Path
+    """The run's folder."""
+    steps: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    """Which of its steps, counted from 0. Unset: all that are stored."""
+    only: Literal["all", "hinted"] = "all"
+    """hinted: those that a person's hints of this recipe name when the run starts."""
+
+    @property
+    def is_recorded(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _as_they_are(self) -> TrajectoryTasks:
+        if self.system is not None:
+            raise ValueError("system: stored trajectories have the prompts they have; remove it")
+        if self.steps is not None and len(set(self.steps)) < len(self.steps):
+            raise ValueError(f"steps = {list(self.steps)} names a step twice; name each once")
+        return self
 
 
 # ── environments ─────────────────────────────────────────────────────────────────────────────────
@@ -213,6 +246,7 @@ Tasks = Annotated[
     | JsonlTasks
     | DatasetTasks
     | ConversationTasks
+    | TrajectoryTasks
     | EnvironmentTasks
     | ToolboxTasks,
     Field(discriminator="kind"),

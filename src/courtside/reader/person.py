@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ class ByPerson:
         self._hints()  # a wrong path or a broken line is told before anything was sampled
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
-        ids = {trajectory.id for trajectory in trajectories}
+        ids: dict[str, list[str]] = {}
+        for trajectory in trajectories:
+            for name in {trajectory.id, hinted_id(trajectory)}:
+                ids.setdefault(name, []).append(trajectory.id)
         try:
             written, skipped = self._hints()
         except UserError as error:
@@ -38,16 +42,17 @@ class ByPerson:
         counts = Counter(skipped)
         here: dict[tuple[str, int], Hint] = {}
         for hint in written:
-            counts["person/proposed"] += 1
-            if hint.trajectory not in ids:
-                counts["dropped/no_such_trajectory"] += 1
-            elif len(hint.text) > self.config.max_chars:
-                counts["dropped/long_hint"] += 1
-            else:
+            meant = ids.get(hint.trajectory, [])
+            counts["person/proposed"] += max(len(meant), 1)
+            counts["dropped/no_such_trajectory"] += not meant
+            for id in meant:
+                if len(hint.text) > self.config.max_chars:
+                    counts["dropped/long_hint"] += 1
+                    continue
                 # A later line about the same turn corrects an earlier one.
-                replaced = here.pop((hint.trajectory, hint.turn), None)
+                replaced = here.pop((id, hint.turn), None)
                 counts["dropped/replaced"] += replaced is not None
-                here[hint.trajectory, hint.turn] = hint
+                here[id, hint.turn] = replace(hint, trajectory=id)
         return Reading(hints=tuple(here.values()), counts=total([counts]))
 
     def _hints(self) -> tuple[tuple[Hint, ...], Mapping[str, int]]:
@@ -64,6 +69,17 @@ class ByPerson:
                 "(an empty one will do), or correct the path"
             ) from None
         return self.read
+
+
+def hinted_id(trajectory: Trajectory) -> str:
+    """The id under which a hint is written for it: the task's for a recorded conversation, which
+    has a new trajectory id in every step; its own otherwise."""
+    return trajectory.task.id if trajectory.source == "dataset" else trajectory.id
+
+
+def hinted_names(config: PersonReader) -> frozenset[str]:
+    """The ids that the hints of its file name now."""
+    return frozenset(hint.trajectory for hint in ByPerson(config).read[0])
 
 
 def parse_hints(content: bytes, *, name: str) -> tuple[tuple[Hint, ...], Mapping[str, int]]:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,9 @@ from courtside.report.opening import (
     take_lock,
 )
 from courtside.report.parquet import (
+    Entry,
     StoredTrajectory,
+    read_entries,
     read_hints,
     read_trajectories,
     write_trajectories,
@@ -133,8 +135,15 @@ class RunFolder:
         matches = (TRAJECTORIES.fullmatch(path.name) for path in folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def trajectories(self, step: int) -> list[StoredTrajectory]:
-        return read_trajectories(self._stored(step), step)
+    def trajectories(
+        self, step: int, only: Collection[str] | None = None
+    ) -> list[StoredTrajectory]:
+        """`only`: those with these ids."""
+        return read_trajectories(self._stored(step), step, only)
+
+    def entries(self, step: int) -> list[Entry]:
+        """That step's trajectories without their turns; much cheaper than those."""
+        return read_entries(self._stored(step), step)
 
     def hints(self, step: int) -> list[Judged]:
         """Of that step's trajectories, kept and dropped; much cheaper than those."""

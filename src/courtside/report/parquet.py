@@ -6,8 +6,9 @@ Log-probs are stored as float32; everything else comes back as it went in.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from courtside.report.records import (
     floats,
     judged_from,
     judged_tree,
+    task_from,
     task_tree,
     trajectory_from,
     turn_tree,
 )
-from courtside.types import SCHEMA_VERSION, Judged, Scored, Trajectory, Turn
+from courtside.types import SCHEMA_VERSION, Judged, Scored, Source, Task, Trajectory, Turn
 
 VERSION_KEY = b"courtside.schema_version"
 
@@ -59,6 +61,17 @@ class StoredTrajectory:
         return tuple(said.get(place) for place in range(size))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a step's file says of a trajectory without the trajectory."""
+
+    id: str
+    step: int
+    task: Task
+    source: Source
+    num_tokens: int
+
+
 def write_trajectories(
     path: Path, scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
 ) -> None:
@@ -72,8 +85,33 @@ def write_trajectories(
     replace_file(path, stream.getvalue().to_pybytes())
 
 
-def read_trajectories(path: Path, step: int) -> list[StoredTrajectory]:
-    return [_stored(row, step) for row in _read(path)]
+def read_trajectories(
+    path: Path, step: int, only: Collection[str] | None = None
+) -> list[StoredTrajectory]:
+    """In their order. `only`: those with these ids; of the others no record is made."""
+    return [_stored(row, step) for row in _read(path, only=only)]
+
+
+def read_entries(path: Path, step: int) -> list[Entry]:
+    """Much smaller than the trajectories, and in the same order."""
+    import pyarrow.compute as pc
+
+    table = _table(path, ["id", "task", "source", "turns.list.element.token_ids"])
+    turns = table.column("turns").combine_chunks()
+    # Counted in Arrow: as Python objects the ids of a long step would fill the memory.
+    lengths = pc.list_value_length(turns.flatten().field("token_ids")).to_pylist()
+    ends = list(accumulate(pc.list_value_length(turns).to_pylist(), initial=0))
+    rows = table.select(["id", "task", "source"]).to_pylist()
+    return [
+        Entry(
+            id=row["id"],
+            step=step,
+            task=task_from(json.loads(row["task"])),
+            source=row["source"],
+            num_tokens=sum(lengths[start:end]),
+        )
+        for row, (start, end) in zip(rows, pairwise(ends), strict=True)
+    ]
 
 
 def read_hints(path: Path) -> list[Judged]:
@@ -81,7 +119,20 @@ def read_hints(path: Path) -> list[Judged]:
     return [judged for row in _read(path, ["id", "hints"]) for judged in _hints(row)]
 
 
-def _read(path: Path, columns: list[str] | None = None) -> list[Tree]:
+def _read(
+    path: Path, columns: list[str] | None = None, only: Collection[str] | None = None
+) -> list[Tree]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = _table(path, columns)
+    if only is not None:
+        table = table.filter(pc.is_in(table.column("id"), pa.array(sorted(only), pa.string())))
+    rows: list[Tree] = table.to_pylist()
+    return rows
+
+
+def _table(path: Path, columns: list[str] | None) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,8 +145,7 @@ def _read(path: Path, columns: list[str] | None = None) -> list[Tree]:
             # Before the rows: those of a newer schema may be of types that cannot be read here.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
             check_schema(int(version) if version.isdigit() else None, str(path))
-            rows: list[Tree] = parquet.read(columns=columns, use_threads=False).to_pylist()
-            return rows
+            return parquet.read(columns=columns, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error})") from None
 

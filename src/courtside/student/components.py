@@ -71,6 +71,8 @@ def tokens_of(loss: Loss, scored: Scored) -> tuple[bool, ...]:
         return none
     if loss.kind == "cross_entropy" and trajectory.preference == "worse":
         return none
+    if loss.kind == "policy_gradient" and trajectory.source == "dataset":
+        return none  # nobody drew it, so there is no probability that it was drawn with
     where = all_
     if loss.on in ("hinted_turns", "other_turns"):
         hinted = {j.hint.turn for j in scored.hints if j.dropped is None}

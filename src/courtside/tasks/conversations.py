@@ -8,26 +8,33 @@ from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.tasks.base import split_of, task_id
+from courtside.tasks.base import task_id
 from courtside.tasks.jsonl import json_lines
 from courtside.types import Message, Role, Task
 
-KEYS = ("messages", "privileged", "tags")
+KEYS = ("id", "messages", "privileged", "tags")
 
 
 def conversation_tasks(path: Path) -> tuple[Task, ...]:
     """A task each: what stands before the first answer, and the conversation behind it.
 
-    The split follows from what stands before the first answer, so that two recordings of the same
-    request are never on two sides.
+    All of them train: nothing answers the student in them, so none could be measured on.
     """
     tasks: dict[str, Task] = {}
+    named: dict[str, str] = {}
     for record in json_lines(path):
         if unknown := sorted(record.fields.keys() - set(KEYS)):
             raise TaskError(
                 f"{record.where}: unknown key {unknown[0]!r}; a conversation has {', '.join(KEYS)}"
             )
         task = _task(record.fields, record.where)
+        if "id" in record.fields:
+            if task.id in named:
+                raise TaskError(
+                    f"{record.where}: id = {task.id!r} is also at {named[task.id]}. Give each "
+                    "conversation its own, or remove one"
+                )
+            named[task.id] = record.where
         tasks.setdefault(task.id, task)
     if not tasks:
         raise TaskError(
@@ -54,10 +61,13 @@ def _task(fields: Mapping[str, Any], where: str) -> Task:
     if not isinstance(tags, list) or not _texts(tags):
         raise TaskError(f"{where}: `tags` must be a list of texts")
     messages = tuple(_prompt(m, f"{where}, message {i}") for i, m in enumerate(spoken[:first]))
-    start = json.dumps([[m.role, m.content] for m in messages])
+    id = fields.get("id")
+    if "id" in fields and not (isinstance(id, str) and id.strip()):
+        raise TaskError(f"{where}: `id` must be a text by which hints name the conversation")
+    content = json.dumps([spoken, privileged, tags], sort_keys=True)
     return Task(
-        id=task_id("conversation", json.dumps([spoken, privileged, tags], sort_keys=True)),
-        split=split_of(start),
+        id=id or task_id("conversation", content),
+        split="train",
         messages=messages,
         conversation=tuple(spoken[first:]),
         privileged=dict(privileged),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from courtside.config import (
@@ -14,6 +14,7 @@ from courtside.config import (
     JsonlTasks,
     Tasks,
     ToolboxTasks,
+    TrajectoryTasks,
 )
 from courtside.errors import TaskError
 from courtside.tasks.arithmetic import arithmetic_space
@@ -26,6 +27,7 @@ from courtside.tasks.environments.toolbox.world import Toolbox
 from courtside.tasks.hub import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
+from courtside.tasks.stored import stored_source
 from courtside.types import Task
 
 
@@ -38,11 +40,15 @@ class Room:
 
 
 def task_source(
-    config: Tasks, seed: int, room: Room | None = None, environment: Environment | None = None
+    config: Tasks,
+    seed: int,
+    room: Room | None = None,
+    environment: Environment | None = None,
+    hinted: Collection[str] = frozenset(),
 ) -> TaskSource:
     """The tasks of a recipe. With `room`, prompts that do not fit are refused or left out, as
     `tasks.overlong` says, before anything runs. `environment` is the recipe's world, where it is
-    made already (`environment_of`)."""
+    made already (`environment_of`). `hinted` are the ids that a person's hints name."""
     match config:
         case ArithmeticTasks():
             return _generated(arithmetic_space(config), config, seed, room)
@@ -54,6 +60,9 @@ def task_source(
             return _finite(dataset_tasks(config), config.path, config, seed, room)
         case ConversationTasks():
             return _finite(conversation_tasks(config.path), str(config.path), config, seed, room)
+        case TrajectoryTasks():
+            most = None if room is None else room.max_tokens
+            return stored_source(config, seed=seed, max_tokens=most, hinted=hinted)
         case EnvironmentTasks():
             world = environment or load_environment(config.path, config.settings)
             space = environment_space(world, f"tasks.path = {config.path!r}")

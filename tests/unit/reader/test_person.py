@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from courtside.config.reader import PersonReader
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, Reading
 from courtside.reader.factory import reader_for
-from courtside.reader.person import parse_hints, write_hint
-from courtside.types import Hint
+from courtside.reader.person import hinted_id, parse_hints, write_hint
+from courtside.types import Hint, Trajectory
 
 TWO = [play("a", id="x"), play("b", id="y")]
 
@@ -66,6 +67,40 @@ def test_a_later_line_corrects_an_earlier_one(tmp_path: Path) -> None:
     reading = read(path)
     assert [h.text for h in reading.hints] == ["second"]
     assert reading.counts["dropped/replaced"] == 1
+
+
+def recorded(id: str, task: str) -> Trajectory:
+    one = play("a", id=id)
+    return replace(one, task=replace(one.task, id=task), source="dataset")
+
+
+def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    sampled = [replace(one, task=replace(one.task, id="talk-1")) for one in TWO]
+    batch = [*sampled, recorded("0-2", "talk-1"), recorded("0-3", "talk-1"), recorded("0-4", "b")]
+    assert [hinted_id(one) for one in batch] == ["x", "y", "talk-1", "talk-1", "b"]
+    for one in (hint("talk-1", 1, "first"), hint("0-4", 1, "own id"), hint("talk-2", 1, "none")):
+        write_hint(path, one)
+    reading = reader(path)(batch)
+    # Each recording of the task gets it, under its own id; samples of the same task do not.
+    assert reading.hints == (
+        hint("0-2", 1, "first"), hint("0-3", 1, "first"), hint("0-4", 1, "own id"),
+    )  # fmt: skip
+    assert reading.counts == {
+        "person/proposed": 4, "dropped/no_such_trajectory": 1, "kept": 3,
+    }  # fmt: skip
+    # In the next step it has another id, and the same hint.
+    later = reader(path)([recorded("1-0", "talk-1")])
+    assert later.hints == (hint("1-0", 1, "first"),) and balanced(later.counts)
+
+
+def test_the_later_of_two_names_for_one_turn_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "hints.jsonl"
+    for one in (hint("0-2", 1, "by id"), hint("talk", 1, "by task")):
+        write_hint(path, one)
+    reading = reader(path)([recorded("0-2", "talk"), recorded("0-3", "talk")])
+    assert reading.hints == (hint("0-2", 1, "by task"), hint("0-3", 1, "by task"))
+    assert reading.counts["dropped/replaced"] == 1 and balanced(reading.counts)
 
 
 def test_long_hints_are_counted(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from courtside.config.reader import HINTS, Detect, Hints, Reader
 from courtside.reader.person import parse_hints
+from courtside.tasks.conversations import conversation_tasks
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")
 READER: TypeAdapter[Any] = TypeAdapter(Reader)
@@ -38,7 +39,11 @@ def test_recipes_are_valid() -> None:
         Hints.model_validate(tree.get("hints", {}))
 
 
-def test_the_line_is_a_hint() -> None:
-    [block] = blocks("json")
-    [hint] = parse_hints(block.encode(), name="readers.md")[0]
+def test_the_lines_are_hints(tmp_path: Path) -> None:
+    sampled, talk, recorded = blocks("json")
+    [hint] = parse_hints(sampled.encode(), name="readers.md")[0]
     assert hint.turn == 5
+    (tmp_path / "talks.jsonl").write_text(talk)
+    [task] = conversation_tasks(tmp_path / "talks.jsonl")
+    [hint] = parse_hints(recorded.encode(), name="readers.md")[0]
+    assert hint.trajectory == task.id

@@ -67,6 +67,7 @@ BATCH = [
         (CrossEntropyLoss(kind="cross_entropy", on="dataset"), "b", 5),
         (PolicyGradientLoss(kind="policy_gradient", on="student"), "a", 3),
         (PolicyGradientLoss(kind="policy_gradient", on="student", advantage="reward"), "ad", 14),
+        (PolicyGradientLoss(kind="policy_gradient"), "ac", 10),
         (PreferenceLoss(kind="preference"), "", 0),
     ],
 )

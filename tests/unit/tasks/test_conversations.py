@@ -48,6 +48,14 @@ def test_what_stands_before_the_first_answer_is_the_prompt(tmp_path: Path) -> No
     assert [m["role"] for m in tasks[0].conversation] == ["assistant", "tool", "assistant"]
     assert tasks[0].privileged == {"tools": "meteo"}
     assert tasks == conversation_tasks(file)
+    assert {task.split for task in tasks} == {"train"}  # nothing could be measured on the others
+
+
+def test_a_conversation_may_have_an_id(tmp_path: Path) -> None:
+    lines = [talk("Rome") | {"id": "first"}, talk("Rome") | {"id": "again"}, talk("Oslo")]
+    tasks = conversation_tasks(write_jsonl(tmp_path / "talks.jsonl", lines))
+    assert [task.id for task in tasks[:2]] == ["first", "again"]  # named apart, they are two
+    assert tasks[2].id.startswith("conversation-")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +66,21 @@ def test_what_stands_before_the_first_answer_is_the_prompt(tmp_path: Path) -> No
         ({"messages": "Hi"}, r"`messages` must be a list"),
         ({"messages": [], "prompt": "x"}, r"unknown key 'prompt'"),
         (talk("Rome") | {"tags": "x"}, r"`tags` must be a list of texts"),
+        (talk("Rome") | {"id": 7}, r"line 1: `id` must be a text"),
+        (talk("Rome") | {"id": " "}, r"`id` must be a text"),
         (talk("Rome") | {"privileged": {"a": 1}}, r"`privileged` must be an object of texts"),
     ],
 )
 def test_what_is_no_conversation_is_refused(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         conversation_tasks(write_jsonl(tmp_path / "talks.jsonl", [line]))
+
+
+def test_two_conversations_of_one_id_are_refused(tmp_path: Path) -> None:
+    lines = [talk("Rome") | {"id": "a"}, talk("Oslo"), talk("Lima") | {"id": "a"}]
+    file = write_jsonl(tmp_path / "talks.jsonl", lines)
+    with pytest.raises(TaskError, match=r"line 3: id = 'a' is also at .*line 1. Give each"):
+        conversation_tasks(file)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
@@ -101,6 +118,25 @@ def test_recorded_conversations_are_hinted_and_trained(tmp_path: Path, tiny_fold
         stored.hints[0].hint.turn == 3 and stored.hints[0].hint.text == "The tools here are meteo."
     )
     assert stored.trajectory.task.conversation  # enough to hint it again later
+
+
+def test_a_hint_for_a_conversation_trains_in_every_epoch(tmp_path: Path, tiny_folder: Path) -> None:
+    talks = [talk(city) | {"id": city.lower()} for city in ("Rome", "Oslo")]
+    file = write_jsonl(tmp_path / "talks.jsonl", talks)
+    hints = tmp_path / "hints.jsonl"
+    write_jsonl(hints, [{"trajectory": "oslo", "turn": 3, "text": "The tool is meteo."}])
+    recipe = hint_recipe(
+        tiny_folder,
+        file,
+        reader={"kind": "person", "path": str(hints)},
+        train={"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+    )
+    run = train(recipe, tmp_path / "run")
+    assert [row["hints/kept"] for row in run.metrics()] == [1, 1, 1]
+    for step in range(3):
+        (hinted,) = [one for one in run.trajectories(step) if one.hints]
+        assert hinted.trajectory.task.id == "oslo"
+        assert hinted.hints[0].hint.trajectory == hinted.trajectory.id != "oslo"
 
 
 def test_the_student_cannot_act_in_them(tmp_path: Path, tiny_folder: Path) -> None:
