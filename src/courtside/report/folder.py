@@ -134,13 +134,14 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def trajectories(self, step: int) -> list[StoredTrajectory]:
-        return read_trajectories(self._stored(step), step)
+        return read_trajectories(self.stored_file(step), step)
 
     def hints(self, step: int) -> list[Judged]:
         """Of that step's trajectories, kept and dropped; much cheaper than those."""
-        return read_hints(self._stored(step))
+        return read_hints(self.stored_file(step))
 
-    def _stored(self, step: int) -> Path:
+    def stored_file(self, step: int) -> Path:
+        """Of the trajectories of a step; an error that says which steps are kept where there is none."""
         path = self._trajectory_file(step)
         if not path.exists():
             stored = self.trajectory_steps()

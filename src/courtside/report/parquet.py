@@ -73,15 +73,17 @@ def write_trajectories(
 
 
 def read_trajectories(path: Path, step: int) -> list[StoredTrajectory]:
-    return [_stored(row, step) for row in _read(path)]
+    return [stored_from(row, step) for row in read_table(path).to_pylist()]
 
 
 def read_hints(path: Path) -> list[Judged]:
     """Of all trajectories of a step, without reading the trajectories."""
-    return [judged for row in _read(path, ["id", "hints"]) for judged in _hints(row)]
+    rows = read_table(path, ["id", "hints"]).to_pylist()
+    return [judged for row in rows for judged in _hints(row)]
 
 
-def _read(path: Path, columns: list[str] | None = None) -> list[Tree]:
+def read_table(path: Path, columns: list[str] | None = None) -> Any:
+    """An Arrow table with a row for each trajectory; `stored_from` makes a record of a row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,8 +96,7 @@ def _read(path: Path, columns: list[str] | None = None) -> list[Tree]:
             # Before the rows: those of a newer schema may be of types that cannot be read here.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
             check_schema(int(version) if version.isdigit() else None, str(path))
-            rows: list[Tree] = parquet.read(columns=columns, use_threads=False).to_pylist()
-            return rows
+            return parquet.read(columns=columns, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error})") from None
 
@@ -200,7 +201,7 @@ def _hints(row: Tree) -> tuple[Judged, ...]:
     return tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
 
 
-def _stored(row: Tree, step: int) -> StoredTrajectory:
+def stored_from(row: Tree, step: int) -> StoredTrajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
     tree = {
         "id": row["id"],
