@@ -141,7 +141,7 @@ class RunFolder:
         return read_hints(self.stored_file(step))
 
     def stored_file(self, step: int) -> Path:
-        """Of the trajectories of a step; an error that says which steps are kept where there is none."""
+        """Of a step's trajectories; where none are stored, an error that says which are."""
         path = self._trajectory_file(step)
         if not path.exists():
             stored = self.trajectory_steps()

@@ -79,7 +79,7 @@ def _counts(chosen: Any) -> list[int]:
     until = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(flat)])
     ends = pc.cumulative_sum(pc.list_value_length(chosen).cast(pa.int64()))
     sums = until.take(ends).to_pylist()
-    return [end - start for start, end in zip([0, *sums[:-1]], sums, strict=True)]
+    return [end - start for start, end in zip([0, *sums][:-1], sums, strict=True)]
 
 
 def _turn(role: Any, events: list[dict[str, str]]) -> Turn:

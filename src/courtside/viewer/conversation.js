@@ -32,7 +32,16 @@ export function show(trajectory, own, row, actions) {
     : null;
   byId("conversation").replaceChildren(head(trajectory, row, actions), make("div", { class: "turns" }, context, ...parts));
   budget(own);
+  measured.disconnect();
+  measured.observe(byId("conversation").querySelector(".head"));
 }
+
+// How much of the page its sticky head covers, so that turns are scrolled to below it.
+const measured = new ResizeObserver(([{ target }]) => {
+  const style = document.documentElement.style;
+  style.setProperty("--head", `${target.offsetHeight}px`);
+  style.setProperty("--go", `${target.offsetHeight - target.querySelector(".go").offsetTop + 8}px`);
+});
 
 // The person's hints as the file has them now; editors that are open stay as they are.
 export function update(trajectory, own) {
@@ -67,6 +76,7 @@ export function writeAt(number) {
 }
 
 function budget(own) {
+  if (!shown) return;
   const mine = [...shown.hints.values()].filter((hint) => hint.mine).length;
   const told = byId("budget");
   told.hidden = mine <= own.max_hints;
@@ -77,6 +87,7 @@ function head(trajectory, row, actions) {
   const errors = trajectory.turns.filter((turn) => turn.events.length).length;
   const button = (words, title, run, disabled) =>
     make("button", { type: "button", title, onclick: run, disabled: Boolean(disabled) }, words);
+  const key = (name, first) => make("kbd", { class: first ? "first" : null }, name);
   const step = (direction) => () => actions.toError(direction);
   return make("header", { class: "head" },
     make("a", { class: "back", href: `#/${trajectory.step}` }, "‹ all trajectories"),
@@ -93,13 +104,12 @@ function head(trajectory, row, actions) {
         button("›", "next trajectory (j)", actions.next, actions.isLast)),
       make("span", {}, button("‹", "previous turn with an error (p)", step(-1), !errors), counted(errors, "error"),
         button("›", "next turn with an error (n)", step(1), !errors)),
-      make("small", { class: "keys" }, make("kbd", {}, "j"), make("kbd", {}, "k"), " trajectory ",
-        make("kbd", {}, "n"), make("kbd", {}, "p"), " error ", make("kbd", {}, "h"), " hint ",
-        make("kbd", {}, "/"), " search")));
+      make("small", { class: "keys" }, key("j", true), key("k"), " trajectory", key("n", true), key("p"), " error",
+        key("h", true), " hint", key("/", true), " search")));
 }
 
 function turnElement(trajectory, turn, own) {
-  const number = make("a", { class: "number", href: `#/${trajectory.step}/${encodeURIComponent(trajectory.id)}/${turn.number}`,
+  const number = make("a", { class: "turn-number", href: `#/${trajectory.step}/${encodeURIComponent(trajectory.id)}/${turn.number}`,
     title: `turn ${turn.number}: the number that the hints file uses` }, String(turn.number));
   const body = make("div", { class: "body" });
   if (own) {

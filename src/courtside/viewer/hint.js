@@ -44,7 +44,7 @@ export class OwnHint {
       return;
     }
     const facts = make("div", { class: "facts-line" },
-      make("small", {}, this.mine.reason ? `yours · ${this.mine.reason}` : "yours"),
+      this.mine.reason ? make("small", {}, this.mine.reason) : null,
       make("button", { type: "button", onclick: open }, this.draft() === null ? "edit" : "go on with your draft"),
       make("button", { type: "button", onclick: () => this.remove() }, "remove"));
     this.place.replaceChildren(line(facts, make("div", { class: "text" }, this.mine.text)));

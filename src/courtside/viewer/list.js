@@ -28,8 +28,8 @@ export function showSteps(steps, current) {
 
 function stepWords(one) {
   if (one.problem) return `step ${one.step} · cannot be read`;
-  const parts = [`step ${one.step}`, String(one.trajectories)];
-  if (one.errors) parts.push(`${one.errors} with errors`);
+  const parts = [`step ${one.step}`];
+  parts.push(one.errors ? `${one.errors} of ${one.trajectories} with errors` : `${one.trajectories} without errors`);
   if (one.mine) parts.push(`${one.mine} mine`);
   return parts.join(" · ");
 }
@@ -44,9 +44,11 @@ export function showRows(rows, visible, current, step) {
   const drafts = drafted();
   const list = byId("rows");
   const at = list.scrollTop;
+  const focused = list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   list.replaceChildren(...visible.map((row) => item(row, row.id === current, step, drafts.has(row.hinted_id))));
   if (!visible.length) list.append(make("li", { class: "empty" }, rows.length ? "None of them. Take a filter away." : "This step has none."));
   list.scrollTop = at;
+  if (focused) [...list.querySelectorAll("a")].find((one) => one.getAttribute("href") === focused)?.focus({ preventScroll: true });
 }
 
 function item(row, isCurrent, step, hasDraft) {

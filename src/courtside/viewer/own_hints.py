@@ -50,6 +50,11 @@ class OwnHints:
         self.problem = _open_end(self.path) if skipped else None
         return self._hints
 
+    @property
+    def version(self) -> str:
+        """Another one whenever the file has changed."""
+        return str(self._stamp)
+
     def about(self, trajectory: str) -> dict[int, Hint]:
         return {turn: hint for (id, turn), hint in self.read().items() if id == trajectory}
 

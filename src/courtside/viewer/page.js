@@ -3,7 +3,7 @@
 import * as conversation from "./conversation.js";
 import { keepFor } from "./kept.js";
 import { chosen, filters, showOwn, showRows, showSteps } from "./list.js";
-import { byId, facts, make, note } from "./parts.js";
+import { byId, facts, note } from "./parts.js";
 import { Gone, ask, pathOf } from "./server.js";
 
 const POLL_MS = 3000;
@@ -62,7 +62,10 @@ function nothingStored() {
 // ── the list ─────────────────────────────────────────────────────────────────────────────────────
 
 async function loadRows() {
-  rows = (await ask(`/api/steps/${at.step}`)).trajectories;
+  const step = at.step;
+  const now = (await ask(`/api/steps/${step}`)).trajectories;
+  if (step !== at.step) return;
+  rows = now;
   await search();
 }
 
@@ -96,8 +99,13 @@ async function trajectory() {
   }
   const name = `${at.step}/${at.id}`;
   if (loaded !== name) {
-    const whole = await ask(pathOf(at.step, at.id));
+    const whole = await ask(pathOf(at.step, at.id)).catch((error) => error);
     if (name !== `${at.step}/${at.id}`) return;
+    if (whole instanceof Error) {
+      loaded = null;
+      conversation.showNothing([whole.message]);
+      return;
+    }
     loaded = name;
     draw(whole);
     byId("conversation").scrollTop = 0;
@@ -150,8 +158,8 @@ async function refresh() {
   run = now;
   showOwn(now.own);
   if (!before.steps.length && now.steps.length) return route();
-  const mine = JSON.stringify([now.own, now.steps]) !== JSON.stringify([before.own, before.steps]);
-  if (!mine || at.step === null) return;
+  const same = JSON.stringify([now.own, now.steps]) === JSON.stringify([before.own, before.steps]);
+  if (same || at.step === null) return;
   await loadRows();
   list();
   if (loaded !== `${at.step}/${at.id}`) return;

@@ -34,10 +34,10 @@ export function gradeBadge(grade) {
 
 const CUT = { length: " (cut off)", time: " (out of time)", turns: " (out of turns)" };
 
-// "5 turns · 2 with errors · 81 tokens"
+// "5 turns · 2 errors · 81 tokens"; an error is a turn with one.
 export function facts(one) {
   const parts = [counted(one.turns, "turn")];
-  if (one.errors) parts.push(`${one.errors} with errors`);
+  if (one.errors) parts.push(counted(one.errors, "error"));
   parts.push(counted(one.tokens, "token") + (CUT[one.stop] || ""));
   return parts.join(" · ");
 }

@@ -112,6 +112,7 @@ class Viewed:
         return {
             "path": str(self._own.path),
             "count": len(hints),
+            "version": self._own.version,
             "problem": self._own.problem,
             "recipe": recipe_lines(self._own.path),
             "max_chars": self._own.limits.max_chars,
