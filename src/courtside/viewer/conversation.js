@@ -21,7 +21,7 @@ export function show(trajectory, own, row, actions) {
   shown = { trajectory, hints, turns, own };
   const parts = trajectory.turns.map((turn) => {
     if (turn.role === "assistant") {
-      hints.set(turn.number, new OwnHint(trajectory, turn, own, (state) => { budget(state); actions.wrote(state); }));
+      hints.set(turn.number, new OwnHint(trajectory, turn, own, (state) => { budget(state ?? shown?.own); actions.wrote(state); }));
     }
     const element = turnElement(trajectory, turn, hints.get(turn.number));
     turns.set(turn.number, element);

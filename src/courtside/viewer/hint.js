@@ -7,7 +7,7 @@ import { Refusal, pathOf, send } from "./server.js";
 const oneLine = (text) => text.trim().split(/\s+/).join(" ");
 
 export class OwnHint {
-  // `changed(own)` is called with the state of the hints file after each write.
+  // `changed(own)` is called with the state of the hints file after each write; null: it is refused.
   constructor(trajectory, turn, limits, changed) {
     this.trajectory = trajectory;
     this.turn = turn;
@@ -137,9 +137,13 @@ export class OwnHint {
   // The text stays where it is; the server's going away has a message of its own.
   failed(error) {
     const told = error instanceof Refusal ? error.message : "Not saved: the viewer does not answer.";
-    if (!this.area) return note(told);
-    this.save.disabled = false;
-    this.problem.textContent = told;
+    if (this.area) {
+      this.save.disabled = false;
+      this.problem.textContent = told;
+    } else {
+      note(told);
+    }
+    if (error instanceof Refusal) this.changed(null);
   }
 }
 

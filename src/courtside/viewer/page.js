@@ -6,7 +6,7 @@ import { chosen, filters, showOwn, showRows, showSteps } from "./list.js";
 import { byId, facts, note } from "./parts.js";
 import { Gone, ask, pathOf } from "./server.js";
 
-const POLL_MS = 3000;
+const POLL_MS = 2000;
 const SEARCH_MS = 200;
 
 const at = { step: null, id: null, turn: null };
@@ -143,11 +143,13 @@ function toError(direction) {
   conversation.mark(turn);
 }
 
-// After a hint was written or removed here.
-async function wrote(own) {
-  run.own = own;
-  showOwn(own);
-  await refresh();
+// After a hint was written or removed here, or could not be.
+function wrote(own) {
+  if (own) {
+    run.own = own;
+    showOwn(own);
+  }
+  return quietly(refresh);
 }
 
 // ── a run that goes on ───────────────────────────────────────────────────────────────────────────
