@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_ru
 from courtside.config.reader import PersonReader
 from courtside.reader.person import ByPerson
 from courtside.report.folder import RunFolder
-from courtside.types import Hint
+from courtside.types import Hint, Message
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -188,6 +189,25 @@ def test_a_run_without_trajectories_and_one_that_starts_to_have_some(
         store(writing, 0)
         expect(page.locator("#rows a")).to_have_count(6)
         expect(turn(page, 1)).to_be_visible()
+
+
+def test_long_messages_are_folded(page: Page, serve: Callable[..., str], tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    episode = hinted(make_episode("0-0"))
+    turns = list(episode.trajectory.turns)
+    words = "word " * 1000 + "end"
+    turns[2] = replace(turns[2], messages=(Message(role="tool", content=words),))
+    with start_run(tmp_path / "run") as writing:
+        long = replace(episode, trajectory=replace(episode.trajectory, turns=tuple(turns)))
+        store(writing, 0, [long])
+    page.goto(serve(RunFolder.read(writing.path), tmp_path / "hints.jsonl"))
+    text = turn(page, 2).locator(".text")
+    expect(text).not_to_contain_text("end")
+    turn(page, 2).get_by_role("button", name="show all 5,003 characters").click()
+    expect(text).to_contain_text("word end")
+    turn(page, 2).get_by_role("button", name="fold").click()
+    expect(text).not_to_contain_text("end")
 
 
 def test_texts_are_texts(page: Page, serve: Callable[..., str], tmp_path: Path) -> None:

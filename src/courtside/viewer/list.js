@@ -53,7 +53,7 @@ export function showRows(rows, visible, current, step) {
 
 function item(row, isCurrent, step, hasDraft) {
   return make("li", {},
-    make("a", { href: `#/${step}/${encodeURIComponent(row.id)}`, "aria-current": isCurrent ? "true" : null },
+    make("a", { href: `#/${step}/${encodeURIComponent(row.id)}`, title: row.id, "aria-current": isCurrent ? "true" : null },
       make("span", { class: "asked" }, row.asked),
       make("span", { class: "about" }, gradeBadge(row.grade), make("span", {}, facts(row)),
         row.hints ? make("span", { class: "chip" }, counted(row.hints, "hint")) : null,

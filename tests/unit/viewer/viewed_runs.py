@@ -1,17 +1,24 @@
-"""Made-up run folders for the viewer. No model, no torch."""
+"""Made-up run folders for the viewer, and how to ask its server. No model, no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from starlette.testclient import TestClient
 from unit.report.made_up import make_recipe
 from unit.report.played import make_hinted_batch, make_hinted_update
 
 from courtside.report.folder import RunFolder
 from courtside.types import Message, Scored
+from courtside.viewer.app import viewer_app
+
+TOKEN = "a-token"
+SEND = {"x-courtside-token": TOKEN}
+FIRST = "/api/steps/0/trajectories/0-0"
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -68,6 +75,31 @@ def hostile(scored: Scored) -> Scored:
         replace(one, hint=replace(one.hint, text=HOSTILE, source=HOSTILE, reason=HOSTILE))
         for one in scored.hints
     )
-    return replace(
-        scored, trajectory=replace(trajectory, turns=turns, task=task), hints=judged
-    )
+    return replace(scored, trajectory=replace(trajectory, turns=turns, task=task), hints=judged)
+
+
+# ── asking ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def opened(folder: RunFolder, hints: Path | None = None, host: str = "127.0.0.1") -> TestClient:
+    app = viewer_app(folder, hints or folder.path / "hints.jsonl", host=host, token=TOKEN)
+    return TestClient(app, base_url=f"http://{host}:8765")
+
+
+def get(client: TestClient, path: str) -> Any:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def put(client: TestClient, path: str, text: str) -> Any:
+    return client.put(path, json={"text": text}, headers=SEND)
+
+
+def delete(client: TestClient, path: str) -> Any:
+    return client.request("DELETE", path, json={}, headers=SEND)
+
+
+def lines(folder: RunFolder) -> list[dict[str, Any]]:
+    text = (folder.path / "hints.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
