@@ -109,7 +109,10 @@ export class OwnHint {
   async write(text = this.area.value) {
     const { step, id } = this.trajectory;
     try {
-      if (this.area) this.save.disabled = true;
+      if (this.area) {
+        this.save.disabled = true;
+        this.problem.textContent = "";
+      }
       const answer = await send("PUT", pathOf(step, id, this.turn.number), { text });
       keepDraft(this.trajectory.hinted_id, this.turn.number, null);
       this.mine = answer.mine;

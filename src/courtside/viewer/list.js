@@ -29,8 +29,8 @@ export function showSteps(steps, current) {
 function stepWords(one) {
   if (one.problem) return `step ${one.step} · cannot be read`;
   const parts = [`step ${one.step}`];
-  parts.push(one.errors ? `${one.errors} of ${one.trajectories} with errors` : `${one.trajectories} without errors`);
   if (one.mine) parts.push(`${one.mine} mine`);
+  parts.push(one.errors ? `${one.errors} of ${one.trajectories} with errors` : `${one.trajectories} without errors`);
   return parts.join(" · ");
 }
 
