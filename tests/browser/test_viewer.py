@@ -127,6 +127,7 @@ def test_half_written_text_is_never_lost(
 
     url = serve(folder, hints)
     page.goto(f"{url}#/0/0-0/1")
+    expect(turn(page, 1)).to_have_class(re.compile("current"))
     page.locator("main").press("h")
     area = turn(page, 1).get_by_role("textbox")
     expect(area).to_be_focused()
