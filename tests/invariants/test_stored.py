@@ -14,9 +14,9 @@ from small_runs import digest, small_recipe
 from courtside.assemble import assemble
 from courtside.config import Recipe
 from courtside.errors import RecipeError
-from courtside.reader.person import write_hint
 from courtside.recipe_file import load_recipe
 from courtside.report.folder import RunFolder
+from courtside.report.hints_file import write_hint
 from courtside.report.parquet import StoredTrajectory
 from courtside.types import Hint, Scored
 from courtside.verbs import evaluate_student, rescore, train

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy")
-VERBS = ("train", "evaluate", "rescore", "export", "recipes", "init", "schema")
+HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy", "fastapi",
+         "uvicorn")  # fmt: skip
+VERBS = ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema")
 HELP_SECONDS = 0.5
 
 
@@ -56,6 +57,11 @@ def test_every_verb_is_covered_here() -> None:
 @pytest.mark.parametrize("module", ["courtside.config", "courtside.recipe_file", "courtside.types"])
 def test_recipes_and_records_load_no_torch(module: str) -> None:
     assert "torch" not in loaded(f"import {module}")
+
+
+def test_the_viewer_loads_no_models() -> None:
+    code = "from courtside.viewer.app import viewer_app; import courtside.viewer.serve"
+    assert not {"torch", "transformers", "peft"} & set(loaded(code))
 
 
 def test_help_is_quick() -> None:

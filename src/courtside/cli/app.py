@@ -20,6 +20,7 @@ from courtside.cli.recipes import recipes
 from courtside.cli.rescore import rescore
 from courtside.cli.schema import schema
 from courtside.cli.train import train
+from courtside.cli.view import view
 from courtside.errors import Interrupted, RunError, UserError
 
 
@@ -74,5 +75,5 @@ def courtside(
     pass
 
 
-for verb in (train, evaluate, rescore, export, recipes, init, schema):
+for verb in (train, evaluate, view, rescore, export, recipes, init, schema):
     app.command()(verb)

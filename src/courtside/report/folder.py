@@ -139,17 +139,18 @@ class RunFolder:
         self, step: int, only: Collection[str] | None = None
     ) -> list[StoredTrajectory]:
         """`only`: those with these ids."""
-        return read_trajectories(self._stored(step), step, only)
+        return read_trajectories(self.stored_file(step), step, only)
 
     def entries(self, step: int) -> list[Entry]:
         """That step's trajectories without their turns; much cheaper than those."""
-        return read_entries(self._stored(step), step)
+        return read_entries(self.stored_file(step), step)
 
     def hints(self, step: int) -> list[Judged]:
         """Of that step's trajectories, kept and dropped; much cheaper than those."""
-        return read_hints(self._stored(step))
+        return read_hints(self.stored_file(step))
 
-    def _stored(self, step: int) -> Path:
+    def stored_file(self, step: int) -> Path:
+        """Of a step's trajectories; where none are stored, an error that says which are."""
         path = self._trajectory_file(step)
         if not path.exists():
             stored = self.trajectory_steps()

@@ -89,14 +89,14 @@ def read_trajectories(
     path: Path, step: int, only: Collection[str] | None = None
 ) -> list[StoredTrajectory]:
     """In their order. `only`: those with these ids; of the others no record is made."""
-    return [_stored(row, step) for row in _read(path, only=only)]
+    return [stored_from(row, step) for row in _chosen(read_table(path), only).to_pylist()]
 
 
 def read_entries(path: Path, step: int) -> list[Entry]:
     """Much smaller than the trajectories, and in the same order."""
     import pyarrow.compute as pc
 
-    table = _table(path, ["id", "task", "source", "turns.list.element.token_ids"])
+    table = read_table(path, ["id", "task", "source", "turns.list.element.token_ids"])
     turns = table.column("turns").combine_chunks()
     # Counted in Arrow: as Python objects the ids of a long step would fill the memory.
     lengths = pc.list_value_length(turns.flatten().field("token_ids")).to_pylist()
@@ -116,23 +116,22 @@ def read_entries(path: Path, step: int) -> list[Entry]:
 
 def read_hints(path: Path) -> list[Judged]:
     """Of all trajectories of a step, without reading the trajectories."""
-    return [judged for row in _read(path, ["id", "hints"]) for judged in _hints(row)]
+    rows = read_table(path, ["id", "hints"]).to_pylist()
+    return [judged for row in rows for judged in _hints(row)]
 
 
-def _read(
-    path: Path, columns: list[str] | None = None, only: Collection[str] | None = None
-) -> list[Tree]:
+def _chosen(table: Any, only: Collection[str] | None) -> Any:
+    """Rows of trajectories with these ids."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    table = _table(path, columns)
-    if only is not None:
-        table = table.filter(pc.is_in(table.column("id"), pa.array(sorted(only), pa.string())))
-    rows: list[Tree] = table.to_pylist()
-    return rows
+    if only is None:
+        return table
+    return table.filter(pc.is_in(table.column("id"), pa.array(sorted(only), pa.string())))
 
 
-def _table(path: Path, columns: list[str] | None) -> Any:
+def read_table(path: Path, columns: list[str] | None = None) -> Any:
+    """An Arrow table with a row for each trajectory; `stored_from` makes a record of a row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -250,7 +249,7 @@ def _hints(row: Tree) -> tuple[Judged, ...]:
     return tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
 
 
-def _stored(row: Tree, step: int) -> StoredTrajectory:
+def stored_from(row: Tree, step: int) -> StoredTrajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
     tree = {
         "id": row["id"],

@@ -19,11 +19,11 @@ from courtside.config.reader import (
     RulesReader,
     SeveralReaders,
 )
+from courtside.plain_text import one_line
 from courtside.reader.asking import Reply
 from courtside.reader.base import Reading
 from courtside.reader.factory import reader_for
 from courtside.reader.shown import CLOSE, OPEN, windows
-from courtside.reader.wording import one_line
 from courtside.types import Event, Grade, Message, Task, Trajectory, Turn
 
 NASTY = ["", " ", "\n", "{", "}", "{tool}", "[]", '"', "\\", "<|im_end|>", CLOSE, "Error: x", "a()",

@@ -16,7 +16,7 @@ from courtside.config.reader import PersonReader, Rule, RulesReader, SeveralRead
 from courtside.reader.base import Reading
 from courtside.reader.compose import Composed
 from courtside.reader.factory import reader_for
-from courtside.reader.person import write_hint
+from courtside.report.hints_file import write_hint
 from courtside.types import Hint, Trajectory
 
 OK = tool("fine")

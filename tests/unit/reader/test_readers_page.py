@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from courtside.config.reader import HINTS, Detect, Hints, Reader
-from courtside.reader.person import parse_hints
+from courtside.report.hints_file import parse_hints
 from courtside.tasks.conversations import conversation_tasks
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")

@@ -1,0 +1,36 @@
+"""Words of others made safe to show and to put on a line: no control characters, no line breaks.
+
+Special tokens of a chat template need nothing here: the renderer takes them as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+STEERING = re.compile(
+    "[\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
+)
+"""Invisible marks that reorder, hide or smuggle text. Joiners stay: scripts and emoji need them."""
+
+
+def is_no_character(c: str) -> bool:
+    """A control code, half of a surrogate pair, or what Unicode keeps out of texts."""
+    code = ord(c)
+    reserved = code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
+    return reserved or unicodedata.category(c) in ("Cc", "Cs")
+
+
+def printable(text: str) -> str:
+    """Without what cannot be seen; tabs stay, and every line break becomes the usual one."""
+    text = "\n".join(text.splitlines())
+    return STEERING.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
+
+
+def one_line(text: str) -> str:
+    r"""
+    >>> one_line("Use\n  meteo\x00.\u2028Now ")
+    'Use meteo. Now'
+    """
+    # Line breaks first become spaces, so that the words on their two sides stay apart.
+    return " ".join(printable(" ".join(text.split())).split())

@@ -1,0 +1,105 @@
+"""The trajectories of a step without their texts and tokens: to list thousands of them quickly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from courtside.report.parquet import StoredTrajectory, read_table, stored_from
+from courtside.report.records import judged_from, task_from
+from courtside.types import Event, Grade, Judged, Trajectory, Turn
+
+TURN = "turns.list.element"
+COLUMNS = [
+    *("id", "task", "source", "policy_version", "temperature", "stop"),
+    *("grade_score", "grade_passed", "grade_feedback", "preference", "hints"),
+    *(f"{TURN}.role", f"{TURN}.chosen", f"{TURN}.events.list.element.kind"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    trajectory: Trajectory
+    """Its turns say who spoke and which events there were; texts and tokens are left out."""
+    num_chosen: int
+    hints: tuple[Judged, ...]
+
+
+def read_outlines(path: Path) -> list[Outline]:
+    import pyarrow.compute as pc
+
+    table = read_table(path, COLUMNS)
+    turns = table["turns"].combine_chunks()
+    each = turns.flatten()
+    roles = each.field("role").to_pylist()
+    # Schema version 1 knows no events.
+    knows = each.type.get_field_index("events") >= 0
+    events = each.field("events").to_pylist() if knows else [[]] * len(each)
+    chosen = _counts(each.field("chosen"))
+    sizes = pc.list_value_length(turns).to_pylist()
+    rows = table.drop_columns(["turns"]).to_pylist()
+    outlines, at = [], 0
+    for row, size in zip(rows, sizes, strict=True):
+        span = range(at, at + size)
+        own = tuple(_turn(roles[i], events[i]) for i in span)
+        outlines.append(_outline(row, own, sum(chosen[i] for i in span)))
+        at += size
+    return outlines
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """By id: all that was said in a trajectory, to search in."""
+    rows = read_table(path, ["id", f"{TURN}.text"]).to_pylist()
+    return {row["id"]: "\n".join(turn["text"] for turn in row["turns"]) for row in rows}
+
+
+class StepTable:
+    """A step as it lies in its file; a trajectory becomes records only when it is asked for."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.step = step
+        self._table = read_table(path)
+        self._rows = {id: row for row, id in enumerate(self._table["id"].to_pylist())}
+
+    def one(self, id: str) -> StoredTrajectory | None:
+        row = self._rows.get(id)
+        if row is None:
+            return None
+        return stored_from(self._table.slice(row, 1).to_pylist()[0], self.step)
+
+
+def _counts(chosen: Any) -> list[int]:
+    """How many are true in each list, without an object for each token."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    flat = chosen.flatten().cast(pa.int64())
+    until = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(flat)])
+    ends = pc.cumulative_sum(pc.list_value_length(chosen).cast(pa.int64()))
+    sums = until.take(ends).to_pylist()
+    return [end - start for start, end in zip([0, *sums][:-1], sums, strict=True)]
+
+
+def _turn(role: Any, events: list[dict[str, str]]) -> Turn:
+    kinds = tuple(Event(kind=event["kind"]) for event in events)
+    return Turn(role=role, text="", token_ids=(), chosen=(), events=kinds)
+
+
+def _outline(row: dict[str, Any], turns: tuple[Turn, ...], num_chosen: int) -> Outline:
+    score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
+    grade = None if passed is None else Grade(score=score, passed=passed, feedback=feedback)
+    trajectory = Trajectory(
+        id=row["id"],
+        task=task_from(json.loads(row["task"])),
+        turns=turns,
+        source=row["source"],
+        policy_version=row["policy_version"],
+        temperature=row["temperature"],
+        stop=row["stop"],
+        grade=grade,
+        preference=row["preference"],
+    )
+    hints = tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
+    return Outline(trajectory=trajectory, num_chosen=num_chosen, hints=hints)

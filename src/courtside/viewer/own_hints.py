@@ -1,0 +1,84 @@
+"""The hints of the person who reads, in a file that others may change at any time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from courtside.errors import UserError
+from courtside.plain_text import one_line
+from courtside.report.hints_file import Limits, parse_hints, remove_hint, write_hint
+from courtside.types import Hint
+
+Place = tuple[str, int]
+"""What the file calls a trajectory, and a turn."""
+
+
+class OwnHints:
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.path = path
+        self.limits = limits
+        self.problem: str | None = None
+        """Why nothing can be written, with the line to correct; None: all is well."""
+        self._stamp: tuple[int, int] | None = None
+        self._hints: dict[Place, Hint] = {}
+
+    def read(self) -> dict[Place, Hint]:
+        """As the file is now; a later line about a turn corrects an earlier one.
+
+        With a broken line: as it was before that, and `problem` says so.
+        """
+        try:
+            now = self.path.stat()
+            stamp = (now.st_mtime_ns, now.st_size)
+            if stamp == self._stamp:
+                return self._hints
+            hints, skipped = parse_hints(self.path.read_bytes(), name=str(self.path))
+        except FileNotFoundError:
+            self._stamp, self._hints, self.problem = None, {}, None
+            return self._hints
+        except OSError as error:
+            self._stamp = None
+            self.problem = f"{self.path}: cannot be read ({error.strerror}). Make it readable"
+            return self._hints
+        except UserError as error:
+            self._stamp = None
+            self.problem = str(error)
+            return self._hints
+        self._stamp = stamp
+        self._hints = {(hint.trajectory, hint.turn): hint for hint in hints}
+        self.problem = _open_end(self.path) if skipped else None
+        return self._hints
+
+    @property
+    def version(self) -> str:
+        """Another one whenever the file has changed."""
+        return str(self._stamp)
+
+    def about(self, trajectory: str) -> dict[int, Hint]:
+        return {turn: hint for (id, turn), hint in self.read().items() if id == trajectory}
+
+    def write(self, trajectory: str, turn: int, text: str) -> Hint:
+        """Errors say what to do: an empty text, one that the reader would drop."""
+        line = one_line(text)
+        if not line:
+            raise UserError("the hint is empty. Write a few words, or remove the hint")
+        if len(line) > self.limits.max_chars:
+            raise UserError(
+                f"the hint has {len(line):,} characters, and the reader drops those of more than "
+                f"{self.limits.max_chars:,} (reader.max_chars). Shorten it"
+            )
+        old = self.read().get((trajectory, turn))
+        hint = Hint(trajectory=trajectory, turn=turn, text=line, source="person")
+        if old is not None:
+            hint = replace(hint, reason=old.reason)
+        if hint != old:
+            write_hint(self.path, hint)
+        return hint
+
+    def remove(self, trajectory: str, turn: int) -> None:
+        remove_hint(self.path, trajectory, turn)
+
+
+def _open_end(path: Path) -> str:
+    return f"{path}: its last line is not finished. End it with a line break, or remove it"

@@ -1,0 +1,45 @@
+"""Outlines say of a trajectory what the whole of it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from unit.report.made_up import VERSION_1, make_batch, make_update
+from unit.report.played import make_hinted_batch, make_hinted_update
+
+from courtside.report.outlines import StepTable, read_outlines, read_texts
+from courtside.report.parquet import read_trajectories, write_trajectories
+
+
+@pytest.fixture(params=["hinted", "single", "version 1"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "version 1":
+        return VERSION_1 / "step-000000.parquet"
+    single = request.param == "single"
+    batch = make_batch(0) if single else make_hinted_batch(0)
+    update = make_update(0, batch) if single else make_hinted_update(0, batch)
+    write_trajectories(tmp_path / "step.parquet", batch, update.student_logp)
+    return tmp_path / "step.parquet"
+
+
+def test_outlines_are_those_of_the_trajectories(path: Path) -> None:
+    whole, outlines = read_trajectories(path, 0), read_outlines(path)
+    for one, outline in zip(whole, outlines, strict=True):
+        stored, listed = one.trajectory, outline.trajectory
+        assert outline.num_chosen == stored.num_chosen and outline.hints == one.hints
+        for name in ("id", "task", "source", "policy_version", "stop", "grade", "preference"):
+            assert getattr(listed, name) == getattr(stored, name)
+        for mine, turn in zip(listed.turns, stored.turns, strict=True):
+            assert mine.role == turn.role and mine.text == "" and mine.token_ids == ()
+            assert [e.kind for e in mine.events] == [e.kind for e in turn.events]
+
+
+def test_texts_and_single_trajectories(path: Path) -> None:
+    texts, table = read_texts(path), StepTable(path, 5)
+    for one in read_trajectories(path, 5):
+        id = one.trajectory.id
+        assert texts[id] == "\n".join(turn.text for turn in one.trajectory.turns)
+        # repr: where nothing was measured there is NaN, which equals nothing.
+        assert repr(table.one(id)) == repr(one)
+    assert table.one("nope") is None

@@ -1,0 +1,187 @@
+"""What the viewer shows of a run, also of one that goes on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from unit.report.made_up import make_trajectory
+from unit.report.played import hinted, make_episode, make_hinted_batch
+from unit.viewer.viewed_runs import (
+    FIRST,
+    HOSTILE,
+    get,
+    hostile,
+    opened,
+    start_run,
+    store,
+)
+
+from courtside.report.folder import RunFolder
+from courtside.types import Event, Scored
+
+
+def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
+    run = get(client, "/api/run")
+    assert run["name"] == "first" and "toolbox" in run["summary"]
+    assert run["steps"] == [
+        {"step": step, "trajectories": 6, "errors": 5, "hints": 5, "mine": 0} for step in (0, 1)
+    ]
+    own = run["own"]
+    assert own["path"] == str(folder.path / "hints.jsonl")
+    assert (own["count"], own["problem"], own["max_chars"]) == (0, None, 1000)
+    assert own["recipe"] == f'[reader]\nkind = "person"\npath = "{own["path"]}"\n'
+
+
+def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
+    rows = get(client, "/api/steps/1")["trajectories"]
+    assert [row["id"] for row in rows] == [f"1-{i}" for i in range(6)]
+    stored = {one.trajectory.id: one for one in folder.trajectories(1)}
+    for row in rows:
+        one = stored[row["id"]]
+        assert row["tokens"] == one.trajectory.num_chosen and row["hints"] == len(one.hints)
+        own = [turn for turn in one.trajectory.turns if turn.role == "assistant"]
+        assert row["turns"] == len(own)
+        assert row["errors"] == sum(bool(turn.events) for turn in own)
+    assert rows[0]["asked"] == "What is the weather in Oslo?"
+    assert rows[0]["grade"] == {
+        "score": 0.5, "passed": False, "feedback": "2 of 4 requests were solved.",
+    }  # fmt: skip
+
+
+def test_a_trajectory_turn_by_turn(client: TestClient, folder: RunFolder) -> None:
+    shown = get(client, FIRST)
+    stored = folder.trajectories(0)[0]
+    turns = shown["turns"]
+    assert [(t["number"], t["role"]) for t in turns] == [
+        (number, turn.role) for number, turn in enumerate(stored.trajectory.turns)
+    ]
+    assert [m["role"] for m in turns[0]["messages"]] == ["system", "user"]
+    wrong = turns[1]
+    assert wrong["text"] == stored.trajectory.turns[1].text
+    assert wrong["events"] == [{"kind": "tool_not_found", "message": "Tool not found: weather"}]
+    [hint] = wrong["hints"]
+    judged = stored.hints[0]
+    assert (hint["text"], hint["source"]) == (judged.hint.text, "rules:tool_not_found")
+    assert hint["shift"] == judged.shift and hint["dropped"] is None
+    assert turns[3]["hints"] == [] and all(turn["mine"] is None for turn in turns)
+
+
+def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder: RunFolder) -> None:
+    stored = folder.trajectories(0)[0]
+    assert stored.student_logp is not None
+    pairs = zip(stored.teacher_logp_by_token, stored.student_logp, stored.trajectory.turn_of,
+                strict=True)  # fmt: skip
+    gaps = [t - s for t, s, turn in pairs if turn == 1 and t is not None]
+    turns = get(client, FIRST)["turns"]
+    assert math.isclose(turns[1]["gap"], sum(gaps) / len(gaps), rel_tol=1e-6)
+    assert turns[3]["gap"] is None and turns[0]["gap"] is None
+
+
+def test_why_a_hint_was_dropped(client: TestClient) -> None:
+    turns = get(client, "/api/steps/0/trajectories/0-3")["turns"]
+    [hint] = [hint for turn in turns for hint in turn["hints"]]
+    assert hint["dropped"] == "shift" and "hints.min_shift" in hint["why"]
+
+
+def test_words_are_found_in_every_turn(client: TestClient) -> None:
+    def found(words: str) -> list[str]:
+        return get(client, f"/api/steps/0/search?words={words}")["ids"]
+
+    assert found("oslo WEATHER") == [f"0-{i}" for i in range(6)]
+    assert found("not found: calculator") == ["0-1", "0-3"]
+    assert found("zebra") == [] and found("0-4") == ["0-4"]
+
+
+def test_a_step_without_tokens_hints_or_turns(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run") as folder:
+        store(folder, 0, [])
+        plain = Scored(trajectory=make_trajectory("x", 1), target=None)
+        bare = Scored(trajectory=replace(make_trajectory("y", 1), turns=()), target=None)
+        store(folder, 3, [plain, bare])
+    client = opened(folder)
+    assert [step["trajectories"] for step in get(client, "/api/run")["steps"]] == [0, 2]
+    assert get(client, "/api/steps/0")["trajectories"] == []
+    rows = get(client, "/api/steps/3")["trajectories"]
+    assert [(row["tokens"], row["turns"]) for row in rows] == [(6, 1), (0, 0)]
+    assert get(client, "/api/steps/3/trajectories/y")["turns"] == []
+
+
+def test_a_run_without_trajectories(tmp_path: Path) -> None:
+    start_run(tmp_path / "run").close()
+    assert get(opened(RunFolder.read(tmp_path / "run")), "/api/run")["steps"] == []
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run") as folder:
+        client = opened(RunFolder.read(folder.path))
+        assert get(client, "/api/run")["steps"] == []
+        store(folder, 0)
+        assert [s["step"] for s in get(client, "/api/run")["steps"]] == [0]
+        assert len(get(client, "/api/steps/0")["trajectories"]) == 6
+        get(client, FIRST)
+        # A resumed run computes a step again.
+        folder.rewind(0)
+        assert get(client, "/api/run")["steps"] == []
+        assert client.get(FIRST).status_code == 404
+        store(folder, 0, make_hinted_batch(0)[1:])
+        assert len(get(client, "/api/steps/0")["trajectories"]) == 5
+        assert client.get(FIRST).status_code == 404
+        assert get(client, "/api/steps/0/trajectories/0-1")["id"] == "0-1"
+
+
+def test_files_are_read_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ("/api/run", "/api/steps/0", "/api/steps/0/search?words=a", FIRST)
+    before = [get(client, path) for path in paths]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a file that has not changed is read again")
+
+    for name in ("read_outlines", "read_texts", "StepTable"):
+        monkeypatch.setattr(f"courtside.viewer.steps.{name}", fail)
+    assert [get(client, path) for path in paths] == before
+
+
+def test_a_broken_step_is_told_and_the_others_are_there(
+    client: TestClient, folder: RunFolder
+) -> None:
+    folder.stored_file(1).write_bytes(b"nothing")
+    first, second = get(client, "/api/run")["steps"]
+    assert first["trajectories"] == 6 and "cannot be read as Parquet" in second["problem"]
+    assert client.get("/api/steps/1").status_code == 404
+
+
+def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run") as folder:
+        odd = hostile(hinted(make_episode("0-0")))
+        turn = odd.trajectory.turns[3]
+        half = Event(kind="odd", details={"message": "half \ud83d of a pair"})
+        turns = (*odd.trajectory.turns[:3], replace(turn, events=(half,)),
+                 *odd.trajectory.turns[4:])  # fmt: skip
+        store(folder, 0, [replace(odd, trajectory=replace(odd.trajectory, turns=turns))])
+    client = opened(folder)
+    answer = client.get(FIRST)
+    assert answer.headers["content-type"] == "application/json"
+    shown = answer.json()
+    assert shown["asked"] == HOSTILE
+    assert shown["turns"][3]["events"][0]["message"] == "half \ud83d of a pair"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/api/steps/9", "no trajectories of step 9; stored are 2 steps, 0 to 1"),
+        ("/api/steps/9/search?words=a", "no trajectories of step 9"),
+        ("/api/steps/9/trajectories/0-0", "no trajectories of step 9"),
+        ("/api/steps/0/trajectories/nope", "step 0 has no trajectory 'nope'"),
+        ("/static/app.py", "there is no app.py here"),
+        ("/static/..%2Fapp.py", "Not Found"),
+        ("/docs", "Not Found"),
+    ],
+)
+def test_what_is_not_there(client: TestClient, path: str, words: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404 and words in answer.json()["detail"]
