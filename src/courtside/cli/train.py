@@ -39,4 +39,6 @@ def train(
 
     done = verbs.train(tree, folder, screen=screen_for(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
-    typer.echo(f"Weights: courtside export {shlex.quote(str(done.path))} FOLDER")
+    name = shlex.quote(str(done.path))
+    typer.echo(f"Trajectories, and hints of your own: courtside view {name}")
+    typer.echo(f"Weights: courtside export {name} FOLDER")

@@ -60,7 +60,7 @@ def view(
     typer.echo(f"Viewer: {listening.url} (Ctrl-C ends it)")
     if host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo(f"Whoever can reach {host} can read this run and write hints.")
-    typer.echo(f"Hints: {file}. In a recipe:\n\n{recipe_lines(file)}")
+    typer.echo(f"Hints: {file}. In a recipe:\n\n{recipe_lines(folder, file)}")
     if browser:
         open_browser(listening.url)
     listening.run()

@@ -28,9 +28,14 @@ class Refused(Exception):
         self.status, self.detail = status, detail
 
 
-def recipe_lines(hints: Path) -> str:
-    """What a recipe says to have this file read."""
-    return toml.dumps({"reader": {"kind": "person", "path": str(hints)}})
+def recipe_lines(folder: RunFolder, hints: Path) -> str:
+    """What a recipe says to train on the run's trajectories under the hints of this file; for
+    recorded conversations, whose hints hold wherever they come up, to have it read."""
+    reader = {"reader": {"kind": "person", "path": str(hints)}}
+    if folder.recipe().tasks.kind == "conversations":
+        return toml.dumps(reader)
+    tasks = {"kind": "trajectories", "path": str(folder.path), "only": "hinted"}
+    return toml.dumps({"tasks": tasks, "rollout": {"student_share": 0.0}, **reader})
 
 
 class Viewed:
@@ -39,6 +44,7 @@ class Viewed:
         self._lock = RLock()
         self._steps = StoredSteps(folder)
         self._own = OwnHints(hints, Limits.of(recipe))
+        self._recipe_lines = recipe_lines(folder, hints)
         self._about: Tree = {
             "name": folder.path.resolve().name,
             "path": str(folder.path),
@@ -114,7 +120,7 @@ class Viewed:
             "count": len(hints),
             "version": self._own.version,
             "problem": self._own.problem,
-            "recipe": recipe_lines(self._own.path),
+            "recipe": self._recipe_lines,
             "max_chars": self._own.limits.max_chars,
             "max_hints": self._own.limits.max_hints,
         }

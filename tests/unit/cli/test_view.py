@@ -47,7 +47,11 @@ def test_it_says_where_it_is_and_how_the_hints_are_used(opened: list[str]) -> No
     [url] = re.findall(r"http://127\.0\.0\.1:\d+/", done.stdout)
     assert "Hints: runs/first/hints.jsonl." in done.stdout
     lines = tomllib.loads(done.stdout.split("In a recipe:")[1])
-    assert lines == {"reader": {"kind": "person", "path": "runs/first/hints.jsonl"}}
+    assert lines == {
+        "tasks": {"kind": "trajectories", "path": "runs/first", "only": "hinted"},
+        "rollout": {"student_share": 0.0},
+        "reader": {"kind": "person", "path": "runs/first/hints.jsonl"},
+    }
     assert opened == [url]
     assert "Whoever can reach" not in done.stdout
 

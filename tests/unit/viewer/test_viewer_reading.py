@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,12 @@ def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
     own = run["own"]
     assert own["path"] == str(folder.path / "hints.jsonl")
     assert (own["count"], own["problem"], own["max_chars"]) == (0, None, 1000)
-    assert own["recipe"] == f'[reader]\nkind = "person"\npath = "{own["path"]}"\n'
+    lines = tomllib.loads(own["recipe"])
+    assert lines == {
+        "tasks": {"kind": "trajectories", "path": str(folder.path), "only": "hinted"},
+        "rollout": {"student_share": 0.0},
+        "reader": {"kind": "person", "path": own["path"]},
+    }
 
 
 def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
