@@ -137,7 +137,7 @@ def laid_out(state: Tensor, packing: Packing) -> Tensor:
         return _joined(state, packing)
     from courtside.engines import shown_rows
 
-    found_KHD = shown_rows.laid_out(state[0].transpose(0, 1), packing.shown)
+    found_KHD = shown_rows.laid_out(_flat(state), packing.shown)
     return found_KHD.transpose(0, 1)[None]
 
 
@@ -184,6 +184,12 @@ def _summed(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def _flat(state: Tensor) -> Tensor:
+    """[1, heads, N, D] to [N, heads, D]. Squeezed, not indexed: the way back from an index makes
+    zeros and copies the gradient into them."""
+    return state.squeeze(0).transpose(0, 1)
+
+
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether one kernel takes sequences of various lengths: in 16 bits, on a GPU."""
     size = query.shape[-1]
@@ -200,7 +206,7 @@ def _in_one(
             settings["enable_gqa"] = True
         elif not _shares_heads(varlen_attn, query.device, query.dtype):
             key, value = _repeated(query, key, value)
-    query_NHD, key_NHD, value_NHD = (state[0].transpose(0, 1) for state in (query, key, value))
+    query_NHD, key_NHD, value_NHD = (_flat(state) for state in (query, key, value))
     found: Any = varlen_attn(
         query_NHD,
         key_NHD,
@@ -347,5 +353,5 @@ def read_row(
         packing=packing,
         **keeping,
     )
-    hidden: Tensor = out.last_hidden_state[0]
+    hidden: Tensor = out.last_hidden_state.squeeze(0)
     return hidden

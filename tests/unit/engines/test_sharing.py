@@ -349,3 +349,26 @@ def test_a_row_without_groups_is_packed_as_before() -> None:
     found = packing_of_row(row, device=torch.device("cpu"))
     plain = packing_of([2, 1], device=torch.device("cpu"))
     assert found.joined is None and found.key_lengths == plain.key_lengths == (2, 1)
+
+
+def test_a_gradient_comes_back_through_the_kernels_without_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys come laid out as the kernel takes them and its gradient as it gives it: nothing between
+    them makes zeros or copies, which is a launch each in every layer."""
+    row = row_of(two_groups(), shared=True)
+    where = with_kernels(packing_of_row(row, device=torch.device("cpu")))
+    state = torch.randn(1, row.num_tokens, 2, 16, requires_grad=True)
+    keys_KHD = packing._flat(packing.laid_out(state.transpose(1, 2), where))
+    assert keys_KHD.is_contiguous()
+
+    def summed(gradient_KHD: Tensor, _: Any) -> Tensor:
+        assert gradient_KHD.is_contiguous()
+        return gradient_KHD.new_empty(row.num_tokens, 2, 16)
+
+    monkeypatch.setattr(shown_rows, "summed", summed)  # the interpreter has copies of its own
+    gradient = torch.randn_like(keys_KHD)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        torch.autograd.grad(keys_KHD, state, gradient)
+    names = {event.key for event in profiled.key_averages()}
+    assert not names & {"aten::copy_", "aten::zeros", "aten::select_backward"}, names
