@@ -27,6 +27,7 @@ from courtside.engines.transformers import TransformersEngine
 from courtside.recipe_file import recipe_from
 from courtside.rollout.agent import AgentRollout
 from courtside.student import weights as student_weights
+from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.step import Student
 from courtside.student.weights import StudentWeights
 from courtside.teacher.hinted import HintScorer
@@ -80,7 +81,7 @@ class Parts:
     """One model and the stages around it."""
 
     def __init__(self, model: str, device: str):
-        recipe = recipe_from(
+        self.recipe = recipe = recipe_from(
             {
                 "student": {"model": model, "device": device},
                 "tasks": {"kind": "arithmetic"},
@@ -109,9 +110,13 @@ class Parts:
 
     def renew(self) -> None:
         """Without the room and the graphs that an engine keeps from one batch to the next."""
+        weights = self.weights
         self.engine = TransformersEngine(
-            self.weights.model, self.tokenizer, name="growth", autocast=self.weights.autocast
-        )
+            weights.model, self.tokenizer, name="growth", autocast=weights.autocast,
+            max_batch_tokens=batch_tokens(
+                self.recipe, weights, (), total=device_bytes(weights.device)
+            ),
+        )  # fmt: skip
         self.engine.eos_ids = frozenset({NO_END})
 
     def ids(self, count: int) -> tuple[int, ...]:
