@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from courtside.engines.base import Sampling
+
+BLOCK, LEAST_BLOCK = 256, 64
+"""Words in a block: the largest of these powers of two that divides their number."""
 
 
 def uniforms(seed: int, count: int) -> Tensor:
@@ -20,13 +26,46 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tens
     if sampling.temperature == 0:
         ids_B = logits_BV.argmax(dim=-1)
         return ids_B, torch.zeros_like(ids_B, dtype=torch.float32)
-    logp_BV = truncated(torch.log_softmax(logits_BV.float() / sampling.temperature, -1), sampling)
-    # In float64: 150,000 small float32 terms would shift the far end by more than a rare word.
-    cdf_BV = logp_BV.exp().cumsum(dim=-1, dtype=torch.float64)
-    threshold_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
-    ids_B = torch.searchsorted(cdf_BV, threshold_B1, right=True).squeeze(-1)
-    ids_B = ids_B.clamp(max=logits_BV.shape[-1] - 1)
-    return ids_B, logp_BV.gather(-1, ids_B[:, None]).squeeze(-1)
+    logits_BV = logits_BV.float()
+    if sampling.temperature != 1:
+        logits_BV = logits_BV / sampling.temperature
+    if sampling.truncates:
+        logits_BV = truncated(torch.log_softmax(logits_BV, -1), sampling)
+    most_B1 = logits_BV.amax(-1, keepdim=True)
+    weight_BV = (logits_BV - most_B1).exp_()
+    ids_B1, total_B1 = _found(weight_BV, uniform_B[:, None])
+    logp_B1 = logits_BV.gather(-1, ids_B1) - most_B1 - total_B1.log()
+    return ids_B1.squeeze(-1), logp_B1.float().squeeze(-1)
+
+
+def _found(weight_BV: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The word at which the sum of weights passes its share of the whole, and the whole.
+
+    First the block of words, then the word in it: a running sum over all of them would take longer
+    than everything else. In float64, and never a word without weight: 150,000 small terms in
+    float32 would shift the far end by more than a rare word.
+    """
+    if weight_BV.shape[-1] % LEAST_BLOCK:
+        weight_BV = F.pad(weight_BV, (0, -weight_BV.shape[-1] % LEAST_BLOCK))
+    size = math.gcd(weight_BV.shape[-1], BLOCK)
+    blocks_BNW = weight_BV.unflatten(-1, (-1, size))
+    cdf_BN = blocks_BNW.sum(-1, dtype=torch.float64).cumsum(-1)
+    total_B1 = cdf_BN[:, -1:]
+    threshold_B1 = uniform_B1 * total_B1
+    block_B1 = _first_above(cdf_BN, threshold_B1)
+    end_B1 = cdf_BN.gather(-1, block_B1)
+    start_B1 = torch.where(block_B1 > 0, cdf_BN.gather(-1, (block_B1 - 1).clamp(min=0)), 0.0)
+    # Below 1, so that it is passed inside: the block's own sum differs in its last digits.
+    share_B1 = ((threshold_B1 - start_B1) / (end_B1 - start_B1)).clamp(max=1 - 2**-52)
+    inside_BW = blocks_BNW.take_along_dim(block_B1[:, :, None], 1).squeeze(1)
+    cdf_BW = inside_BW.cumsum(-1, dtype=torch.float64)
+    word_B1 = _first_above(cdf_BW, share_B1 * cdf_BW[:, -1:])
+    return block_B1 * size + word_B1, total_B1
+
+
+def _first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
+    found_B1 = torch.searchsorted(cdf_BN, threshold_B1, right=True)
+    return found_B1.clamp(max=cdf_BN.shape[-1] - 1)
 
 
 def truncated(logp_BV: Tensor, sampling: Sampling) -> Tensor:

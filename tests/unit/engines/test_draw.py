@@ -149,11 +149,38 @@ def test_the_far_end_of_a_large_vocabulary_is_drawn_at_its_rate() -> None:
 
 def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
     """Behind a near-certain word: 2e-9 each, where a float32 sum near 1 moves in steps of 6e-8."""
-    logits_V = torch.tensor([0.0, *[-20.0] * 40])
-    rare = math.exp(-20)
-    uniform_B = 1 - (torch.arange(40, dtype=torch.float64) + 0.5) * rare
-    ids_B, _ = draw(logits_V.expand(40, -1), uniform_B, sampling())
-    assert ids_B.tolist() == list(range(40, 0, -1))
+    for count in (40, 700, 1151):  # of one block of words, of a padded number, of several blocks
+        logits_V = torch.tensor([0.0, *[-20.0] * count])
+        rare = math.exp(-20)
+        share = rare / (1 + count * rare)
+        uniform_B = 1 - (torch.arange(count, dtype=torch.float64) + 0.5) * share
+        ids_B, logp_B = draw(logits_V.expand(count, -1), uniform_B, sampling())
+        assert ids_B.tolist() == list(range(count, 0, -1))
+        torch.testing.assert_close(logp_B, torch.full((count,), math.log(share)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    logits=st.lists(
+        st.one_of(st.floats(-30, 5, width=32), st.just(-math.inf)), min_size=1, max_size=300
+    ),
+    uniform=st.one_of(st.floats(0, 1, exclude_max=True), st.just(0.0), st.just(1 - 2**-53)),
+    times=st.integers(1, 4),
+)
+def test_words_by_blocks_are_words_by_one_running_sum(
+    logits: list[float], uniform: float, times: int
+) -> None:
+    """Up to what rounding may move at the border between two words; never one without weight."""
+    assume(max(logits) > -math.inf)
+    logits_V = torch.tensor(logits * times)
+    uniform_1 = torch.tensor([uniform], dtype=torch.float64)
+    ids_1, logp_1 = draw(logits_V[None], uniform_1, sampling())
+    exact_V = torch.softmax(logits_V.double(), -1)
+    word = int(ids_1)
+    assert word < len(logits_V) and exact_V[word] > 0
+    torch.testing.assert_close(logp_1[0].double(), exact_V[word].log(), rtol=1e-5, atol=2e-6)
+    end = float(exact_V[: word + 1].sum())
+    assert end - float(exact_V[word]) - 1e-6 <= uniform <= end + 1e-6
 
 
 def test_greedy_takes_the_likeliest_with_certainty() -> None:
