@@ -104,8 +104,9 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ({"student": {"model": "m", "gradient_checkpointing": 1}},
          "student.gradient_checkpointing: must be 'auto', or true or false; got 1"),
         ({"rollout": {"stop": "END"}}, 'rollout.stop: must be a list; got "END"'),
-        ({"train": 3}, "train: must be a section with steps, prompts, learning_rate, schedule, "
-         "warmup, weight_decay, betas, clip_norm, moments, micro_batch_tokens, chunk_tokens; got 3"),
+        ({"train": 3},
+         "train: must be a section with steps, prompts, learning_rate, schedule, warmup, "
+         "weight_decay, betas, clip_norm, moments, micro_batch_tokens, chunk_tokens; got 3"),
         ({"tasks": {"kind": "datasets", "path": "x", "columns": 3}},
          "tasks.columns: must be a section; got 3"),
         ({"tasks": {"kind": "jsonl", "path": 3}}, "tasks.path: must be a string; got 3"),

@@ -34,6 +34,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tens
     most_B1 = logits_BV.amax(-1, keepdim=True)
     weight_BV = (logits_BV - most_B1).exp_()
     ids_B1, total_B1 = _found(weight_BV, uniform_B[:, None])
+    ids_B1 = ids_B1.clamp(max=logits_BV.shape[-1] - 1)  # of logits that are no numbers
     logp_B1 = logits_BV.gather(-1, ids_B1) - most_B1 - total_B1.log()
     return ids_B1.squeeze(-1), logp_B1.float().squeeze(-1)
 

@@ -183,6 +183,13 @@ def test_words_by_blocks_are_words_by_one_running_sum(
     assert end - float(exact_V[word]) - 1e-6 <= uniform <= end + 1e-6
 
 
+@pytest.mark.parametrize("num_words", [1, 63, 64, 300])
+def test_logits_that_are_no_numbers_draw_some_word(num_words: int) -> None:
+    """Whoever looks at the loss says what is wrong; nothing is read out of bounds before."""
+    ids_B, logp_B = draw(torch.full((2, num_words), math.nan), torch.tensor([0.0, 0.9]), sampling())
+    assert ((ids_B >= 0) & (ids_B < num_words)).all() and logp_B.isnan().all()
+
+
 def test_greedy_takes_the_likeliest_with_certainty() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
     ids_B, logp_B = draw(logits_BV, torch.tensor([0.999, 0.999]), sampling(temperature=0.0))
