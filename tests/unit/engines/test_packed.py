@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
@@ -64,3 +68,60 @@ def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatc
     for one, other in zip(engine.sample(requests, how), plain, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logp == pytest.approx(other.logp, abs=1e-4)
+
+
+def with_adapter(**settings: Any) -> TransformersEngine:
+    engine = make()
+    options: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | settings
+    inject_adapter_in_model(LoraConfig(init_lora_weights=False, **options), engine.model)
+    engine.model.eval()
+    return engine
+
+
+def num_replaced(engine: TransformersEngine) -> int:
+    layers = [m for m in engine.model.modules() if type(m) is LoraLinear]
+    return sum("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
+    """Also switched off, as a teacher that is the student before training has them."""
+    engine = with_adapter()
+    layers = [m for m in engine.model.modules() if type(m) is LoraLinear]
+    for enabled in (True, False):
+        for layer in layers:
+            layer.enable_adapters(enabled)
+        exact = outputs(engine)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            usual = outputs(engine)[0].float()
+            with packed(engine.model, engine.head, dtype):
+                assert num_replaced(engine) == len(layers)
+                found = outputs(engine)[0].float()
+        assert num_replaced(engine) == 0
+        off = [float((hidden - exact).norm() / exact.norm()) for hidden in (found, usual)]
+        # Rounded once where autocast rounds three times.
+        assert off[0] < 1e-5 if dtype == torch.float32 else off[0] < 1.1 * off[1] + 1e-3
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+def test_other_adapters_keep_their_own_way(settings: dict[str, Any]) -> None:
+    engine = with_adapter(**settings)
+    exact = outputs(engine)[0]
+    with packed(engine.model, engine.head, torch.float32):
+        assert num_replaced(engine) == 0
+        torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_merged_or_several_adapters_keep_their_own_way() -> None:
+    engine = with_adapter()
+    for layer in (m for m in engine.model.modules() if type(m) is LoraLinear):
+        layer.merge()
+    with packed(engine.model, engine.head, torch.float32):
+        assert num_replaced(engine) == 0
+    engine = with_adapter()
+    more = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    inject_adapter_in_model(more, engine.model, "second")
+    exact = outputs(engine)[0]
+    with packed(engine.model, engine.head, torch.float32):
+        assert num_replaced(engine) == 0
+        torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
