@@ -66,11 +66,13 @@ class Run:
             fix = "rollout.max_batch_tokens"
             if not self.parts.student.weights.recomputes:
                 fix += ", or set student.gradient_checkpointing = true"
+            if self.recipe.train.moments == "device":
+                fix += ", or train.moments = 'host'"
             raise RunError(
                 f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
                 f"last checkpoint is from step {self._last_saved()}. Lower "
                 "train.micro_batch_tokens or train.chunk_tokens (neither changes the update) or "
-                f"{fix}"
+                f"{fix}, and go on in the same folder"
             ) from error
         except UserError:
             # Something the user must mend (a task without its field); the steps done are kept.

@@ -398,7 +398,18 @@ def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(told.value)
     assert ("student.gradient_checkpointing = true" in str(told.value)) == (recomputes == "auto")
-    assert train(recipe, tmp_path / "run").metrics()[-1]["step"] == 4  # and it goes on from there
+    assert "train.moments = 'host'" in str(told.value)
+    # And it goes on from there with what it was told to change.
+    less = {"micro_batch_tokens": 64, "chunk_tokens": 16, "moments": "host"}
+    lean = small_recipe(
+        tiny_folder,
+        tiny_teacher_folder,
+        student=student | {"gradient_checkpointing": True},
+        train=recipe.train.model_dump(exclude_unset=True) | less,
+        rollout=recipe.rollout.model_dump(exclude_unset=True) | {"max_batch_tokens": 600},
+    )
+    done = train(lean, tmp_path / "run")
+    assert done.metrics()[-1]["step"] == 4 and done.recipe() == lean
 
 
 def test_a_completion_too_long_for_the_context_is_told_at_the_start(tiny_folder, tmp_path):

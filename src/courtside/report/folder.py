@@ -53,7 +53,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Create the folder, or go on in one that has the same recipe (but for its `run` part)."""
+        """Create the folder, or go on in one that has the same recipe (but for `opening.FREE`)."""
         refuse_strangers(path)
         lock = take_lock(path)
         folder = cls(path, lock)

@@ -14,6 +14,16 @@ from courtside.report.disk import TEMPORARY
 
 RECIPE = "recipe.toml"
 LOCK = ".lock"
+FREE = (
+    "run",
+    "rollout.max_batch_tokens",
+    "student.gradient_checkpointing",
+    "train.chunk_tokens",
+    "train.micro_batch_tokens",
+    "train.moments",
+)
+"""What may be another in a run that goes on: what is kept of it, and how it fits into memory. What
+is learned is the same but for rounding."""
 
 
 def refuse_strangers(path: Path) -> None:
@@ -67,11 +77,12 @@ def recipe_tree(recipe: Recipe) -> dict[str, Any]:
 
 
 def refuse_differences(path: Path, old: Recipe, new: Recipe) -> None:
-    """The `run` part may change: it decides what is kept, not what is computed."""
+    """But for what may change: see `FREE`."""
+    free = tuple(f"{name}{end}" for name in FREE for end in ".:")
     lines = [
         line
         for line in _differences(recipe_tree(old), recipe_tree(new))
-        if not line.startswith(("run.", "run:"))
+        if not line.startswith(free)
     ]
     if lines:
         raise RecipeError(

@@ -103,6 +103,7 @@ def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
         assert off[0] < 1e-5 if dtype == torch.float32 else off[0] < 1.1 * off[1] + 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
 def test_other_adapters_keep_their_own_way(settings: dict[str, Any]) -> None:
     engine = with_adapter(**settings)
@@ -112,6 +113,7 @@ def test_other_adapters_keep_their_own_way(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_merged_or_several_adapters_keep_their_own_way() -> None:
     engine = with_adapter()
     for layer in (m for m in engine.model.modules() if type(m) is LoraLinear):
