@@ -31,10 +31,9 @@ from courtside.report.opening import (
     refuse_strangers,
     take_lock,
 )
+from courtside.report.outlines import Outline, read_outlines
 from courtside.report.parquet import (
-    Entry,
     StoredTrajectory,
-    read_entries,
     read_hints,
     read_trajectories,
     write_trajectories,
@@ -141,9 +140,9 @@ class RunFolder:
         """`only`: those with these ids."""
         return read_trajectories(self.stored_file(step), step, only)
 
-    def entries(self, step: int) -> list[Entry]:
-        """That step's trajectories without their turns; much cheaper than those."""
-        return read_entries(self.stored_file(step), step)
+    def outlines(self, step: int) -> list[Outline]:
+        """That step's trajectories without texts and tokens; much cheaper than those."""
+        return read_outlines(self.stored_file(step), step)
 
     def hints(self, step: int) -> list[Judged]:
         """Of that step's trajectories, kept and dropped; much cheaper than those."""

@@ -23,11 +23,14 @@ COLUMNS = [
 class Outline:
     trajectory: Trajectory
     """Its turns say who spoke and which events there were; texts and tokens are left out."""
+    step: int
+    num_tokens: int
     num_chosen: int
     hints: tuple[Judged, ...]
 
 
-def read_outlines(path: Path) -> list[Outline]:
+def read_outlines(path: Path, step: int) -> list[Outline]:
+    """In the order of the trajectories."""
     import pyarrow.compute as pc
 
     table = read_table(path, COLUMNS)
@@ -38,13 +41,22 @@ def read_outlines(path: Path) -> list[Outline]:
     knows = each.type.get_field_index("events") >= 0
     events = each.field("events").to_pylist() if knows else [[]] * len(each)
     chosen = _counts(each.field("chosen"))
+    lengths = pc.list_value_length(each.field("chosen")).to_pylist()
     sizes = pc.list_value_length(turns).to_pylist()
     rows = table.drop_columns(["turns"]).to_pylist()
     outlines, at = [], 0
     for row, size in zip(rows, sizes, strict=True):
         span = range(at, at + size)
         own = tuple(_turn(roles[i], events[i]) for i in span)
-        outlines.append(_outline(row, own, sum(chosen[i] for i in span)))
+        outlines.append(
+            Outline(
+                trajectory=_trajectory(row, own),
+                step=step,
+                num_tokens=sum(lengths[i] for i in span),
+                num_chosen=sum(chosen[i] for i in span),
+                hints=tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ())),
+            )
+        )
         at += size
     return outlines
 
@@ -87,10 +99,10 @@ def _turn(role: Any, events: list[dict[str, str]]) -> Turn:
     return Turn(role=role, text="", token_ids=(), chosen=(), events=kinds)
 
 
-def _outline(row: dict[str, Any], turns: tuple[Turn, ...], num_chosen: int) -> Outline:
+def _trajectory(row: dict[str, Any], turns: tuple[Turn, ...]) -> Trajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
     grade = None if passed is None else Grade(score=score, passed=passed, feedback=feedback)
-    trajectory = Trajectory(
+    return Trajectory(
         id=row["id"],
         task=task_from(json.loads(row["task"])),
         turns=turns,
@@ -101,5 +113,3 @@ def _outline(row: dict[str, Any], turns: tuple[Turn, ...], num_chosen: int) -> O
         grade=grade,
         preference=row["preference"],
     )
-    hints = tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
-    return Outline(trajectory=trajectory, num_chosen=num_chosen, hints=hints)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from courtside.report.records import (
     floats,
     judged_from,
     judged_tree,
-    task_from,
     task_tree,
     trajectory_from,
     turn_tree,
 )
-from courtside.types import SCHEMA_VERSION, Judged, Scored, Source, Task, Trajectory, Turn
+from courtside.types import SCHEMA_VERSION, Judged, Scored, Trajectory, Turn
 
 VERSION_KEY = b"courtside.schema_version"
 
@@ -61,17 +59,6 @@ class StoredTrajectory:
         return tuple(said.get(place) for place in range(size))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What a step's file says of a trajectory without the trajectory."""
-
-    id: str
-    step: int
-    task: Task
-    source: Source
-    num_tokens: int
-
-
 def write_trajectories(
     path: Path, scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
 ) -> None:
@@ -90,28 +77,6 @@ def read_trajectories(
 ) -> list[StoredTrajectory]:
     """In their order. `only`: those with these ids; of the others no record is made."""
     return [stored_from(row, step) for row in _chosen(read_table(path), only).to_pylist()]
-
-
-def read_entries(path: Path, step: int) -> list[Entry]:
-    """Much smaller than the trajectories, and in the same order."""
-    import pyarrow.compute as pc
-
-    table = read_table(path, ["id", "task", "source", "turns.list.element.token_ids"])
-    turns = table.column("turns").combine_chunks()
-    # Counted in Arrow: as Python objects the ids of a long step would fill the memory.
-    lengths = pc.list_value_length(turns.flatten().field("token_ids")).to_pylist()
-    ends = list(accumulate(pc.list_value_length(turns).to_pylist(), initial=0))
-    rows = table.select(["id", "task", "source"]).to_pylist()
-    return [
-        Entry(
-            id=row["id"],
-            step=step,
-            task=task_from(json.loads(row["task"])),
-            source=row["source"],
-            num_tokens=sum(lengths[start:end]),
-        )
-        for row, (start, end) in zip(rows, pairwise(ends), strict=True)
-    ]
 
 
 def read_hints(path: Path) -> list[Judged]:

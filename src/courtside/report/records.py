@@ -97,8 +97,13 @@ def turn_from(tree: Mapping[str, Any]) -> Turn:
     )
 
 
+def grade_tree(grade: Grade | None) -> Tree | None:
+    if grade is None:
+        return None
+    return {"score": grade.score, "passed": grade.passed, "feedback": grade.feedback}
+
+
 def trajectory_tree(trajectory: Trajectory) -> Tree:
-    grade = trajectory.grade
     return {
         "id": trajectory.id,
         "task": task_tree(trajectory.task),
@@ -107,8 +112,7 @@ def trajectory_tree(trajectory: Trajectory) -> Tree:
         "policy_version": trajectory.policy_version,
         "temperature": trajectory.temperature,
         "stop": trajectory.stop,
-        "grade": grade
-        and {"score": grade.score, "passed": grade.passed, "feedback": grade.feedback},
+        "grade": grade_tree(trajectory.grade),
         "preference": trajectory.preference,
     }
 

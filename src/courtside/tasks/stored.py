@@ -12,7 +12,8 @@ from pathlib import Path
 from courtside.config import TrajectoryTasks
 from courtside.errors import TaskError, UserError
 from courtside.report.folder import RunFolder
-from courtside.report.parquet import Entry
+from courtside.report.hints_file import hinted_id
+from courtside.report.outlines import Outline
 from courtside.tasks.base import FiniteSource
 from courtside.types import Source, Task, Trajectory
 
@@ -21,14 +22,15 @@ class StoredSource(FiniteSource):
     """Tasks that stand for stored trajectories: `read` gives those."""
 
     def __init__(
-        self, entries: Sequence[Entry], folder: RunFolder, *, seed: int, limit: int | None
+        self, stored: Sequence[Outline], folder: RunFolder, *, seed: int, limit: int | None
     ) -> None:
         # Samples of one prompt share their task, so a task goes by its trajectory's id here.
-        tasks = [replace(entry.task, id=entry.id, split="train") for entry in entries]
+        own = [one.trajectory for one in stored]
+        tasks = [replace(t.task, id=t.id, split="train") for t in own]
         super().__init__(tasks, name=f"tasks.path = {str(folder.path)!r}", seed=seed, limit=limit)
         self._folder = folder
-        self._step = {entry.id: entry.step for entry in entries}
-        self.sources: frozenset[Source] = frozenset(entry.source for entry in entries[:limit])
+        self._step = {one.trajectory.id: one.step for one in stored}
+        self.sources: frozenset[Source] = frozenset(t.source for t in own[:limit])
         """Who wrote them."""
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
@@ -63,19 +65,19 @@ def stored_source(
     """`max_tokens`: how long a trajectory may be; None: not asked. `hinted`: the ids that hints
     name, of trajectories or of recorded conversations."""
     folder = _folder(config.path)
-    entries = _entries(folder, config.steps)
+    stored = _outlines(folder, config.steps)
     if config.only == "hinted":
-        entries = _with_hints(entries, hinted, config.path)
-    fitting = [e for e in entries if max_tokens is None or e.num_tokens <= max_tokens]
-    if len(fitting) < len(entries) and (config.overlong == "error" or not fitting):
-        longest = max(entries, key=lambda entry: entry.num_tokens)
+        stored = _with_hints(stored, hinted, config.path)
+    fitting = [one for one in stored if max_tokens is None or one.num_tokens <= max_tokens]
+    if len(fitting) < len(stored) and (config.overlong == "error" or not fitting):
+        longest = max(stored, key=lambda one: one.num_tokens)
         raise TaskError(
-            f"tasks.path = {str(config.path)!r}: trajectory {longest.id} has {longest.num_tokens} "
-            f"tokens and the model takes {max_tokens}. Set tasks.overlong = 'drop' to leave such "
-            "trajectories out and count them; nothing is cut silently"
+            f"tasks.path = {str(config.path)!r}: trajectory {longest.trajectory.id} has "
+            f"{longest.num_tokens} tokens and the model takes {max_tokens}. Set tasks.overlong = "
+            "'drop' to leave such trajectories out and count them; nothing is cut silently"
         )
     source = StoredSource(fitting, folder, seed=seed, limit=config.limit)
-    source.num_dropped = len(entries) - len(fitting)
+    source.num_dropped = len(stored) - len(fitting)
     return source
 
 
@@ -86,7 +88,7 @@ def _folder(path: Path) -> RunFolder:
         raise TaskError(f"tasks.path: {error}") from None
 
 
-def _entries(folder: RunFolder, steps: Sequence[int] | None) -> list[Entry]:
+def _outlines(folder: RunFolder, steps: Sequence[int] | None) -> list[Outline]:
     stored = folder.trajectory_steps()
     where = f"tasks.path = {str(folder.path)!r}"
     if not stored:
@@ -100,25 +102,22 @@ def _entries(folder: RunFolder, steps: Sequence[int] | None) -> list[Entry]:
             "run.trajectories_every of that run decides which are kept"
         )
     # A run that was itself trained on stored ones has the same again in every epoch.
-    found: dict[str, Entry] = {}
+    found: dict[str, Outline] = {}
     for step in sorted(steps or stored):
-        for entry in folder.entries(step):
-            found.setdefault(entry.id, entry)
+        for one in folder.outlines(step):
+            found.setdefault(one.trajectory.id, one)
     if not found:
         raise TaskError(f"{where}: the stored steps are empty. Name another run")
     return list(found.values())
 
 
-def _with_hints(entries: Sequence[Entry], hinted: Collection[str], path: Path) -> list[Entry]:
-    chosen = [
-        entry
-        for entry in entries
-        if entry.id in hinted or (entry.source == "dataset" and entry.task.id in hinted)
-    ]
+def _with_hints(stored: Sequence[Outline], hinted: Collection[str], path: Path) -> list[Outline]:
+    names = set(hinted)
+    chosen = [one for one in stored if names & {one.trajectory.id, hinted_id(one.trajectory)}]
     if not chosen:
         raise TaskError(
-            f"tasks.only = 'hinted': the hints name {len(hinted)} trajectories, and none of the "
-            f"{len(entries)} of {path}. Write a hint for one of them (`trajectory` is its id), or "
+            f"tasks.only = 'hinted': the hints name {len(names)} trajectories, and none of the "
+            f"{len(stored)} of {path}. Write a hint for one of them (`trajectory` is its id), or "
             "use only = 'all'"
         )
     return chosen

@@ -10,9 +10,9 @@ from courtside.report.gaps import Gaps, gaps_of
 from courtside.report.hints_file import hinted_id
 from courtside.report.outlines import Outline
 from courtside.report.parquet import StoredTrajectory
-from courtside.report.records import messages_tree
+from courtside.report.records import grade_tree, judged_tree, messages_tree
 from courtside.report.summary import shortened
-from courtside.types import Grade, Hint, Judged, Trajectory
+from courtside.types import Hint, Judged, Trajectory
 
 Tree = dict[str, Any]
 
@@ -40,7 +40,7 @@ def listed(outline: Outline) -> Tree:
         "asked": shortened(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": _grade(trajectory.grade),
+        "grade": grade_tree(trajectory.grade),
         "turns": len(own),
         "errors": sum(bool(turn.events) for turn in own),
         "tokens": outline.num_chosen,
@@ -62,7 +62,7 @@ def conversation(stored: StoredTrajectory, mine: Mapping[int, Hint]) -> Tree:
         "asked": shortened(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": _grade(trajectory.grade),
+        "grade": grade_tree(trajectory.grade),
         "teacher": stored.teacher,
         # With hints the context repeats them; they are shown in their places.
         "context": None if stored.hints else stored.context,
@@ -91,20 +91,8 @@ def mine_tree(hint: Hint | None) -> Tree | None:
 
 
 def _judged(judged: Judged) -> Tree:
-    hint = judged.hint
-    dropped = judged.dropped
-    return {
-        "text": hint.text,
-        "source": hint.source,
-        "reason": hint.reason,
-        "confidence": hint.confidence,
-        "bad_span": hint.bad_span,
-        "shift": judged.shift,
-        "bad_span_shift": judged.bad_span_shift,
-        "passed": judged.passed,
-        "dropped": dropped,
-        "why": WHY_DROPPED.get(dropped, "") if dropped else "",
-    }
+    why = WHY_DROPPED.get(judged.dropped, "") if judged.dropped else ""
+    return {**judged_tree(judged), "why": why}
 
 
 def _asked(trajectory: Trajectory) -> str:
@@ -116,12 +104,6 @@ def _messages(trajectory: Trajectory, number: int) -> list[Tree]:
     turn = trajectory.turns[number]
     prompt = trajectory.task.messages if turn.role == "prompt" else ()
     return messages_tree(turn.messages or prompt)
-
-
-def _grade(grade: Grade | None) -> Tree | None:
-    if grade is None:
-        return None
-    return {"score": grade.score, "passed": grade.passed, "feedback": grade.feedback}
 
 
 def _mean(gaps: Gaps) -> float | None:

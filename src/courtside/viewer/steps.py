@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from courtside.report.folder import RunFolder
-from courtside.report.outlines import StepTable, read_outlines, read_texts
+from courtside.report.outlines import StepTable, read_texts
 from courtside.report.parquet import StoredTrajectory
 from courtside.viewer.shown import Tree, listed
 
@@ -33,7 +33,7 @@ class StoredSteps:
         return self._kept(
             self._lists,
             step,
-            lambda: [listed(one) for one in read_outlines(self._folder.stored_file(step))],
+            lambda: [listed(one) for one in self._folder.outlines(step)],
         )
 
     def one(self, step: int, id: str) -> StoredTrajectory | None:

@@ -24,10 +24,11 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_outlines_are_those_of_the_trajectories(path: Path) -> None:
-    whole, outlines = read_trajectories(path, 0), read_outlines(path)
+    whole, outlines = read_trajectories(path, 3), read_outlines(path, 3)
     for one, outline in zip(whole, outlines, strict=True):
         stored, listed = one.trajectory, outline.trajectory
         assert outline.num_chosen == stored.num_chosen and outline.hints == one.hints
+        assert outline.num_tokens == len(stored.token_ids) and outline.step == one.step == 3
         for name in ("id", "task", "source", "policy_version", "stop", "grade", "preference"):
             assert getattr(listed, name) == getattr(stored, name)
         for mine, turn in zip(listed.turns, stored.turns, strict=True):

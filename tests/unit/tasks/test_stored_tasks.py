@@ -15,7 +15,6 @@ from courtside.assemble import assemble
 from courtside.config import Recipe, TrajectoryTasks
 from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe_file import recipe_from
-from courtside.report.folder import RunFolder
 from courtside.report.parquet import write_trajectories
 from courtside.tasks.stored import StoredSource, stored_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
@@ -77,22 +76,6 @@ def test_they_come_back_as_they_were(tmp_path: Path) -> None:
     stored = source(store(tmp_path / "run", *STEPS))
     ids = ["2-1", "0-3", "2-0"]
     assert stored.read(ids) == [STEPS[2][1], STEPS[0][3], STEPS[2][0]]
-
-
-def test_entries_say_what_the_trajectories_are(tmp_path: Path) -> None:
-    folder = RunFolder.read(store(tmp_path / "run", *STEPS))
-    for entry, one in zip(folder.entries(1), STEPS[1], strict=True):
-        assert (entry.id, entry.step, entry.source) == (one.id, 1, "student")
-        assert entry.task == one.task and entry.num_tokens == len(one.token_ids)
-
-
-def test_a_file_of_the_first_schema_has_entries(tmp_path: Path) -> None:
-    file = Path(__file__).parents[1] / "report" / "version_1" / "step-000000.parquet"
-    run = store(tmp_path / "run")
-    (run / "trajectories" / file.name).write_bytes(file.read_bytes())
-    folder = RunFolder.read(run)
-    sizes = [len(one.trajectory.token_ids) for one in folder.trajectories(0)]
-    assert [entry.num_tokens for entry in folder.entries(0)] == sizes and sizes
 
 
 def test_a_batch_never_holds_one_twice(tmp_path: Path) -> None:

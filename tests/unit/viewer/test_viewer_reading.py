@@ -146,8 +146,7 @@ def test_files_are_read_once(client: TestClient, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise AssertionError("a file that has not changed is read again")
 
-    for name in ("read_outlines", "read_texts", "StepTable"):
-        monkeypatch.setattr(f"courtside.viewer.steps.{name}", fail)
+    monkeypatch.setattr("courtside.report.outlines.read_table", fail)
     assert [get(client, path) for path in paths] == before
 
 
