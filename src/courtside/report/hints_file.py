@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from courtside.config import PersonReader, Recipe
+from courtside.config import PersonReader, Recipe, persons_of
 from courtside.errors import RunError, UserError
 from courtside.plain_text import one_line
 from courtside.report.disk import replace_file
@@ -38,12 +38,8 @@ class Limits:
     @classmethod
     def of(cls, recipe: Recipe) -> Limits:
         """Those of the recipe's own reader `person`; without one, of a recipe that leaves them."""
-        reader = recipe.reader
-        members = (
-            () if reader is None else reader.readers if reader.kind == "several" else (reader,)
-        )
-        own = next((one for one in members if one.kind == "person"), None)
-        person = own or PersonReader(kind="person", path=Path("hints.jsonl"))
+        usual = PersonReader(kind="person", path=Path("hints.jsonl"))
+        person = next(iter(persons_of(recipe)), usual)
         return cls(max_chars=person.max_chars, max_hints=person.max_hints)
 
 
