@@ -46,8 +46,8 @@ class Limits:
 def hinted_id(trajectory: Trajectory) -> str:
     """What a hints file calls a trajectory.
 
-    Its id; but a conversation from a data set is given a new id in every step it comes up in, and
-    there it is the id of the task, which is a hash of its content and stays.
+    Its id; but a recorded conversation is given a new id in every step it comes up in, and there it
+    is the id of the task, which stays.
     """
     return trajectory.task.id if trajectory.source == "dataset" else trajectory.id
 
