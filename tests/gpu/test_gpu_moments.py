@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ def test_weights_and_moments_are_those_of_adamw_bit_for_bit(device: torch.device
 
 def test_nothing_of_them_stays_on_the_device(device: torch.device) -> None:
     if device.type != "cuda":
-        return
+        pytest.skip("a CPU has one memory for both")
     weight = nn.Parameter(torch.zeros(2**22, device=device))
     weight.grad = torch.ones_like(weight)
     gc.collect()
