@@ -64,7 +64,7 @@ def _heading(result: Mapping[str, Any], panels: Sequence[Mapping[str, Any]]) -> 
 
 def _caption(result: Mapping[str, Any]) -> list[str]:
     return [
-        "Filled: judged, a doubling costs at most "
+        "Filled: judged, a doubling may cost at most "
         f"{result['limit']:g} times the time and the memory. Hollow: sequences get longer, and "
         "attention, quadratic in their length by its nature,",
         f"makes a doubling more than {result['counted_limit']:g} times the work by count: shown, "
