@@ -34,8 +34,7 @@ TILINGS = [(warps, lanes) for lanes in (1, 2) for warps in (4, 8, 16, 32)]
 PASSES = {"reverse KL": 5, "JSD 0.5": 7}
 WHAT = ("support", "selection", "chunks", "kernel")
 SELECTED = 64
-SELECTIONS = [(warps, tiles) for warps in (4, 8, 16) for tiles in (1, 2, 4)]
-SHIPPED_TILES = 4
+SELECTIONS = (4, 8, 16)
 PLANS = [(1024, 1024), (1536, 384), (2048, 256), (2048, 512), (4096, 384), (4096, 512),
          (4096, 1024), (8192, 512)]  # fmt: skip
 
@@ -76,32 +75,35 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
 
 def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
     """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
-    `torch.topk`; bytes are those of the two sweeps."""
+    `torch.topk`."""
     from courtside.losses import fused_triton
-    from courtside.losses.fused_select import pick, room_for, warps_for
+    from courtside.losses.fused_select import pick, room_for, room_for_tops, warps_for
 
     part = make_plan(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
     found = room_for(len(logits_NV), SELECTED, logits_NV.device)
     width = 16 // logits_NV.element_size()
-    shipped = (fused_triton.TILING.num_warps, SHIPPED_TILES)
     rows = []
-    for warps, tiles in SELECTIONS:
+    for warps in SELECTIONS:
         if warps_for(logits_NV.shape[1], SELECTED, least=warps, width=width) != warps:
             continue
         if clock.elapsed > seconds:
             print(f"  the rest of the selections: left out, --seconds {seconds} have passed")
             break
 
-        def run(warps: int = warps, tiles: int = tiles) -> None:
-            pick(logits_NV, logits_NV, found, num_warps=warps, tiles=tiles)
+        tops_NG = room_for_tops(logits_NV, lanes=32 * warps, width=width)
+        padding = (0, width * tops_NG.shape[1] - logits_NV.shape[1])
+        padded_NV = torch.nn.functional.pad(logits_NV, padding, value=float("-inf"))
+        tops_NG.copy_(padded_NV.view(*tops_NG.shape, width).amax(-1))
 
-        took = clock.measure(run, before=found.counts_N2.zero_)
-        moved = 2 * logits_NV.numel() * logits_NV.element_size()
-        ships = " <- ships" if (warps, tiles) == shipped else ""
-        rows.append({"by": f"kernel, {warps} warps, {tiles} tiles{ships}", "ms": took["ms"],
-                     "gb_per_s": moved / took["ms"] / 1e6})  # fmt: skip
+        def run(tops_NG: torch.Tensor = tops_NG, warps: int = warps) -> None:
+            pick(logits_NV, logits_NV, tops_NG, found, lanes=32 * warps, width=width,
+                 num_warps=warps)  # fmt: skip
+
+        took = clock.measure(run, before=found.counts_N3.zero_)
+        ships = " <- ships" if warps == fused_triton.TILING.num_warps else ""
+        rows.append({"by": f"kernel, {warps} warps{ships}", "ms": took["ms"]})
     by_torch = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
     rows.append({"by": "torch.topk", "ms": by_torch["ms"]})
     for row in rows:

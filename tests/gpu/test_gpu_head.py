@@ -25,7 +25,7 @@ from torch import Tensor
 
 from courtside.losses.fused import Plan, choose_backend, divergence_head
 from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Support
-from courtside.losses.fused_select import pick, room_for
+from courtside.losses.fused_select import pick, room_for, room_for_tops
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -251,10 +251,15 @@ def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.de
 
 def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
     """Ids; the logits beside them are looked at here."""
+    layout = {"lanes": 32 * num_warps, "width": 8}
     found = room_for(len(values_NV), k, values_NV.device)
     found.ids_NK.fill_(-1)
+    tops_NG = room_for_tops(values_NV, **layout)
+    padding = (0, 8 * tops_NG.shape[1] - values_NV.shape[1])
+    padded_NV = torch.nn.functional.pad(values_NV, padding, value=-math.inf)
+    tops_NG.copy_(padded_NV.view(*tops_NG.shape, 8).amax(-1))
     other_NV = values_NV.flip(0).contiguous()
-    pick(values_NV, other_NV, found, num_warps=num_warps)
+    pick(values_NV, other_NV, tops_NG, found, **layout, num_warps=num_warps)
     for logits_NK, side_NV in ((found.own_NK, values_NV), (found.other_NK, other_NV)):
         right_NK = side_NV.float().gather(-1, found.ids_NK)
         torch.testing.assert_close(logits_NK, right_NK, rtol=0, atol=0, equal_nan=True)

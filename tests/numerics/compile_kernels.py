@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from courtside.engines import layer_gradients, layer_kernels, shown_rows
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
 from courtside.losses.fused_select import select_kernel
+from courtside.losses.fused_support import JOINT, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [
@@ -36,6 +37,7 @@ MANY = [
     {"capped": True},
     {"statistics": False},
     {"gradient": False},
+    {"form": 0, "gradient": False, "tops": True},
     *({"warps": warps, "lanes": lanes} for warps in (4, 16, 32) for lanes in (1, 2)),
 ]
 
@@ -51,12 +53,14 @@ def resources(
     capped: bool = False,
     statistics: bool = True,
     gradient: bool = True,
+    tops: bool = False,
 ) -> str:
     constants = {
         "FORM": form,
         "TEACHER": teacher,
         "STATISTICS": statistics,
         "GRADIENT": gradient,
+        "TOPS": tops,
         "STUDENT_CAPPED": capped,
         "TEACHER_CAPPED": capped,
         "NUM_WORDS": num_words,
@@ -66,20 +70,33 @@ def resources(
     types = {name: "fp32" for name in rows_kernel.arg_names} | {name: "*fp32" for name in PER_ROW}
     types |= {"ids": "*i64", "student": f"*{dtype}", "teacher": f"*{dtype}", "num_rows": "i32"}
     types |= {"student_stride": "i32", "teacher_stride": "i32"}
+    types |= {"tops": f"*{dtype}", "teacher_tops": f"*{dtype}"}
     aligned = ("student", "teacher", "student_stride", "teacher_stride")
     return used(rows_kernel, types, constants, aligned, warps)
 
 
-def select_resources(
-    *, dtype: str = "bf16", num_words: int = 151936, warps: int = 8, tiles: int = 4
-) -> str:
+def select_resources(*, dtype: str = "bf16", num_words: int = 151936, warps: int = 8) -> str:
     constants = {"NUM_WORDS": num_words, "ROOM": 256, "LANES": 32 * warps,
-                 "WIDTH": 8 if dtype == "bf16" else 4, "TILES": tiles}  # fmt: skip
+                 "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
     types = dict.fromkeys(("stride", "other_stride", "k"), "i32")
     types |= {"values": f"*{dtype}", "others": f"*{dtype}", "ids": "*i64", "scratch": "*i64"}
     types |= {"own_logits": "*fp32", "other_logits": "*fp32", "counts": "*i32"}
+    types["tops"] = f"*{dtype}"
     aligned = tuple(name for name in types if name != "k")
     return used(select_kernel, types, constants, aligned, warps)
+
+
+def support_resources(*, padded: int = 64, capped: bool = False) -> str:
+    constants = {"OF": JOINT.value, "TAIL": True, "STUDENT_CAPPED": capped,
+                 "TEACHER_CAPPED": capped, "PADDED": padded}  # fmt: skip
+    pointers = "own other teacher_own teacher_other temperatures weights coefficients outputs found"
+    types = dict.fromkeys(support_kernel.arg_names, "fp32") | dict.fromkeys(
+        pointers.split(), "*fp32"
+    )
+    types |= {"ids": "*i64", "teacher_ids": "*i64", "words": "*i64", "values": "*bf16"}
+    types |= dict.fromkeys(("num_rows", "stride", "k", "width"), "i32")
+    types = {name: kind for name, kind in types.items() if name not in constants}
+    return used(support_kernel, types, constants, (), 1)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
@@ -161,6 +178,10 @@ def main() -> None:
         found = select_resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"select_kernel, {options}: {found}")
+    for options in ({}, {"padded": 256, "capped": True}):
+        found = support_resources(**options)
+        spills += "STACK:0" not in found or "LOCAL:0" not in found
+        print(f"support_kernel, {options}: {found}")
     for kernel, pointers, integers, constants, warps in LAYERS:
         found = layer_resources(kernel, pointers, integers, constants, warps)
         spills += "STACK:0" not in found or "LOCAL:0" not in found

@@ -9,6 +9,8 @@ A row is cut into tiles [LANES, WIDTH] of neighbouring words. WIDTH words are wh
 at once, so maxima and sums along WIDTH stay in its registers; each lane keeps running sums of its
 own, and lanes meet once, at the end of the row.
 
+Each sweep begins where the one before ended: what it read last is still in the cache.
+
 Rows may begin past 2^31 elements. A vocabulary is compiled in: tiles without a mask are the rule.
 """
 
@@ -47,110 +49,161 @@ PER_ROW = ["ids", "temperatures", "weights", "coefficients", "outputs"]
 
 
 @triton.jit
-def _tile(row, at, shift, scale, cap, temperature, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr,
-          CAPPED: tl.constexpr):  # fmt: skip
-    """Logits over temperature at the words `at`, less `shift`."""
+def _load(row, at, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr):
+    """The logits at the words `at` as the product left them."""
     if MASKED:
-        raw = tl.load(row + at, mask=at < NUM_WORDS, other=0.0).to(tl.float32)
+        raw = tl.load(row + at, mask=at < NUM_WORDS, other=-float("inf"))
     else:
-        raw = tl.load(row + at).to(tl.float32)
+        raw = tl.load(row + at)
+    return raw.to(tl.float32)
+
+
+@triton.jit
+def over_temperature(raw, shift, scale, cap, temperature, CAPPED: tl.constexpr):
+    """Logits over temperature, less `shift`."""
     if CAPPED:  # cap·tanh(z / cap)
         bent = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * LOG2E * scale / cap)) + 1.0)
-        x = bent * (cap / temperature) - shift
+        return bent * (cap / temperature) - shift
     else:
-        x = raw * (scale / temperature) - shift
+        return raw * (scale / temperature) - shift
+
+
+@triton.jit
+def _tile(row, at, shift, scale, cap, temperature, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr,
+          CAPPED: tl.constexpr):  # fmt: skip
+    raw = _load(row, at, NUM_WORDS, MASKED)
+    x = over_temperature(raw, shift, scale, cap, temperature, CAPPED)
     if MASKED:
         x = tl.where(at < NUM_WORDS, x, NOTHING)
     return x
 
 
 @triton.jit
-def _log_mixture(first, second):
-    """log2(2^first + 2^second)."""
-    return tl.maximum(first, second) + tl.log2(1.0 + tl.exp2(-tl.abs(first - second)))
+def _log2_1p(t):
+    """log2(1 + t) for t in [0, 1], off by 1.6e-7 at most: nine steps, where log2 as it comes has
+    twenty, and mixtures wait for little else."""
+    found = t * 0.0077675217762589455 - 0.043440788984298706
+    found = found * t + 0.1142766997218132
+    found = found * t - 0.1983216404914856
+    found = found * t + 0.27620553970336914
+    found = found * t - 0.3585521876811981
+    found = found * t + 0.4807109534740448
+    found = found * t - 0.721341073513031
+    found = found * t + 1.4426950216293335
+    return found * t
+
+
+@triton.jit
+def _mixed(first, second):
+    """2^first, 2^second, and log2 of what each is of their sum."""
+    gap = first - second
+    less = tl.exp2(-tl.abs(gap))
+    more = tl.exp2(tl.maximum(first, second))
+    rest = _log2_1p(less)
+    less = more * less
+    ahead = gap > 0
+    return (
+        tl.where(ahead, more, less),
+        tl.where(ahead, less, more),
+        tl.minimum(gap, 0.0) - rest,
+        tl.minimum(-gap, 0.0) - rest,
+    )
 
 
 @triton.jit
 def _mixture_sums(
-    row, teacher_row, shift, teacher_shift, top, log_total, teacher_top, teacher_log_total,
-    temperature, student_scale, teacher_scale, student_cap, teacher_cap, student_share,
-    teacher_share, FORM: tl.constexpr, STUDENT_CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    NUM_WORDS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    row, teacher_row, shift, teacher_shift, norm, teacher_norm, temperature, student_scale,
+    teacher_scale, student_cap, teacher_cap, student_share, teacher_share, FORM: tl.constexpr,
+    STUDENT_CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(what the gradient is centred on, what the value is made of), from normalised words."""
+    """(what the gradient is centred on, what the value is made of), from normalised words: x and y
+    less their norms are log2 π and log2 q."""
     here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCK: tl.constexpr = LANES * WIDTH
-    WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
-    for_centre = tl.zeros([LANES], tl.float32)
-    for_value = tl.zeros([LANES], tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
-            at = start + here
+    TILES: tl.constexpr = NUM_WORDS // BLOCK
+    for_centre = tl.zeros([LANES, WIDTH], tl.float32)
+    for_value = tl.zeros([LANES, WIDTH], tl.float32)
+    for WHOLE in tl.static_range(2):
+        for tile in range(0, TILES if WHOLE else 1):
+            at = (TILES - WHOLE - tile) * BLOCK + here
             x = _tile(row, at, shift, student_scale, student_cap, temperature,
-                      NUM_WORDS, MASKED, STUDENT_CAPPED)  # fmt: skip
+                      NUM_WORDS, not WHOLE, STUDENT_CAPPED)  # fmt: skip
             y = _tile(teacher_row, at, teacher_shift, teacher_scale, teacher_cap, temperature,
-                      NUM_WORDS, MASKED, TEACHER_CAPPED)  # fmt: skip
-            logp = (x - top) * LOG2E - log_total
-            logq = (y - teacher_top) * LOG2E - teacher_log_total
-            mixture = _log_mixture(logp + student_share, logq + teacher_share)
-            x_part = logp + student_share - mixture
-            y_part = logq + teacher_share - mixture
+                      NUM_WORDS, not WHOLE, TEACHER_CAPPED)  # fmt: skip
+            p, q, p_part, q_part = _mixed(
+                x * LOG2E - (norm - student_share), y * LOG2E - (teacher_norm - teacher_share)
+            )
             if FORM == JSD:
-                for_centre += tl.sum(tl.exp2(logp) * x_part, 1)
-                for_value += tl.sum(tl.exp2(logq) * y_part, 1)
+                for_centre += p * p_part
+                for_value += q * q_part
             if FORM == SKEW_FORWARD:
-                for_centre += tl.sum(tl.exp2(logq + x_part), 1)
-                for_value += tl.sum(tl.exp2(logq) * y_part, 1)
+                for_centre += q * tl.exp2(p_part)
+                for_value += q * q_part
             if FORM == SKEW_REVERSE:
-                for_centre += tl.sum(tl.exp2(logp) * (x_part * LN2 - tl.exp2(x_part)), 1)
-                for_value += tl.sum(tl.exp2(logp) * x_part, 1)
-    return tl.sum(for_centre, 0), tl.sum(for_value, 0)
+                for_centre += p * (p_part * LN2 - tl.exp2(p_part))
+                for_value += p * p_part
+    # What was summed has the shares of the mixture in it.
+    centre, value = tl.sum(for_centre), tl.sum(for_value)
+    centre *= tl.exp2(-(teacher_share if FORM == SKEW_FORWARD else student_share))
+    value *= tl.exp2(-(student_share if FORM == SKEW_REVERSE else teacher_share))
+    return centre, value
 
 
 @triton.jit
 def _write_gradient(
-    row, teacher_row, word, weight, trains, at_word, pull, shift, teacher_shift, top, log_total,
-    teacher_top, teacher_log_total, temperature, student_scale, teacher_scale, student_cap,
-    teacher_cap, student_share, teacher_share, FORM: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
+    row, teacher_row, word, weight, trains, at_word, pull, shift, teacher_shift, norm,
+    teacher_norm, temperature, student_scale, teacher_scale, student_cap, teacher_cap,
+    student_share, teacher_share, FORM: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr, NUM_WORDS: tl.constexpr, LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """weight·g − pull·π, and `at_word` more at the sampled word, over the student's logits."""
     here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCK: tl.constexpr = LANES * WIDTH
-    WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
-    for MASKED in tl.static_range(2):
-        for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
-            at = start + here
+    TILES: tl.constexpr = NUM_WORDS // BLOCK
+    # Mixtures have come back to the beginning of the row; the others begin with its last tile.
+    FORWARDS: tl.constexpr = FORM >= JSD
+    if FORM >= JSD:
+        weight *= tl.exp2(-(teacher_share if FORM == SKEW_FORWARD else student_share))
+        pull *= tl.exp2(-student_share)
+    for turn in tl.static_range(2):
+        for tile in range(0, 1 if turn == FORWARDS else TILES):
+            if turn == FORWARDS:
+                at = TILES * BLOCK + here
+            elif FORWARDS:
+                at = tile * BLOCK + here
+            else:
+                at = (TILES - 1 - tile) * BLOCK + here
             x = _tile(row, at, shift, student_scale, student_cap, temperature,
-                      NUM_WORDS, MASKED, STUDENT_CAPPED)  # fmt: skip
-            logp = (x - top) * LOG2E - log_total
-            p = tl.exp2(logp)
+                      NUM_WORDS, turn == FORWARDS, STUDENT_CAPPED)  # fmt: skip
             if FORM == NONE:
-                g = -pull * p
+                g = -pull * tl.exp2(x * LOG2E - norm)
             else:
                 y = _tile(teacher_row, at, teacher_shift, teacher_scale, teacher_cap, temperature,
-                          NUM_WORDS, MASKED, TEACHER_CAPPED)  # fmt: skip
+                          NUM_WORDS, turn == FORWARDS, TEACHER_CAPPED)  # fmt: skip
                 y = tl.where(trains, y, x)
-                logq = (y - teacher_top) * LOG2E - teacher_log_total
                 if FORM == REVERSE:
-                    g = p * (weight * (x - y) - pull)
+                    g = tl.exp2(x * LOG2E - norm) * (weight * (x - y) - pull)
                 elif FORM == FORWARD:
-                    g = -pull * p - weight * tl.exp2(logq)
-                else:
-                    x_part = logp + student_share
-                    x_part -= _log_mixture(x_part, logq + teacher_share)
+                    p = tl.exp2(x * LOG2E - norm)
+                    g = -pull * p - weight * tl.exp2(y * LOG2E - teacher_norm)
+                else:  # p and q have their shares in them, weight and pull the inverse
+                    p, q, p_part, _ = _mixed(
+                        x * LOG2E - (norm - student_share),
+                        y * LOG2E - (teacher_norm - teacher_share),
+                    )
                     if FORM == JSD:
-                        g = p * (weight * LN2 * x_part - pull)
+                        g = p * (weight * LN2 * p_part - pull)
                     elif FORM == SKEW_REVERSE:
-                        g = p * (weight * (x_part * LN2 - tl.exp2(x_part)) - pull)
+                        g = p * (weight * (p_part * LN2 - tl.exp2(p_part)) - pull)
                     else:
-                        g = -pull * p - weight * tl.exp2(logq + x_part)
+                        g = -pull * p - weight * q * tl.exp2(p_part)
             g = tl.where(at == word, g + at_word, g)
             if STUDENT_CAPPED:
                 bent = (x + shift) * (temperature / student_cap)
                 g = g * (1.0 - bent * bent)
-            if MASKED:
+            if turn == FORWARDS:
                 tl.store(row + at, g.to(row.dtype.element_ty), mask=at < NUM_WORDS)
             else:
                 tl.store(row + at, g.to(row.dtype.element_ty))
@@ -158,16 +211,17 @@ def _write_gradient(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_ROW)
 def rows_kernel(
-    student, teacher, ids, temperatures, weights, coefficients, outputs,
+    student, teacher, ids, temperatures, weights, coefficients, outputs, tops, teacher_tops,
     student_stride, teacher_stride, num_rows,
     student_scale, teacher_scale, student_cap, teacher_cap,
     student_share, teacher_share, beta,
     FORM: tl.constexpr, TEACHER: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
-    STUDENT_CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    TOPS: tl.constexpr, STUDENT_CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     NUM_WORDS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row. `outputs` [13, rows] is `OUTPUTS`; shares of a mixture are in log2; `weights` of the
-    form NONE are Σ_S h of a support."""
+    form NONE are Σ_S h of a support. TOPS: the largest of each WIDTH words is wanted, too, for
+    `fused_select`."""
     n = tl.program_id(0)
     row = student + n.to(tl.int64) * student_stride
     teacher_row = teacher + n.to(tl.int64) * teacher_stride
@@ -179,6 +233,7 @@ def rows_kernel(
     BLOCK: tl.constexpr = LANES * WIDTH
     # Words in tiles without a mask; only the last tile has one.
     WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
+    GROUPS: tl.constexpr = (NUM_WORDS + BLOCK - 1) // BLOCK * LANES
 
     if STATISTICS:
         # x and y are logits over temperature, less those of the sampled word: what is common to a
@@ -203,6 +258,12 @@ def rows_kernel(
         for MASKED in tl.static_range(2):
             for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
                 at = start + here
+                if TOPS:
+                    group = n.to(tl.int64) * GROUPS + start // WIDTH + tl.arange(0, LANES)
+                    most = tl.max(_load(row, at, NUM_WORDS, MASKED), 1)
+                    tl.store(tops + group, most.to(tops.dtype.element_ty))
+                    most = tl.max(_load(teacher_row, at, NUM_WORDS, MASKED), 1)
+                    tl.store(teacher_tops + group, most.to(teacher_tops.dtype.element_ty))
                 x = _tile(row, at, shift, student_scale, student_cap, temperature,
                           NUM_WORDS, MASKED, STUDENT_CAPPED)  # fmt: skip
                 new_top = tl.maximum(top, tl.max(x, 1))
@@ -253,10 +314,10 @@ def rows_kernel(
                 value = tl.sum(sum_forward * share, 0) / row_total - teacher_log_sum + log_sum
             if FORM >= JSD:
                 centre, value = _mixture_sums(
-                    row, teacher_row, shift, teacher_shift, row_top, log_total, teacher_row_top,
-                    teacher_log_total, temperature, student_scale, teacher_scale, student_cap,
-                    teacher_cap, student_share, teacher_share, FORM, STUDENT_CAPPED, TEACHER_CAPPED,
-                    NUM_WORDS, LANES, WIDTH,
+                    row, teacher_row, shift, teacher_shift, row_top * LOG2E + log_total,
+                    teacher_row_top * LOG2E + teacher_log_total, temperature, student_scale,
+                    teacher_scale, student_cap, teacher_cap, student_share, teacher_share, FORM,
+                    STUDENT_CAPPED, TEACHER_CAPPED, NUM_WORDS, LANES, WIDTH,
                 )  # fmt: skip
                 if FORM == JSD:
                     value = beta * (value - teacher_share) + (1 - beta) * (centre - student_share)
@@ -301,8 +362,8 @@ def rows_kernel(
         if not TEACHER:
             teacher_shift, teacher_row_top, teacher_log_total = 0.0, 0.0, 0.0
         _write_gradient(
-            row, teacher_row, word, weight, trains, at_word, pull, shift, teacher_shift, row_top,
-            log_total, teacher_row_top, teacher_log_total, temperature, student_scale,
-            teacher_scale, student_cap, teacher_cap, student_share, teacher_share, FORM,
-            STUDENT_CAPPED, TEACHER_CAPPED, NUM_WORDS, LANES, WIDTH,
+            row, teacher_row, word, weight, trains, at_word, pull, shift, teacher_shift,
+            row_top * LOG2E + log_total, teacher_row_top * LOG2E + teacher_log_total, temperature,
+            student_scale, teacher_scale, student_cap, teacher_cap, student_share, teacher_share,
+            FORM, STUDENT_CAPPED, TEACHER_CAPPED, NUM_WORDS, LANES, WIDTH,
         )  # fmt: skip

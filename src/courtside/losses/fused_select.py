@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The k likeliest words of each row of logits, in two sweeps over it, exactly, in one kernel.
+"""The k likeliest words of each row of logits, exactly, in one kernel that looks at few of them.
 
-First sweep: the maximum of each lane, of which a row has several times k. The k-th largest of these
-is below k words at least, and above nearly all others. Second sweep: the few words that are not
-below it are written down; only those are compared with each other. A row with more of them than
+The sweep for the softmax (`fused_kernels`) leaves the largest logit of every WIDTH neighbouring
+words, a group. Groups are dealt out to lanes, several times k of them; the k-th largest of what the
+lanes have is above nearly all words, but not above k of them. The few groups that reach it are
+looked up, and their words that reach it compared with each other. A row with more of them than
 there is room for (equal logits by the hundred, or all of the likeliest in a few lanes) narrows the
-bound down by bisection first.
+bound down by bisection first, in sweeps over all of it.
 
 Words are ordered by logit and then by number, which makes all of them different: a key of 64 bits,
-the logit's above, the number's complement below. NaN stands above everything, as in `torch.topk`.
-What comes out does not depend on the order in which threads write. Nothing here waits for the GPU.
+the logit's above, the number's complement below. What comes out does not depend on the order in
+which threads write. Among NaN any words come out. Nothing here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 LOWEST = tl.constexpr(-(2**31))
 """Below the upper half of any key."""
 NO_KEY = tl.constexpr(-(2**63))
+HIGHEST = tl.constexpr(2**63 - 1)
 WORD = tl.constexpr(0xFFFFFFFF)
 COMPARED = tl.constexpr(8)
 """Candidates that each is compared with at a time: what registers hold."""
@@ -38,9 +40,9 @@ class Picked:
     own_NK: Tensor
     """Logits of the side whose likeliest these are, as they come from the product; float32."""
     other_NK: Tensor
-    keys_NC: Tensor
-    """Room for candidates."""
-    counts_N2: Tensor
+    scratch_N2C: Tensor
+    """Room for candidates: groups, then words."""
+    counts_N3: Tensor
     """Zeros, which are counted up: a row is filled once."""
 
     def rows(self, rows: slice) -> Picked:
@@ -50,16 +52,22 @@ class Picked:
 def room_for(num_rows: int, k: int, device: torch.device, *, room: int | None = None) -> Picked:
     """For all parts of the rows at once. `room`: candidates a row, a power of 2 above k."""
 
-    def empty(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, width, dtype=dtype, device=device)
+    def empty(*width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, *width, dtype=dtype, device=device)
 
     return Picked(
-        ids_NK=empty(k, torch.int64),
-        own_NK=empty(k, torch.float32),
-        other_NK=empty(k, torch.float32),
-        keys_NC=empty(room or 4 * triton.next_power_of_2(k), torch.int64),
-        counts_N2=empty(2, torch.int32).zero_(),
+        ids_NK=empty(k, dtype=torch.int64),
+        own_NK=empty(k, dtype=torch.float32),
+        other_NK=empty(k, dtype=torch.float32),
+        scratch_N2C=empty(2, room or 4 * triton.next_power_of_2(k), dtype=torch.int64),
+        counts_N3=empty(3, dtype=torch.int32).zero_(),
     )
+
+
+def room_for_tops(values_NV: Tensor, *, lanes: int, width: int) -> Tensor:
+    """[rows, groups], in the dtype of the logits: each is one of them."""
+    block = lanes * width
+    return values_NV.new_empty(len(values_NV), -(-values_NV.shape[1] // block) * lanes)
 
 
 def warps_for(num_words: int, k: int, *, least: int, width: int) -> int | None:
@@ -72,32 +80,29 @@ def warps_for(num_words: int, k: int, *, least: int, width: int) -> int | None:
 def pick(
     values_NV: Tensor,
     other_NV: Tensor,
+    tops_NG: Tensor,
     out: Picked,
     *,
-    num_warps: int = 8,
-    tiles: int = 4,
+    lanes: int,
+    width: int,
+    num_warps: int,
 ) -> None:
-    """Fill `out`; of equally likely words the lower number. `tiles`: loads of a thread that are
-    under way at once."""
+    """Fill `out`; of equally likely words the lower number. `tops_NG`: the largest of every `width`
+    words, padded to whole tiles of so many lanes."""
     num_rows, num_words = values_NV.shape
-    k = out.ids_NK.shape[1]
-    width = 16 // values_NV.element_size()
-    warps = warps_for(num_words, k, least=num_warps, width=width)
-    if warps is None:
-        _pick_by_sorting(values_NV, other_NV, out)
-        return
     if not num_rows:
         return
     assert values_NV.stride(1) == other_NV.stride(1) == out.ids_NK.stride(1) == 1
     select_kernel[(num_rows,)](
-        values_NV, other_NV, out.ids_NK, out.own_NK, out.other_NK, out.keys_NC, out.counts_N2,
-        values_NV.stride(0), other_NV.stride(0), k,
-        NUM_WORDS=num_words, ROOM=out.keys_NC.shape[1], LANES=32 * warps, WIDTH=width, TILES=tiles,
-        num_warps=warps,
+        values_NV, other_NV, tops_NG, out.ids_NK, out.own_NK, out.other_NK, out.scratch_N2C,
+        out.counts_N3, values_NV.stride(0), other_NV.stride(0), out.ids_NK.shape[1],
+        NUM_WORDS=num_words, ROOM=out.scratch_N2C.shape[2], LANES=lanes, WIDTH=width,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
-def _pick_by_sorting(values_NV: Tensor, other_NV: Tensor, out: Picked) -> None:
+def pick_by_sorting(values_NV: Tensor, other_NV: Tensor, out: Picked) -> None:
+    """The same where there are no lanes enough."""
     own_NK, ids_NK = values_NV.topk(out.ids_NK.shape[1], dim=-1)
     out.ids_NK.copy_(ids_NK)
     out.own_NK.copy_(own_NK)
@@ -105,17 +110,20 @@ def _pick_by_sorting(values_NV: Tensor, other_NV: Tensor, out: Picked) -> None:
 
 
 @triton.jit
-def _keys(row, at, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr):
-    """The upper halves of the keys of the words `at`: integers in the order of their logits."""
-    if MASKED:
-        x = tl.load(row + at, mask=at < NUM_WORDS, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(row + at).to(tl.float32)
+def _key(x):
+    """The upper halves of keys: integers in the order of these logits."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 + 0 = 0: one zero only
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(row, at, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr):
+    """Those of the words `at`."""
     if MASKED:
-        key = tl.where(at < NUM_WORDS, key, LOWEST)
-    return key
+        inside = at < NUM_WORDS
+        return tl.where(inside, _key(tl.load(row + at, inside, 0.0).to(tl.float32)), LOWEST)
+    else:
+        return _key(tl.load(row + at).to(tl.float32))
 
 
 @triton.jit
@@ -124,22 +132,17 @@ def _whole(key, at):
 
 
 @triton.jit
-def _write_down(row, keys, count, bound, WHOLE_KEYS: tl.constexpr, NUM_WORDS: tl.constexpr,
-                ROOM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """All keys that are not below `bound`, in any order; `count` has their number afterwards.
-    `WHOLE_KEYS` = False: a bound for their upper halves."""
+def _write_down(row, keys, count, bound, NUM_WORDS: tl.constexpr, ROOM: tl.constexpr,
+                LANES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """All keys that are not below `bound`, in any order; `count` has their number afterwards."""
     here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCK: tl.constexpr = LANES * WIDTH
     WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
     for MASKED in tl.static_range(2):
         for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
             at = start + here
-            upper = _keys(row, at, NUM_WORDS, MASKED)
-            key = _whole(upper, at)
-            if WHOLE_KEYS:  # noqa: SIM108 - decided while compiling
-                hit = key >= bound
-            else:
-                hit = upper >= bound
+            key = _whole(_keys(row, at, NUM_WORDS, MASKED), at)
+            hit = key >= bound
             place = tl.atomic_add(count + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
             tl.store(keys + place, key, mask=hit & (place < ROOM))
 
@@ -161,32 +164,45 @@ def _count(row, bound, NUM_WORDS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.c
 
 @triton.jit(do_not_specialize=["k"])
 def select_kernel(
-    values, others, ids, own_logits, other_logits, scratch, counts, stride, other_stride, k,
+    values, others, tops, ids, own_logits, other_logits, scratch, counts, stride, other_stride, k,
     NUM_WORDS: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     n = tl.program_id(0).to(tl.int64)
     row = values + n * stride
-    keys = scratch + n * ROOM
-    here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    TILE: tl.constexpr = LANES * WIDTH
-    BLOCK: tl.constexpr = TILES * TILE
-    WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
+    groups = scratch + 2 * n * ROOM
+    keys = groups + ROOM
+    counts += 3 * n
+    lane = tl.arange(0, LANES)
+    TILES: tl.constexpr = (NUM_WORDS + LANES * WIDTH - 1) // (LANES * WIDTH)
+    tops += n * (TILES * LANES)
     top = tl.full([LANES], LOWEST, tl.int32)
-    for MASKED in tl.static_range(2):
-        for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
-            for tile in tl.static_range(TILES):
-                key = _keys(row, start + tile * TILE + here, NUM_WORDS, MASKED)
-                top = tl.maximum(top, tl.max(key, 1))
+    for tile in range(TILES):
+        top = tl.maximum(top, _key(tl.load(tops + tile * LANES + lane).to(tl.float32)))
     ordered = tl.sort(top, descending=True)
-    bound = tl.max(tl.where(tl.arange(0, LANES) == k - 1, ordered, LOWEST), 0)
-    _write_down(row, keys, counts + 2 * n, bound, False, NUM_WORDS, ROOM, LANES, WIDTH)
+    bound = tl.max(tl.where(lane == k - 1, ordered, LOWEST), 0)
+    for tile in range(TILES):
+        group = tile * LANES + lane
+        hit = _key(tl.load(tops + group).to(tl.float32)) >= bound
+        place = tl.atomic_add(counts + tl.zeros_like(group), 1, mask=hit, sem="relaxed")
+        tl.store(groups + place, group.to(tl.int64), mask=hit & (place < ROOM))
     tl.debug_barrier()
-    count = tl.load(counts + 2 * n, volatile=True)
-    if count > ROOM:
-        low = bound.to(tl.int64) << 32
-        high = (tl.max(top, 0).to(tl.int64) << 32) | WORD
+    num_groups = tl.load(counts, volatile=True)
+    count = num_groups
+    if num_groups <= ROOM:
+        place = tl.arange(0, ROOM)
+        group = tl.load(groups + place, mask=place < num_groups, other=TILES * LANES)
+        at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        upper = _keys(row, at, NUM_WORDS, True)
+        hit = (upper >= bound) & (at < NUM_WORDS)
+        spot = tl.atomic_add(counts + 1 + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
+        tl.store(keys + spot, _whole(upper, at), mask=hit & (spot < ROOM))
+        tl.debug_barrier()
+        count = tl.load(counts + 1, volatile=True)
+    # Fewer than k: NaN, which the maxima of groups may pass over or stand for.
+    if (count > ROOM) | (count < k):
+        low, high = tl.full([], NO_KEY, tl.int64), tl.full([], HIGHEST, tl.int64)
+        count = tl.full([], ROOM + 1, tl.int32)
         # Not below `low` are k words or more, not below `high` one at most. All keys differ, so the
         # two cannot meet before no more than fit are left.
         while count > ROOM:
@@ -196,7 +212,7 @@ def select_kernel(
             low = tl.where(enough, middle, low)
             count = tl.where(enough, found, count)
             high = tl.where(enough, high, middle)
-        _write_down(row, keys, counts + 2 * n + 1, low, True, NUM_WORDS, ROOM, LANES, WIDTH)
+        _write_down(row, keys, counts + 2, low, NUM_WORDS, ROOM, LANES, WIDTH)
         tl.debug_barrier()
     # A candidate's place is the number of those above it.
     place = tl.arange(0, ROOM)

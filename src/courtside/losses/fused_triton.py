@@ -21,9 +21,16 @@ from triton.errors import TritonError
 from courtside.errors import RunError
 from courtside.losses.fused_kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, rows_kernel
 from courtside.losses.fused_records import Asked, Divergence, Found, Parts, Raw, Statistics
-from courtside.losses.fused_select import Picked, pick, room_for
+from courtside.losses.fused_select import (
+    Picked,
+    pick,
+    pick_by_sorting,
+    room_for,
+    room_for_tops,
+    warps_for,
+)
+from courtside.losses.fused_support import has_kernel, reverse_on_support
 from courtside.losses.fused_words import (
-    OnSupport,
     log_shares,
     on_support,
     refuse_too_many,
@@ -37,6 +44,10 @@ class Tiling:
 
     num_warps: int = 8
     lanes_per_thread: int = 1
+
+    @property
+    def lanes(self) -> int:
+        return 32 * self.num_warps * self.lanes_per_thread
 
 
 TILING = Tiling()
@@ -114,6 +125,11 @@ class _Launch:
                 ),
             )
 
+    @property
+    def width(self) -> int:
+        """Words that a thread loads at once."""
+        return 16 // self.student.values_NV.element_size()
+
     def output(self, name: str) -> Tensor:
         return self.outputs[OUTPUTS.index(name)]
 
@@ -128,7 +144,9 @@ class _Launch:
         coefficient_N: Tensor | None = None,
         statistics: bool = False,
         gradient: bool = False,
+        tops: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        """`tops` of both sides get the largest logit of every few words."""
         num_rows, num_words = self.student.values_NV.shape
         if not num_rows:
             return
@@ -151,6 +169,7 @@ class _Launch:
                 weight_N,
                 coefficient_N,
                 self.outputs,
+                *(tops or (self.outputs, self.outputs)),
                 self.student.values_NV.stride(0),
                 teacher.values_NV.stride(0),
                 self.outputs.stride(0),
@@ -165,11 +184,12 @@ class _Launch:
                 TEACHER=self.teacher is not None,
                 STATISTICS=statistics,
                 GRADIENT=gradient,
+                TOPS=tops is not None,
                 STUDENT_CAPPED=self.student.softcap is not None,
                 TEACHER_CAPPED=teacher.softcap is not None,
                 NUM_WORDS=num_words,
-                LANES=32 * self.tiling.num_warps * self.tiling.lanes_per_thread,
-                WIDTH=16 // self.student.values_NV.element_size(),
+                LANES=self.tiling.lanes,
+                WIDTH=self.width,
                 num_warps=self.tiling.num_warps,
             )
 
@@ -180,13 +200,33 @@ class _Launch:
             names += ["teacher_logp", "teacher_entropy", "reverse_kl"]
         return Statistics(**{f"{name}_N": self.output(name) for name in names})
 
-    def pick(self, student: Picked, teacher: Picked) -> None:
+    def room_for_tops(self) -> tuple[Tensor, Tensor]:
+        assert self.teacher is not None
+        own_NG, other_NG = (
+            room_for_tops(side.values_NV, lanes=self.tiling.lanes, width=self.width)
+            for side in (self.student, self.teacher)
+        )
+        return own_NG, other_NG
+
+    def pick(self, out: tuple[Picked, Picked], tops: tuple[Tensor, Tensor] | None) -> None:
         """The likeliest words of both sides, with the logits of both."""
         assert self.teacher is not None
-        own_NV, other_NV = self.student.values_NV, self.teacher.values_NV
-        with _starting(own_NV.device):
-            pick(own_NV, other_NV, student, num_warps=self.tiling.num_warps)
-            pick(other_NV, own_NV, teacher, num_warps=self.tiling.num_warps)
+        both = self.student.values_NV, self.teacher.values_NV
+        with _starting(both[0].device):
+            for side, values_NV in enumerate(both):
+                other_NV = both[1 - side]
+                if tops is None:
+                    pick_by_sorting(values_NV, other_NV, out[side])
+                    continue
+                pick(
+                    values_NV,
+                    other_NV,
+                    tops[side],
+                    out[side],
+                    lanes=self.tiling.lanes,
+                    width=self.width,
+                    num_warps=self.tiling.num_warps,
+                )
 
     def log_probs(self, side: Raw, raw_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
         """(log-probs, slope of the cap) of a few words of each row, whose logits these are."""
@@ -228,27 +268,93 @@ def _cannot_run(device: torch.device, error: BaseException) -> str:
     )
 
 
+# ── a support of a few words ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Support:
+    """What is found on the words of a support, and what the gradient needs of them."""
+
+    found: Found
+    sum_N: Tensor
+    """Σ_S h."""
+    values_NK: Tensor
+    """The gradient by the logits of these words."""
+
+
 def _on_support(
     whole: _Launch, teacher: Parts, divergence: Divergence, asked: Asked, rows: slice
 ) -> tuple[Statistics, Found]:
     """Part by part what needs the teacher's logits: statistics, and the words that may be in the
-    support. Everything on those few words once for all rows: dozens of small operations, each of
-    which costs a launch whatever its size."""
+    support. Everything on those few words once for all rows."""
     support, student = divergence.support, whole.student
     assert support is not None and asked.weight_N is not None
     num_rows, num_words = student.values_NV.shape
     refuse_too_many(support.k, num_words)
-    mine, theirs = (room_for(num_rows, support.k, student.values_NV.device) for _ in range(2))
+    least = whole.tiling.num_warps
+    warps = warps_for(num_words, support.k, least=least, width=whole.width)
+    if warps is not None:
+        whole = replace(whole, tiling=replace(whole.tiling, num_warps=warps))
+    device = student.values_NV.device
+    mine, theirs = (room_for(num_rows, support.k, device) for _ in range(2))
     weight_N, other = asked.weight_N[rows], student
     for part, launch in whole.in_parts(teacher, rows):
         own = slice(part.start - rows.start, part.stop - rows.start)
-        launch.run(None, weight_N=weight_N[own], statistics=True)
-        launch.pick(mine.rows(own), theirs.rows(own))
         assert launch.teacher is not None
         other = launch.teacher  # for its scale and cap, which all parts share
+        tops = None if warps is None else launch.room_for_tops()
+        launch.run(None, weight_N=weight_N[own], statistics=True, tops=tops)
+        launch.pick((mine.rows(own), theirs.rows(own)), tops)
     statistics = whole.statistics(with_teacher=True)
     coefficient_N = asked.coefficient(rows, statistics)
-    picked = support_of(mine.ids_NK, theirs.ids_NK, support)
+    words = _by_kernel if has_kernel(divergence) else _by_torch
+    here = words(whole, other, (mine, theirs), divergence, (weight_N, coefficient_N))
+    # −π·(Σ_S h + c) everywhere, then the words of S once more. Set, not added: two roundings would
+    # be one too many. The teacher's words go last: one of both sides has its h there.
+    whole.run(None, weight_N=here.sum_N, coefficient_N=coefficient_N, gradient=True)
+    halves = {"teacher": [theirs], "student": [mine], "joint": [theirs, mine]}[support.of]
+    values = here.values_NK.split(support.k, dim=-1)
+    for half, values_NK in reversed(list(zip(halves, values, strict=True))):
+        student.values_NV.scatter_(-1, half.ids_NK, values_NK)
+    return statistics, here.found
+
+
+def _by_kernel(
+    whole: _Launch,
+    teacher: Raw,
+    picked: tuple[Picked, Picked],
+    divergence: Divergence,
+    per_row: tuple[Tensor, Tensor | None],
+) -> _Support:
+    weight_N, coefficient_N = per_row
+    temperature_N = whole.temperature_N
+    with _starting(weight_N.device):
+        found, sum_N, values_NK = reverse_on_support(
+            (whole.student, teacher),
+            picked,
+            divergence,
+            (
+                whole.ids_N,
+                temperature_N,
+                weight_N.to(temperature_N.dtype).contiguous(),
+                whole.zeros() if coefficient_N is None else coefficient_N.contiguous(),
+                whole.outputs,
+            ),
+        )
+    return _Support(found=found, sum_N=sum_N, values_NK=values_NK)
+
+
+def _by_torch(
+    whole: _Launch,
+    teacher: Raw,
+    picked: tuple[Picked, Picked],
+    divergence: Divergence,
+    per_row: tuple[Tensor, Tensor | None],
+) -> _Support:
+    """Every divergence in every form."""
+    support, (mine, theirs), (weight_N, coefficient_N) = divergence.support, picked, per_row
+    assert support is not None
+    ids = support_of(mine.ids_NK, theirs.ids_NK, support)
     raw = {
         "student": (mine.own_NK, mine.other_NK),
         "teacher": (theirs.other_NK, theirs.own_NK),
@@ -259,33 +365,13 @@ def _on_support(
         else raw[support.of][side]
         for side in (0, 1)
     )
-    logp_NK, slope_NK = whole.log_probs(student, student_NK, of="")
-    logq_NK, _ = whole.log_probs(other, teacher_NK, of="teacher_")
-    here = on_support(logp_NK, logq_NK, picked, divergence, weight_N)
-    _write_gradient(whole, here, (logp_NK, slope_NK), coefficient_N, halves_of=support.k)
-    return statistics, here.found
-
-
-def _write_gradient(
-    whole: _Launch,
-    here: OnSupport,
-    of_words: tuple[Tensor, Tensor],
-    coefficient_N: Tensor | None,
-    *,
-    halves_of: int,
-) -> None:
-    """−π·(Σ_S h + c) everywhere, then the words of S once more. `of_words`: their log-probs and
-    slopes."""
-    student, ids_NK, (logp_NK, slope_NK) = whole.student, here.ids_NK, of_words
+    logp_NK, slope_NK = whole.log_probs(whole.student, student_NK, of="")
+    logq_NK, _ = whole.log_probs(teacher, teacher_NK, of="teacher_")
+    here = on_support(logp_NK, logq_NK, ids, divergence, weight_N)
     sum_N = here.gradient_NK.sum(-1)
-    whole.run(None, weight_N=sum_N, coefficient_N=coefficient_N, gradient=True)
     at_word_N = whole.zeros() if coefficient_N is None else coefficient_N
     gradient_NK = here.gradient_NK - (sum_N + at_word_N)[:, None] * logp_NK.exp()
-    gradient_NK += at_word_N[:, None] * (ids_NK == whole.ids_N[:, None])
-    gradient_NK *= slope_NK * (student.scale / whole.temperature_N)[:, None]
-    values_NK = gradient_NK.to(student.values_NV.dtype)
-    # Set, not added: two roundings would be one too many. Of a joint support the teacher's half
-    # goes last, because a word in both halves has its h there.
-    for half in range(ids_NK.shape[-1] // halves_of - 1, -1, -1):
-        words = slice(half * halves_of, (half + 1) * halves_of)
-        student.values_NV.scatter_(-1, ids_NK[:, words], values_NK[:, words])
+    gradient_NK += at_word_N[:, None] * (here.ids_NK == whole.ids_N[:, None])
+    gradient_NK *= slope_NK * (whole.student.scale / whole.temperature_N)[:, None]
+    values_NK = gradient_NK.to(whole.student.values_NV.dtype)
+    return _Support(found=here.found, sum_N=sum_N, values_NK=values_NK)

@@ -1,0 +1,174 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Reverse KL on a support: everything about its few words in one kernel.
+
+In torch (`fused_words.on_support`, which has every divergence in every form) this is some seventy
+small operations, and each costs a launch whatever its size. With π the student and q the teacher
+h = ∂L/∂log π = π·(log(π/q) − log(π_tail/q_tail)); without a tail only the first of the two logs,
+which is the form with a stopped gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from courtside.losses.fused_kernels import LN2, OUTPUTS, over_temperature
+from courtside.losses.fused_records import Divergence, Found, Raw
+from courtside.losses.fused_select import COMPARED, Picked
+
+TEACHER = tl.constexpr(0)
+STUDENT = tl.constexpr(1)
+JOINT = tl.constexpr(2)
+SUPPORTS = {"teacher": TEACHER, "student": STUDENT, "joint": JOINT}
+FOUND = ("value", "student_mass", "teacher_mass", "overlap", "sum")
+"""What the kernel leaves of each row; the last is Σ_S h, weighted."""
+FLOOR = tl.constexpr(8 * torch.finfo(torch.float32).eps)
+"""Of a tail, as `top_k` has it: below, 1 − Σ_S is rounding."""
+
+
+def has_kernel(divergence: Divergence) -> bool:
+    support = divergence.support
+    assert support is not None
+    form = support.form in ("tail", "stop_gradient") and support.clip is None
+    return form and divergence.name == "reverse_kl"
+
+
+def reverse_on_support(
+    sides: tuple[Raw, Raw],
+    picked: tuple[Picked, Picked],
+    divergence: Divergence,
+    per_row: tuple[Tensor, ...],
+) -> tuple[Found, Tensor, Tensor]:
+    """(what was found, Σ_S h, the gradient by the logits of the words of S).
+
+    `sides`: the student's and the teacher's logits, for their scales and caps only; `picked`: the
+    likeliest words of each. `per_row`: the sampled words, temperatures, weights, ∂L/∂log π of the
+    sampled words, and what the sweep over all words left (`OUTPUTS`).
+    """
+    support, (student, teacher) = divergence.support, picked
+    assert support is not None and len(per_row) == 5 and len(per_row[-1]) == len(OUTPUTS)
+    num_rows, k = student.ids_NK.shape
+    width = k * (2 if support.of == "joint" else 1)
+    found = per_row[-1].new_empty(len(FOUND), num_rows)
+    values_NK = sides[0].values_NV.new_empty(num_rows, width)
+    if num_rows:
+        support_kernel[(num_rows,)](
+            student.ids_NK, student.own_NK, student.other_NK,
+            teacher.ids_NK, teacher.own_NK, teacher.other_NK,
+            *per_row, found, values_NK, num_rows, per_row[-1].stride(0), k, width,
+            *(float(side.scale) for side in sides), *(float(side.softcap or 1) for side in sides),
+            OF=SUPPORTS[support.of].value, TAIL=support.form == "tail",
+            STUDENT_CAPPED=sides[0].softcap is not None,
+            TEACHER_CAPPED=sides[1].softcap is not None,
+            PADDED=triton.next_power_of_2(k), num_warps=1 if k <= 128 else 4,
+        )  # fmt: skip
+    named = {f"{name}_N": found[place] for place, name in enumerate(FOUND)}
+    sum_N = named.pop("sum_N")
+    return Found(**named), sum_N, values_NK
+
+
+@triton.jit
+def _words(own, other, at, inside, keep, on, out, stride, temperature, student_scale,
+           teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED: tl.constexpr,
+           TEACHER_CAPPED: tl.constexpr):  # fmt: skip
+    """Of these words: (π; π and q of those that count; the q that trains; log(π/q); the slope of
+    the student's cap)."""
+    shift = tl.load(out)
+    raw = tl.load(own + at, mask=inside, other=0.0)
+    x = over_temperature(raw, shift, student_scale, student_cap, temperature, STUDENT_CAPPED)
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if STUDENT_CAPPED:
+        bent = (x + shift) * (temperature / student_cap)
+        slope = 1.0 - bent * bent
+    logp = x - tl.load(out + stride) - tl.load(out + 2 * stride) * LN2
+    raw = tl.load(other + at, mask=inside, other=0.0)
+    y = over_temperature(raw, tl.load(out + 3 * stride), teacher_scale, teacher_cap, temperature,
+                         TEACHER_CAPPED)  # fmt: skip
+    logq = y - tl.load(out + 4 * stride) - tl.load(out + 5 * stride) * LN2
+    # A row without weight may hold a teacher of NaN; its place is taken by the student itself.
+    trained = tl.where(on, logq, logp)
+    everywhere = tl.exp(logp)
+    p = tl.where(keep, everywhere, 0.0)
+    q = tl.where(keep, tl.exp(logq), 0.0)
+    gap = tl.where(p == 0, 0.0, logp - trained)
+    return everywhere, p, q, tl.where(keep, tl.exp(trained), 0.0), gap, slope
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride", "k", "width"])
+def support_kernel(
+    ids, own, other, teacher_ids, teacher_own, teacher_other, words, temperatures, weights,
+    coefficients, outputs, found, values, num_rows, stride, k, width,
+    student_scale, teacher_scale, student_cap, teacher_cap,
+    OF: tl.constexpr, TAIL: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
+    TEACHER_CAPPED: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One row. The words of a joint support are the teacher's, then the student's, of which those
+    that the teacher has, too, do not count."""
+    n = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED)
+    inside = place < k
+    at = n * k + place
+    mine = tl.load(ids + at, mask=inside, other=-1)
+    theirs = tl.load(teacher_ids + at, mask=inside, other=-1)
+    shared = tl.zeros([PADDED], tl.int32)
+    first = k * 0
+    while first < k:
+        against = first + tl.arange(0, COMPARED)
+        word = tl.load(teacher_ids + n * k + against, mask=against < k, other=-2)
+        shared = tl.maximum(shared, tl.max((mine[:, None] == word[None, :]).to(tl.int32), 1))
+        first += COMPARED
+    temperature, weight = tl.load(temperatures + n), tl.load(weights + n)
+    on, out = weight != 0, outputs + n
+    student_mass, teacher_mass, trained_mass, value = 0.0, 0.0, 0.0, 0.0
+    if OF != STUDENT:
+        first_all, first_p, q, trained, first_gap, first_slope = _words(
+            teacher_other, teacher_own, at, inside, inside, on, out, stride, temperature,
+            student_scale, teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED, TEACHER_CAPPED,
+        )  # fmt: skip
+        student_mass += tl.sum(first_p, 0)
+        teacher_mass += tl.sum(q, 0)
+        trained_mass += tl.sum(trained, 0)
+        value += tl.sum(first_p * first_gap, 0)
+    if OF != TEACHER:
+        keep = inside & ((shared == 0) | (OF == STUDENT))
+        p_all, p, q, trained, gap, slope = _words(
+            own, other, at, inside, keep, on, out, stride, temperature,
+            student_scale, teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED, TEACHER_CAPPED,
+        )  # fmt: skip
+        student_mass += tl.sum(p, 0)
+        teacher_mass += tl.sum(q, 0)
+        trained_mass += tl.sum(trained, 0)
+        value += tl.sum(p * gap, 0)
+    tail_gap = 0.0
+    total = value
+    if TAIL:
+        tail = tl.maximum(1.0 - student_mass, FLOOR)
+        tail_gap = tl.log(tail) - tl.log(tl.maximum(1.0 - trained_mass, FLOOR))
+        total -= student_mass * tail_gap
+        value += tail * tail_gap
+    # Σ_S h; of each word the gradient is h − π·(Σ_S h + c), and c more where it was sampled.
+    total *= weight
+    coefficient = tl.load(coefficients + n)
+    pull = total + coefficient
+    factor = student_scale / temperature
+    sampled = tl.load(words + n)
+    to = values + n * width + place
+    if OF != STUDENT:
+        g = first_p * (first_gap - tail_gap) * weight - pull * first_all
+        g += tl.where(theirs == sampled, coefficient, 0.0)
+        g *= first_slope * factor
+        tl.store(to, g.to(values.dtype.element_ty), mask=inside)
+        to += k
+    if OF != TEACHER:
+        g = p * (gap - tail_gap) * weight - pull * p_all
+        g += tl.where(mine == sampled, coefficient, 0.0)
+        g *= slope * factor
+        tl.store(to, g.to(values.dtype.element_ty), mask=inside)
+    out = found + n
+    tl.store(out, tl.where(on, value, 0.0))
+    tl.store(out + num_rows, student_mass)
+    tl.store(out + 2 * num_rows, teacher_mass)
+    tl.store(out + 3 * num_rows, tl.sum(shared, 0).to(tl.float32) / k)
+    tl.store(out + 4 * num_rows, total)
