@@ -83,7 +83,6 @@ def select_resources(
     return used(select_kernel, types, constants, aligned, warps)
 
 
-AHEAD = {"TURNS": layer_gradients.TURNS, "AHEAD": layer_gradients.AHEAD}
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (layer_kernels._rms_norm, "x=fp32 out=bf16 weight=fp32 scales=fp32",
      "outer inner num_inner num_rows",
@@ -94,15 +93,15 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (layer_gradients._rms_norm_back,
      "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
      "outer inner num_inner num_rows",
-     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, **AHEAD, "OF_WEIGHT": True}, 8),
+     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "OF_WEIGHT": True}, 8),
     (layer_gradients._rms_norm_back,
      "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
      "outer inner num_inner num_rows",
-     {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, **AHEAD, "OF_WEIGHT": True}, 8),
+     {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, "OF_WEIGHT": True}, 8),
     (layer_gradients._rms_norm_back,
      "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 sums=fp32",
      "outer inner num_inner num_rows",
-     {"SIZE": 128, "PADDED": 128, "ROWS": 16, **AHEAD, "OF_WEIGHT": True}, 8),
+     {"SIZE": 128, "PADDED": 128, "ROWS": 16, "OF_WEIGHT": True}, 8),
     (layer_gradients._added, "sums=fp32 found=fp32", "num_sums",
      {"SIZE": 1024, "BLOCK": 32, "PADDED": 512}, 8),
     *(

@@ -56,7 +56,6 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     if request.param:
         monkeypatch.setattr(layer_kernels, "MANY_ROWS", 2)
         monkeypatch.setattr(layer_gradients, "MOST_PROGRAMS", 3)
-        monkeypatch.setattr(layer_gradients, "TURNS", 4)
         tile = layer_kernels.tile_rows
         for module in (layer_kernels, layer_gradients):
             monkeypatch.setattr(module, "tile_rows", lambda *n: min(tile(*n), 4))

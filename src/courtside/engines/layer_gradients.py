@@ -30,9 +30,6 @@ MOST_PROGRAMS = 512
 TILE_BACK, REGISTERS_BACK = 2048, 64
 """Numbers that a program has at a time, and registers of a thread: four programs fit into a
 multiprocessor, so that all run at once. Longer rows take what they need."""
-AHEAD, TURNS = 2, 8
-"""Tiles that are on their way while one is summed, in every so many: memory would wait. Where a
-program has fewer, it takes one after another."""
 BLOCK_ADDED = 32
 
 
@@ -77,15 +74,13 @@ def rms_norm_back(
     padded = triton.next_power_of_2(D)
     rows = tile_rows(num_rows, padded, TILE_BACK)
     programs = min(triton.cdiv(num_rows, rows), MOST_PROGRAMS)
-    short = padded <= TILE_BACK
-    many = short and num_rows >= TURNS * programs * rows
     x_gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums_PD = torch.empty(programs, D, dtype=torch.float32, device=x.device) if of_weight else None
     _rms_norm_back[(programs,)](
         gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, sums_PD, x_NKD.stride(0),
         x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded, ROWS=rows,
-        TURNS=TURNS if many else 1, AHEAD=AHEAD if many else 0, OF_WEIGHT=of_weight,
-        num_warps=tile_warps(rows, padded), maxnreg=REGISTERS_BACK if short else None,
+        OF_WEIGHT=of_weight, num_warps=tile_warps(rows, padded),
+        maxnreg=REGISTERS_BACK if padded <= TILE_BACK else None,
     )  # fmt: skip
     return x_gradient, None if sums_PD is None else added(sums_PD, weight_D.dtype)
 
@@ -93,29 +88,26 @@ def rms_norm_back(
 @triton.jit
 def _rms_norm_back(gradient, x, weight, scales, x_gradient, sums, outer, inner, num_inner, num_rows,
                    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-                   TURNS: tl.constexpr, AHEAD: tl.constexpr,
                    OF_WEIGHT: tl.constexpr):  # fmt: skip
     at = tl.arange(0, PADDED)
     w = tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
     # The rows of a tile are added at the end only: threads would wait for one another.
     summed = tl.zeros([ROWS, PADDED], dtype=tl.float32)
-    start, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    start = tl.program_id(0) * ROWS
     while start < num_rows:
-        # A number of turns that is known: Triton's interpreter takes no other.
-        for turn in tl.range(0, TURNS, num_stages=AHEAD + 1):
-            row = start + turn * step + tl.arange(0, ROWS)
-            inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
-            first = first_of(row, outer, inner, num_inner)[:, None]
-            where = row.to(tl.int64)[:, None] * SIZE + at[None, :]
-            scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
-            y = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32) * scale
-            g = tl.load(gradient + where, mask=inside, other=0.0).to(tl.float32)
-            if OF_WEIGHT:
-                summed += g * y
-            g = g * w
-            found = scale * (g - y * (tl.sum(g * y, 1) / SIZE)[:, None])
-            tl.store(x_gradient + where, found.to(x_gradient.dtype.element_ty), mask=inside)
-        start += TURNS * step
+        row = start + tl.arange(0, ROWS)
+        inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
+        first = first_of(row, outer, inner, num_inner)[:, None]
+        where = row.to(tl.int64)[:, None] * SIZE + at[None, :]
+        scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
+        y = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+        g = tl.load(gradient + where, mask=inside, other=0.0).to(tl.float32)
+        if OF_WEIGHT:
+            summed += g * y
+        g = g * w
+        found = scale * (g - y * (tl.sum(g * y, 1) / SIZE)[:, None])
+        tl.store(x_gradient + where, found.to(x_gradient.dtype.element_ty), mask=inside)
+        start += tl.num_programs(0) * ROWS
     if OF_WEIGHT:
         tl.store(sums + tl.program_id(0) * SIZE + at, tl.sum(summed, 0), mask=at < SIZE)
 
