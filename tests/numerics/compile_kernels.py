@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from courtside.engines import layer_gradients, layer_kernels, shown_rows
+from courtside.engines.layer_gradients import REGISTERS_BACK
 from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
 from courtside.losses.fused_select import select_kernel
 from courtside.losses.fused_support import JOINT, support_kernel
@@ -111,16 +112,23 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
      "outer inner num_inner num_rows",
      {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "OF_WEIGHT": True}, 8),
     (layer_gradients._rms_norm_back,
+     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
+     "outer inner num_inner num_rows",
+     {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, "OF_WEIGHT": True}, 8),
+    (layer_gradients._rms_norm_back,
      "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 sums=fp32",
      "outer inner num_inner num_rows",
-     {"SIZE": 128, "PADDED": 128, "ROWS": 8, "OF_WEIGHT": True}, 4),
+     {"SIZE": 128, "PADDED": 128, "ROWS": 16, "OF_WEIGHT": True}, 8),
+    (layer_gradients._added, "sums=fp32 found=fp32", "num_sums",
+     {"SIZE": 1024, "BLOCK": 32, "PADDED": 512}, 8),
     *(
         (layer_kernels._rotate,
          "query=fp32 key=fp32 cos=fp32 sin=fp32 query_out=bf16 key_out=bf16",
          "query_row query_head query_place key_row key_head key_place cos_row cos_place sin_row "
          "sin_place num_places",
-         {"QUERIES": 16, "KEYS": 8, "SIZE": 128, "PADDED": 64, "ROUNDS": False, "BACK": back}, 1)
-        for back in (False, True)
+         {"QUERIES": 16, "KEYS": 8, "SIZE": 128, "PADDED": 64, "HEADS": heads, "ROUNDS": False,
+          "BACK": back}, warps)
+        for back in (False, True) for heads, warps in ((1, 1), (8, 4))
     ),
     (layer_gradients._gated_back,
      "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
@@ -140,7 +148,9 @@ def layer_resources(
     types = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(integers.split(), "i32")
     types |= {name: f"*{kind}" for name, kind in (p.split("=") for p in pointers.split())}
     types = {name: kind for name, kind in types.items() if name not in constants}
-    return used(kernel, types, constants, (), warps)
+    back = kernel is layer_gradients._rms_norm_back
+    aligned = tuple(n for n in types if types[n] != "fp32" and not n.startswith("num_"))
+    return used(kernel, types, constants, aligned, warps, REGISTERS_BACK if back else None)
 
 
 def used(
@@ -149,6 +159,7 @@ def used(
     constants: dict[str, Any],
     aligned: tuple[str, ...],
     warps: int,
+    registers: int | None = None,
 ) -> str:
     names = kernel.arg_names
     source = ASTSource(
@@ -157,7 +168,8 @@ def used(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    options = {"num_warps": warps, "maxnreg": registers}
+    compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])

@@ -58,20 +58,21 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
         monkeypatch.setattr(layer_gradients, "MOST_PROGRAMS", 3)
         tile = layer_kernels.tile_rows
         for module in (layer_kernels, layer_gradients):
-            monkeypatch.setattr(module, "tile_rows", lambda n, padded: min(tile(n, padded), 4))
+            monkeypatch.setattr(module, "tile_rows", lambda *n: min(tile(*n), 4))
     return bool(request.param)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("weighed", [True, False])
-def test_norm(tiles: bool, dtype: torch.dtype, weighed: bool) -> None:
+@pytest.mark.parametrize(("N", "D"), [(11, 24), (1, 96)])
+def test_norm(tiles: bool, dtype: torch.dtype, weighed: bool, N: int, D: int) -> None:
     torch.manual_seed(1)
-    product = numbers(1, 11, 6 * 24 + 10, dtype=dtype).requires_grad_()
-    weight = (torch.rand(24, device=DEVICE) + 0.5).requires_grad_(weighed)
+    product = numbers(1, N, 6 * D + 10, dtype=dtype).requires_grad_()
+    weight = (torch.rand(D, device=DEVICE) + 0.5).requires_grad_(weighed)
 
     def heads(x: Tensor) -> Tensor:
         """A part of a product, as a norm of queries reads it."""
-        return x[..., : 6 * 24].view(1, 11, 6, 24)
+        return x[..., : 6 * D].view(1, N, 6, D)
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
         return layer_gradients.rms_norm(heads(x), w, eps=0.1, dtype=torch.float32, rounds=False)
@@ -86,7 +87,7 @@ def test_norm(tiles: bool, dtype: torch.dtype, weighed: bool) -> None:
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize(("B", "N"), [(1, 7), (3, 1), (2, 5)])
 @pytest.mark.parametrize("shared", [True, False])
-def test_rotation(dtype: torch.dtype, B: int, N: int, shared: bool) -> None:
+def test_rotation(tiles: bool, dtype: torch.dtype, B: int, N: int, shared: bool) -> None:
     torch.manual_seed(2)
     query, key = (numbers(B, N, heads * 24, dtype=dtype).requires_grad_() for heads in (4, 2))
     cos, sin = torch.randn(2, 1 if shared else B, N, 24, device=DEVICE)
@@ -103,6 +104,16 @@ def test_rotation(dtype: torch.dtype, B: int, N: int, shared: bool) -> None:
 
     slack = 1e-6 if dtype == torch.float32 else 0.02
     compare(by(ours), by(layer_parts.rotate), [query, key, cos, sin], slack=slack)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize(("P", "D"), [(1, 24), (7, 96), (512, 33)])
+def test_sums_are_added(dtype: torch.dtype, P: int, D: int) -> None:
+    sums_PD = torch.randn(P, D, device=DEVICE)
+    found = layer_gradients.added(sums_PD, dtype)
+    assert found.dtype == dtype
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found.double(), sums_PD.double().sum(0), rtol=rtol, atol=1e-5)
 
 
 def test_rotation_rounds_once_where_attention_would() -> None:

@@ -16,10 +16,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from courtside.engines import layer_kernels
-from courtside.engines.layer_kernels import BLOCK_GATED, dense, rows_of, tile_rows
+from courtside.engines.layer_kernels import (
+    BLOCK_GATED,
+    dense,
+    first_of,
+    rows_of,
+    tile_rows,
+    tile_warps,
+)
 
 MOST_PROGRAMS = 512
 """Each sums the gradient of a norm's weights over its own rows: so many sums are left to add."""
+TILE_BACK, REGISTERS_BACK = 2048, 64
+"""Numbers that a program has at a time, and registers of a thread: four programs fit into a
+multiprocessor, so that all run at once. Longer rows take what they need."""
+BLOCK_ADDED = 32
 
 
 def _learns(*tensors: Tensor) -> bool:
@@ -61,16 +72,17 @@ def rms_norm_back(
     D = x.shape[-1]
     x_NKD, num_rows = rows_of(x), len(scales)
     padded = triton.next_power_of_2(D)
-    rows = tile_rows(num_rows, padded)
+    rows = tile_rows(num_rows, padded, TILE_BACK)
     programs = min(triton.cdiv(num_rows, rows), MOST_PROGRAMS)
     x_gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums_PD = torch.empty(programs, D, dtype=torch.float32, device=x.device) if of_weight else None
     _rms_norm_back[(programs,)](
         gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, sums_PD, x_NKD.stride(0),
         x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded, ROWS=rows,
-        OF_WEIGHT=of_weight, num_warps=min(max(rows * padded // 256, 1), 8),
+        OF_WEIGHT=of_weight, num_warps=tile_warps(rows, padded),
+        maxnreg=REGISTERS_BACK if padded <= TILE_BACK else None,
     )  # fmt: skip
-    return x_gradient, None if sums_PD is None else sums_PD.sum(0).to(weight_D.dtype)
+    return x_gradient, None if sums_PD is None else added(sums_PD, weight_D.dtype)
 
 
 @triton.jit
@@ -79,24 +91,45 @@ def _rms_norm_back(gradient, x, weight, scales, x_gradient, sums, outer, inner, 
                    OF_WEIGHT: tl.constexpr):  # fmt: skip
     at = tl.arange(0, PADDED)
     w = tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
-    summed = tl.zeros([PADDED], dtype=tl.float32)
-    start = tl.program_id(0).to(tl.int64) * ROWS
+    # The rows of a tile are added at the end only: threads would wait for one another.
+    summed = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    start = tl.program_id(0) * ROWS
     while start < num_rows:
         row = start + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
-        first = (row // num_inner) * outer + (row % num_inner) * inner
-        where = row[:, None] * SIZE + at[None, :]
+        first = first_of(row, outer, inner, num_inner)[:, None]
+        where = row.to(tl.int64)[:, None] * SIZE + at[None, :]
         scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
-        y = tl.load(x + first[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+        y = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32) * scale
         g = tl.load(gradient + where, mask=inside, other=0.0).to(tl.float32)
         if OF_WEIGHT:
-            summed += tl.sum(g * y, 0)
+            summed += g * y
         g = g * w
         found = scale * (g - y * (tl.sum(g * y, 1) / SIZE)[:, None])
         tl.store(x_gradient + where, found.to(x_gradient.dtype.element_ty), mask=inside)
         start += tl.num_programs(0) * ROWS
     if OF_WEIGHT:
-        tl.store(sums + tl.program_id(0) * SIZE + at, summed, mask=at < SIZE)
+        tl.store(sums + tl.program_id(0) * SIZE + at, tl.sum(summed, 0), mask=at < SIZE)
+
+
+def added(sums_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Over `P`, all read at once: torch's own sum asks for a few after another."""
+    P, D = sums_PD.shape
+    found_D = torch.empty(D, dtype=dtype, device=sums_PD.device)
+    _added[(triton.cdiv(D, BLOCK_ADDED),)](
+        sums_PD, found_D, P, SIZE=D, BLOCK=BLOCK_ADDED,
+        PADDED=triton.next_power_of_2(max(P, MOST_PROGRAMS)), num_warps=8,
+    )  # fmt: skip
+    return found_D
+
+
+@triton.jit
+def _added(sums, found, num_sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, PADDED)
+    inside = (row < num_sums)[:, None] & (at < SIZE)[None, :]
+    all_ = tl.load(sums + row[:, None] * SIZE + at[None, :], mask=inside, other=0.0)
+    tl.store(found + at, tl.sum(all_, 0).to(found.dtype.element_ty), mask=at < SIZE)
 
 
 # ── rotary embedding ─────────────────────────────────────────────────────────────────────────────

@@ -16,16 +16,18 @@ from torch import Tensor
 
 BLOCK_GATED = 1024
 MANY_ROWS = 8192
+TILE = 1024
+"""Numbers of one program where rows are many."""
 
 
 @triton.jit
 def _rms_norm(x, weight, out, scales, eps, outer, inner, num_inner, num_rows, SIZE: tl.constexpr,
               PADDED: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr,
               KEEPS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, PADDED)
     inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
-    first = (row // num_inner) * outer + (row % num_inner) * inner
+    first = first_of(row, outer, inner, num_inner)
     y = tl.load(x + first[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)
     if KEEPS:
@@ -34,8 +36,14 @@ def _rms_norm(x, weight, out, scales, eps, outer, inner, num_inner, num_rows, SI
     if ROUNDS:
         y = y.to(x.dtype.element_ty).to(tl.float32)
     y = y * tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
-    where = row[:, None] * SIZE + at[None, :]
+    where = row.to(tl.int64)[:, None] * SIZE + at[None, :]
     tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def first_of(row, outer, inner, num_inner):
+    """Where rows begin. Divided in 32 bits: in 64 that is long."""
+    return (row // num_inner).to(tl.int64) * outer + (row % num_inner).to(tl.int64) * inner
 
 
 def rms_norm(
@@ -58,7 +66,7 @@ def rms_norm(
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x_NKD, weight_D, out, scales, eps, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
         num_rows, SIZE=D, PADDED=padded, ROWS=rows, ROUNDS=rounds, KEEPS=scales is not None,
-        num_warps=min(max(rows * padded // 256, 1), 8),
+        num_warps=tile_warps(rows, padded),
     )  # fmt: skip
     return out
 
@@ -68,36 +76,48 @@ def rows_of(x: Tensor) -> Tensor:
     return dense(x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1]))
 
 
-def tile_rows(num_rows: int, padded: int) -> int:
+def tile_rows(num_rows: int, padded: int, tile: int = TILE) -> int:
     """Rows of one program: few rows want many programs, many short rows want fewer."""
-    return max(1, 1024 // padded) if num_rows > MANY_ROWS else 1
+    return max(1, tile // padded) if num_rows > MANY_ROWS else 1
+
+
+def tile_warps(rows: int, padded: int) -> int:
+    """Eight numbers a thread: sixteen bytes of bfloat16 are one load."""
+    return min(max(rows * padded // 256, 1), 8)
 
 
 @triton.jit
-def _turned(source, out, cos, sin, HALF: tl.constexpr, PADDED: tl.constexpr, ROUNDS: tl.constexpr,
+def _turned(source, out, cos, sin, first, head_step, COUNT: tl.constexpr, SIZE: tl.constexpr,
+            PADDED: tl.constexpr, HEADS: tl.constexpr, ROUNDS: tl.constexpr,
             BACK: tl.constexpr):  # fmt: skip
-    """The halves of one head turned against each other; `BACK`: what gradients go through."""
+    """The halves of `HEADS` heads from `first` on turned against each other; `BACK`: what gradients
+    go through."""
+    HALF: tl.constexpr = SIZE // 2
+    head = first + tl.arange(0, HEADS)
     at = tl.arange(0, PADDED)
-    inside = at < HALF
-    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    low_cos = _times(low, cos + at, out, inside, ROUNDS)
-    high_cos = _times(high, cos + HALF + at, out, inside, ROUNDS)
+    half = at < HALF
+    inside = (head < COUNT)[:, None] & half[None, :]
+    source += head.to(tl.int64)[:, None] * head_step + at[None, :]
+    out += head[:, None] * SIZE + at[None, :]
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    low_cos = _times(low, cos + at, out, half, ROUNDS)
+    high_cos = _times(high, cos + HALF + at, out, half, ROUNDS)
     if BACK:
-        turned_low = low_cos + _times(high, sin + HALF + at, out, inside, ROUNDS)
-        turned_high = high_cos - _times(low, sin + at, out, inside, ROUNDS)
+        turned_low = low_cos + _times(high, sin + HALF + at, out, half, ROUNDS)
+        turned_high = high_cos - _times(low, sin + at, out, half, ROUNDS)
     else:
-        turned_low = low_cos - _times(high, sin + at, out, inside, ROUNDS)
-        turned_high = high_cos + _times(low, sin + HALF + at, out, inside, ROUNDS)
+        turned_low = low_cos - _times(high, sin + at, out, half, ROUNDS)
+        turned_high = high_cos + _times(low, sin + HALF + at, out, half, ROUNDS)
     numbers = out.dtype.element_ty
-    tl.store(out + at, turned_low.to(numbers), mask=inside)
-    tl.store(out + HALF + at, turned_high.to(numbers), mask=inside)
+    tl.store(out, turned_low.to(numbers), mask=inside)
+    tl.store(out + HALF, turned_high.to(numbers), mask=inside)
 
 
 @triton.jit
-def _times(x, factor, out, inside, ROUNDS: tl.constexpr):
-    """A product, rounded where torch would round it before it adds two."""
-    product = x * tl.load(factor, mask=inside, other=0.0).to(tl.float32)
+def _times(x, factor, out, half, ROUNDS: tl.constexpr):
+    """All heads by the factor of their place, rounded where torch would before it adds two."""
+    product = x * tl.load(factor, mask=half, other=0.0).to(tl.float32)[None, :]
     if ROUNDS:
         product = product.to(out.dtype.element_ty).to(tl.float32)
     return product
@@ -107,20 +127,24 @@ def _times(x, factor, out, inside, ROUNDS: tl.constexpr):
 def _rotate(query, key, cos, sin, query_out, key_out, query_row, query_head, query_place, key_row,
             key_head, key_place, cos_row, cos_place, sin_row, sin_place, num_places,
             QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-            ROUNDS: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
-    """One head at one place: the heads of the query first, then those of the key."""
-    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, place = index // num_places, index % num_places
+            HEADS: tl.constexpr, ROUNDS: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+    """`HEADS` heads at one place: those of the query first, then those of the key. Programs of a
+    place are neighbours: memory gives its angles once."""
+    QUERY_TILES: tl.constexpr = (QUERIES + HEADS - 1) // HEADS
+    TILES: tl.constexpr = QUERY_TILES + (KEYS + HEADS - 1) // HEADS
+    index, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    row, place = (index // num_places).to(tl.int64), (index % num_places).to(tl.int64)
     cos += row * cos_row + place * cos_place
     sin += row * sin_row + place * sin_place
-    if head < QUERIES:
-        query += row * query_row + head * query_head + place * query_place
-        out = query_out + (index * QUERIES + head) * SIZE
-        _turned(query, out, cos, sin, SIZE // 2, PADDED, ROUNDS, BACK)
+    first_out = index.to(tl.int64) * SIZE
+    if tile < QUERY_TILES:
+        _turned(query + row * query_row + place * query_place, query_out + first_out * QUERIES,
+                cos, sin, tile * HEADS, query_head, QUERIES, SIZE, PADDED, HEADS, ROUNDS,
+                BACK)  # fmt: skip
     else:
-        key += row * key_row + (head - QUERIES) * key_head + place * key_place
-        out = key_out + (index * KEYS + head - QUERIES) * SIZE
-        _turned(key, out, cos, sin, SIZE // 2, PADDED, ROUNDS, BACK)
+        _turned(key + row * key_row + place * key_place, key_out + first_out * KEYS,
+                cos, sin, (tile - QUERY_TILES) * HEADS, key_head, KEYS, SIZE, PADDED, HEADS, ROUNDS,
+                BACK)  # fmt: skip
 
 
 def rotate(
@@ -131,9 +155,11 @@ def rotate(
     *,
     dtypes: tuple[torch.dtype, torch.dtype],
     back: bool = False,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both with position: halves turned against each other by each place's angles. `dtypes` of the
-    results, which lie as [B, N, heads, D]. One row of angles may serve all rows."""
+    results, which lie as [B, N, heads, D]. One row of angles may serve all rows. `tile`: heads of
+    one program, a power of two."""
     B, H, N, D = query_BHND.shape
     K = key_BKND.shape[1]
     device = query_BHND.device
@@ -143,11 +169,14 @@ def rotate(
     per_row = [0 if len(x) == 1 else x.stride(0) for x in (cos, sin)]
     # Torch multiplies in 16 bits where both are of those, and rounds each product.
     rounds = not back and torch.promote_types(query.dtype, cos.dtype).itemsize == 2
-    _rotate[(B * N, H + K)](
+    padded = triton.next_power_of_2(D // 2)
+    most = triton.next_power_of_2(max(H, K))
+    heads = tile or min(tile_rows(B * N * (H + K), 2 * padded), most)
+    _rotate[(B * N * (triton.cdiv(H, heads) + triton.cdiv(K, heads)),)](
         query, key, cos, sin, query_out, key_out, query.stride(0), query.stride(1),
         query.stride(2), key.stride(0), key.stride(1), key.stride(2), per_row[0], cos.stride(1),
-        per_row[1], sin.stride(1), N, QUERIES=H, KEYS=K, SIZE=D,
-        PADDED=triton.next_power_of_2(D // 2), ROUNDS=rounds, BACK=back, num_warps=1,
+        per_row[1], sin.stride(1), N, QUERIES=H, KEYS=K, SIZE=D, PADDED=padded, HEADS=heads,
+        ROUNDS=rounds, BACK=back, num_warps=tile_warps(heads, 2 * padded),
     )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
 

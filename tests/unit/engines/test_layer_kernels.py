@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +67,51 @@ def test_rotation_of_query_and_key(
     ):
         close(ours, theirs, exact=torch.float32 in (dtype, angles))
         assert ours[:, :, 0].is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("B", "N", "H", "K", "D"), [(1, 1, 4, 2, 64), (2, 3, 5, 1, 96)])
+def test_heads_are_rotated_alike_one_by_one_and_together(
+    dtype: torch.dtype, back: bool, B: int, N: int, H: int, K: int, D: int
+) -> None:
+    """Heads that fill a tile, that do not, and those of the key that are fewer than a tile."""
+    torch.manual_seed(B)
+    q, k = (
+        torch.randn(B, N, heads, D, device=DEVICE).to(dtype).transpose(1, 2) for heads in (H, K)
+    )
+    cos, sin = torch.randn(2, 1, N, D, device=DEVICE).to(dtype)
+    found = {
+        tile: layer_kernels.rotate(q, k, cos, sin, dtypes=(dtype, dtype), back=back, tile=tile)
+        for tile in (None, 1, 2, 4, 8)
+    }
+    for both in found.values():
+        assert all(torch.equal(x, y) for x, y in zip(both, found[1], strict=True))
+    pairs = zip(found[1], (q, k), strict=True)
+    for ours, x in pairs:
+        low, high = x.double().chunk(2, -1)
+        c, s = (angles.double()[:, None] for angles in (cos, sin))
+        turned = torch.cat((-high, low), -1) * s
+        if back:
+            low, high = (x.double() * s).chunk(2, -1)
+            turned = torch.cat((high, -low), -1)
+        close(ours, (x.double() * c + turned).to(dtype), exact=dtype == torch.float32)
+
+
+def test_many_heads_share_a_program_and_few_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where places are many, programs are fewer; a short rotation wants all that it can have."""
+    grids = []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, HEADS, num_warps, **__: grids.append((*grid, HEADS, num_warps))
+
+    monkeypatch.setattr(layer_kernels, "_rotate", Counted())
+    for N in (2, 400):
+        q, k = torch.zeros(1, 16, N, 128), torch.zeros(1, 8, N, 128)
+        angles = torch.zeros(1, N, 128)
+        layer_kernels.rotate(q, k, angles, angles, dtypes=(q.dtype, q.dtype))
+    assert grids == [(2 * 24, 1, 1), (400 * 3, 8, 4)]
 
 
 @pytest.mark.parametrize("room", NUMBERS)
