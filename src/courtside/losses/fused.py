@@ -55,8 +55,9 @@ CUDA_FROZEN_ROWS = 2048
 """And where it does not: nothing is gained by more."""
 CUDA_BYTES = 2**29
 """But at least this: a chunk of a small head must be worth its launches."""
-CUDA_PART_BYTES = 2**27
-"""The teacher's part of it: 441 rows of 151936 words in bfloat16. Smaller products run worse."""
+CUDA_PART_BYTES = 5 * 2**25
+"""The teacher's part of it: 512 rows of 151936 words in bfloat16. Products of fewer run worse, and
+four rows for each multiprocessor of an H200 are what its kernel has at a time."""
 
 
 Words = Callable[[Raw, Parts | None, Asked, slice], tuple[Statistics, Found | None]]
@@ -157,7 +158,7 @@ def make_plan(
     # A trained head wants large chunks; its teacher's logits can come in smaller parts.
     part = 0
     if teacher:
-        part = min(held // 3, part_bytes // row_bytes) if trained else held // 2
+        part = min(held // 4, part_bytes // row_bytes) if trained else held // 2
         part = _whole_tiles(part, tile)
     most = _whole_tiles(held - part, tile)
     num_chunks = -(-num_rows // most)
