@@ -24,6 +24,7 @@ from courtside.config import (
     teachers_of,
 )
 from courtside.engines.arithmetic import arithmetic
+from courtside.engines.freed import keep_freed_memory
 from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.threads import bound_threads
@@ -59,6 +60,7 @@ from courtside.types import Task, Trajectory
 
 def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     bound_threads()
+    keep_freed_memory()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)

@@ -270,21 +270,21 @@ reduce.py
 + assert denominator >= 0
 
 fused_words.py
-- reverse_kl_N=negative_N - _dot(p_NV, logq_NV),
-+ reverse_kl_N=_dot(p_NV, logq_NV) - negative_N,
-- teacher_entropy_N=-_dot(q_NV, logq_NV),
-+ teacher_entropy_N=-_dot(p_NV, logq_NV),
+- reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
++ reverse_kl_N=block.dot(block.p_NV, block.logq_NV) - negative_N,
+- teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
++ teacher_entropy_N=-block.dot(block.p_NV, block.logq_NV),
 - block.logp_NV.sub_(block.logq_NV)
 + block.logp_NV.add_(block.logq_NV)
-- value_N = -statistics.teacher_entropy_N - _dot(block.q_NV, block.logp_NV)
-+ value_N = -_dot(block.q_NV, block.logp_NV)
+- value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
++ value_N = -block.dot(block.q_NV, block.logp_NV)
 - (weight_N - pull_N)[:, None], out=block.logp_NV)
 + (weight_N + pull_N)[:, None], out=block.logp_NV)
 - block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
 + block.logp_NV.addcmul_(block.q_NV, weight_N[:, None])
-- value_N = _dot(block.p_NV, logp_NV) - first
-+ value_N = _dot(block.p_NV, logp_NV)
-- logp_NV.sub_(torch.exp(logp_NV, out=mixture_NV))
+- value_N = block.dot(block.p_NV, logp_NV) - first
++ value_N = block.dot(block.p_NV, logp_NV)
+- logp_NV.sub_(torch.exp(logp_NV, out=block.room_NV))
 + pass
 - pull_N = pull_N - weight_N * weighed_NV.sum(-1)
 + pass

@@ -42,6 +42,7 @@ triton = pytest.importorskip("triton", reason="kernels need Triton: pip install 
 # `conftest.py` sees to it; a kernel that nobody interprets would be tested by nobody.
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
 from courtside.losses import fused_triton  # noqa: E402
+from courtside.losses.fused_select import warps_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -94,6 +95,21 @@ def test_vocabularies_that_fill_no_tile_or_several(
     num_words: int, divergence: Divergence | None
 ) -> None:
     case = small(num_words=num_words, num_rows=3)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize("head", [{}, {"scale": 1.7, "softcap": 2.0}], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"] + ON_SUPPORT[::7], ids=label
+)
+def test_words_that_are_found_by_their_groups(divergence: Divergence, head: dict[str, Any]) -> None:
+    """Of a vocabulary that is large enough for it; small ones are sorted."""
+    num_words = 4 * TILE + 37
+    assert divergence.support is not None
+    assert warps_for(num_words, divergence.support.k, least=1, width=4) is not None
+    case = small(num_words=num_words, **head)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off

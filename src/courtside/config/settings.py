@@ -28,7 +28,7 @@ class Train(Part):
     """Where AdamW keeps its two moments, twice as large as what is trained. `host`: in main memory,
     pinned; a step sends them through the GPU and back, and its values stay the same."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens in one forward and backward pass; they do not change the update. Unset: 384 on a CPU,
+    """Tokens in one forward and backward pass; they do not change the update. Unset: 512 on a CPU,
     or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
     with fewer."""
     chunk_tokens: PositiveInt | None = None

@@ -20,7 +20,7 @@ LEAST_SHARE = 1 / 16
 computing a fiftieth of its tokens (docs/performance.md)."""
 BESIDE = 1024
 """Tokens that a pass may have beside a shared beginning: four answers of 256, which a CPU's passes
-of 384 would each read with a prompt of their own. Where a pass is kept for its way back it takes
+of 512 would each read with a prompt of their own. Where a pass is kept for its way back it takes
 more memory, which a short beginning does not repay: then twice the beginning at most."""
 
 Ids = Sequence[int]

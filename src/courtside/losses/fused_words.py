@@ -59,7 +59,11 @@ def _part_in_torch(
     num_rows, num_words = student.values_NV.shape
     on_cpu = student.values_NV.device.type == "cpu"
     size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // num_words))
-    scratch = [asked.temperature_N.new_empty(size, num_words) for _ in range(2)]
+    # All that a block computes in, once for all blocks: memory of this size comes from the system
+    # anew each time, page by page, which takes a CPU longer than the arithmetic.
+    sides = [side.values_NV.dtype for side in (student, teacher) if side is not None]
+    widened = any(dtype != asked.temperature_N.dtype for dtype in sides)
+    scratch = [asked.temperature_N.new_empty(size, num_words) for _ in range(5 if widened else 3)]
     statistics: list[Statistics] = []
     found: list[Found] = []
     for start in range(0, max(1, num_rows), size):
@@ -69,7 +73,7 @@ def _part_in_torch(
             None if teacher is None else replace(teacher, values_NV=teacher.values_NV[start:end]),
             asked,
             slice(rows.start + start, rows.start + end),
-            (scratch[0][: end - start], scratch[1][: end - start]),
+            [room_NV[: end - start] for room_NV in scratch],
         )
         statistics.append(here)
         found += [] if there is None else [there]
@@ -77,12 +81,12 @@ def _part_in_torch(
 
 
 def _block_in_torch(
-    student: Raw, teacher: Raw | None, asked: Asked, rows: slice, scratch: tuple[Tensor, Tensor]
+    student: Raw, teacher: Raw | None, asked: Asked, rows: slice, scratch: list[Tensor]
 ) -> tuple[Statistics, Found | None]:
     temperature_N, ids_N = asked.temperature_N[rows], asked.ids_N[rows]
-    student_NV, slope_NV = _scaled(student, temperature_N)
-    teacher_NV = None if teacher is None else _scaled(teacher, temperature_N)[0]
-    block, statistics = open_block(student_NV, teacher_NV, ids_N, scratch)
+    student_NV, slope_NV = _scaled(student, temperature_N, scratch[-2])
+    teacher_NV = None if teacher is None else _scaled(teacher, temperature_N, scratch[-1])[0]
+    block, statistics = open_block(student_NV, teacher_NV, ids_N, scratch[:3])
     # From gradients by logits / temperature to gradients by what the matrix product gave.
     factor_N = student.scale / temperature_N
     coefficient_N = asked.coefficient(rows, statistics)
@@ -105,10 +109,12 @@ def _block_in_torch(
     return statistics, found
 
 
-def _scaled(raw: Raw, temperature_N: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(logits over temperature, in its dtype and in place where they have it already; the slope of
-    the cap)."""
-    values_NV = raw.values_NV.to(temperature_N.dtype)
+def _scaled(raw: Raw, temperature_N: Tensor, room_NV: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(logits over temperature, in place where they have its dtype already and in `room_NV` where
+    not; the slope of the cap)."""
+    values_NV = raw.values_NV
+    if values_NV.dtype != temperature_N.dtype:
+        values_NV = room_NV.copy_(values_NV)
     if raw.softcap is None:
         factor_N = raw.scale / temperature_N
         if bool((factor_N != 1).any()):
@@ -129,27 +135,35 @@ class Block:
     logq_NV: Tensor | None
     q_NV: Tensor | None
     """The teacher's two are None where there is no teacher."""
+    room_NV: Tensor
+
+    def dot(self, first_NV: Tensor, second_NV: Tensor) -> Tensor:
+        """Σ over the words."""
+        return torch.mul(first_NV, second_NV, out=self.room_NV).sum(-1)
 
 
 def open_block(
-    student_NV: Tensor, teacher_NV: Tensor | None, ids_N: Tensor, scratch: tuple[Tensor, Tensor]
+    student_NV: Tensor, teacher_NV: Tensor | None, ids_N: Tensor, scratch: list[Tensor]
 ) -> tuple[Block, Statistics]:
-    """From logits over temperature, float32 or better, which are overwritten."""
-    logp_NV = torch.log_softmax(student_NV, -1, out=student_NV)
-    p_NV = torch.exp(logp_NV, out=scratch[0])
-    logp_N = _of(logp_NV, ids_N)
-    negative_N = _dot(p_NV, logp_NV)
-    if teacher_NV is None:
-        block = Block(logp_NV=logp_NV, p_NV=p_NV, logq_NV=None, q_NV=None)
+    """From logits over temperature, float32 or better, which are overwritten. `scratch`: room for
+    three more of them."""
+    block = Block(
+        logp_NV=torch.log_softmax(student_NV, -1, out=student_NV),
+        p_NV=torch.exp(student_NV, out=scratch[0]),
+        logq_NV=None if teacher_NV is None else torch.log_softmax(teacher_NV, -1, out=teacher_NV),
+        q_NV=None if teacher_NV is None else torch.exp(teacher_NV, out=scratch[1]),
+        room_NV=scratch[2],
+    )
+    logp_N = _of(block.logp_NV, ids_N)
+    negative_N = block.dot(block.p_NV, block.logp_NV)
+    if block.logq_NV is None or block.q_NV is None:
         return block, Statistics(student_logp_N=logp_N, student_entropy_N=-negative_N)
-    logq_NV = torch.log_softmax(teacher_NV, -1, out=teacher_NV)
-    q_NV = torch.exp(logq_NV, out=scratch[1])
-    return Block(logp_NV=logp_NV, p_NV=p_NV, logq_NV=logq_NV, q_NV=q_NV), Statistics(
+    return block, Statistics(
         student_logp_N=logp_N,
         student_entropy_N=-negative_N,
-        teacher_logp_N=_of(logq_NV, ids_N),
-        teacher_entropy_N=-_dot(q_NV, logq_NV),
-        reverse_kl_N=negative_N - _dot(p_NV, logq_NV),
+        teacher_logp_N=_of(block.logq_NV, ids_N),
+        teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
+        reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
     )
 
 
@@ -171,7 +185,7 @@ def full_gradient(
         _weighted(block, weight_N, centre_N, pull_N)
     elif divergence.name == "forward_kl":
         assert statistics.teacher_entropy_N is not None
-        value_N = -statistics.teacher_entropy_N - _dot(block.q_NV, block.logp_NV)
+        value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
         torch.mul(block.p_NV, (weight_N - pull_N)[:, None], out=block.logp_NV)
         block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
     else:
@@ -192,21 +206,22 @@ def _mixture_gradient(
     # From here on log(share·π) and log(share·q), so that M is their plain sum.
     logp_NV.add_(first)
     logq_NV.add_(second)
-    mixture_NV = torch.logaddexp(logp_NV, logq_NV)
+    mixture_NV = torch.logaddexp(logp_NV, logq_NV, out=block.room_NV)
     logp_NV.sub_(mixture_NV)
     if divergence.name == "skew_reverse_kl":
-        value_N = _dot(block.p_NV, logp_NV) - first
-        logp_NV.sub_(torch.exp(logp_NV, out=mixture_NV))
-        _weighted(block, weight_N, _dot(block.p_NV, logp_NV), pull_N)
+        value_N = block.dot(block.p_NV, logp_NV) - first
+        logp_NV.sub_(torch.exp(logp_NV, out=block.room_NV))
+        _weighted(block, weight_N, block.dot(block.p_NV, logp_NV), pull_N)
         return value_N
-    from_teacher_N = _dot(q_NV, logq_NV.sub_(mixture_NV)) - second
+    logq_NV.sub_(mixture_NV)
+    from_teacher_N = block.dot(q_NV, logq_NV) - second
     if divergence.name == "skew_forward_kl":
         weighed_NV = logp_NV.exp_().mul_(q_NV)
         pull_N = pull_N - weight_N * weighed_NV.sum(-1)
         weighed_NV.mul_(-weight_N[:, None]).addcmul_(block.p_NV, -pull_N[:, None])
         return from_teacher_N
     assert divergence.beta is not None
-    centre_N = _dot(block.p_NV, logp_NV)
+    centre_N = block.dot(block.p_NV, logp_NV)
     _weighted(block, weight_N * (1 - divergence.beta), centre_N, pull_N)
     return divergence.beta * from_teacher_N + (1 - divergence.beta) * (centre_N - first)
 

@@ -60,16 +60,23 @@ class _Group:
 
 
 def backward_through_head(
-    rows: Rows, head: Head, components: Sequence[Component], *, chunk: int | None, tally: Tally
+    rows: Rows,
+    head: Head,
+    components: Sequence[Component],
+    *,
+    chunk: int | None,
+    tally: Tally,
+    heads: Heads | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
-    student's log-probs of the tokens. `chunk` = None: as many rows as a memory budget allows."""
+    student's log-probs of the tokens. `chunk` = None: as many rows as a memory budget allows.
+    `heads` keeps what was rounded for the next call, whose weights must be the same."""
     groups = _groups(rows, components)
     if groups is None:
         size = chunk or autograd.chunk_size(head.num_words, rows.hidden_ND.device)
         return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
     plan = None if chunk is None else Plan(chunk=chunk, part=chunk)
-    heads: Heads = {}
+    heads = {} if heads is None else heads
     into = _into(head)
     results = []
     for group in groups:

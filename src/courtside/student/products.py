@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from courtside.engines.few_launches import Replacement, has_class_forward, replaced
-from courtside.student.gradients import Rooms, in_one_piece
+from courtside.student.gradients import Rooms
 
 
 @contextmanager
@@ -45,10 +45,7 @@ def _is_plain(module: Any) -> bool:
 class _Products:
     def __init__(self, layers: Sequence[nn.Linear], rooms: Rooms, dtype: torch.dtype):
         self.layers, self.rooms, self.dtype = layers, rooms, dtype
-        weights = [layer.weight for layer in layers]
-        self.copies = in_one_piece(weights, dtype)
-        for copy, weight in zip(self.copies, weights, strict=True):
-            copy.copy_(weight.detach())
+        self.copies = rooms.rounded([layer.weight for layer in layers], dtype)
         self.read: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         """The last input, which is not kept for this, its version, and what it is rounded."""
 

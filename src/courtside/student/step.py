@@ -23,7 +23,7 @@ from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
-from courtside.student.fused_head import backward_through_head
+from courtside.student.fused_head import Heads, backward_through_head
 from courtside.student.gradients import Rooms, gradients_in_place
 from courtside.student.head import chunk_size
 from courtside.student.live_hints import awaits, drops_out, read_hints, said_of_branches
@@ -44,6 +44,8 @@ class Student:
         self.optimiser = make_optimiser(weights.trained(), recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
+        self._heads: Heads | None = None
+        """Rounded once a step, where rounding takes long: on a CPU."""
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size."""
@@ -155,13 +157,20 @@ class Student:
             yield
             return
         model, trained = self.weights.model, self.weights.trained().values()
-        rooms = Rooms(trained)
-        with (
-            replaced(self._lean_layers),
-            gradients_in_place(model, rooms, trained),
-            rounded_products(model, self.head.module, rooms),
-        ):
-            yield
+        self._heads = {}
+        try:
+            with (
+                replaced(self._lean_layers),
+                gradients_in_place(model, self._rooms, trained),
+                rounded_products(model, self.head.module, self._rooms),
+            ):
+                yield
+        finally:
+            self._heads = None
+
+    @cached_property
+    def _rooms(self) -> Rooms:
+        return Rooms(self.weights.trained().values())
 
     @cached_property
     def _lean_layers(self) -> list[Replacement]:
@@ -214,8 +223,9 @@ class Student:
             end = start + sum(counts[s.trajectory.id] for s in group)
             rows = rows_of(group, parts, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
-                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally
-            )
+                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally,
+                heads=self._heads,
+            )  # fmt: skip
             gradients.append(gradient_ND)
             logps.append(logp_N)
             start = end

@@ -191,6 +191,7 @@ def test_the_boundary() -> None:
 
 
 EPISODES = {"tasks": {"kind": "toolbox"}}
+LONG_CONTEXT = 2 * pass_tokens(CPU)
 
 
 @pytest.mark.parametrize(
@@ -198,16 +199,16 @@ EPISODES = {"tasks": {"kind": "toolbox"}}
     [
         ({}, pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 77}}, 77),
-        ({"rollout": {"max_new_tokens": 450}}, 450),
-        ({**EPISODES, "rollout": {"max_new_tokens": 300, "limits": {"tokens": 400}}}, 400),
-        ({**EPISODES, "rollout": {"limits": {"tokens": 9000}}}, 512),
+        ({"rollout": {"max_new_tokens": 700}}, 700),
+        ({**EPISODES, "rollout": {"max_new_tokens": 300, "limits": {"tokens": 600}}}, 600),
+        ({**EPISODES, "rollout": {"limits": {"tokens": 9000}}}, LONG_CONTEXT),
         ({**EPISODES}, pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 1000}, "rollout": {"max_new_tokens": 300}}, 1000),
     ],
 )
 def test_how_large_a_pass_can_be(changes: dict[str, Any], tokens: int, tiny_folder: Path) -> None:
     recipe = small_recipe(tiny_folder, tiny_folder, **changes)
-    assert largest_pass(recipe, CPU, CONTEXT) == tokens
+    assert largest_pass(recipe, CPU, LONG_CONTEXT) == tokens
 
 
 def test_a_pair_shares_a_pass(tiny_folder: Path) -> None:
