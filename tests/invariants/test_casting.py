@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student import step
+from courtside.student import fused_head, step
 
 CAPPED = [{"kind": "divergence", "clip": 0.5}]
 """A loss that goes through autograd, a chunk at a time."""
@@ -99,6 +99,24 @@ def test_each_weight_is_rounded_once_a_step(
     for theirs in found:
         assert ours.keys() == theirs.keys() == student.weights.trained().keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_both_heads_are_rounded_once_a_step(
+    tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = rounded(tiny_folder, tiny_teacher_folder)
+    scored, rounding = batch_of(parts), []
+    real = fused_head._in_arithmetic
+
+    def in_arithmetic(*head: Any) -> Any:
+        rounding.append(head)
+        return real(*head)
+
+    monkeypatch.setattr(fused_head, "_in_arithmetic", in_arithmetic)
+    for number in range(2):
+        parts.student.step(number, scored)
+        assert len(rounding) == 2 * (number + 1), "the student's and the teacher's"
+        assert parts.student._heads is None
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside another autocast"])
