@@ -104,7 +104,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
         "run": {"checkpoint_every": steps + 1},
         "seed": SEED,
     }  # fmt: skip
-    if args.side == "hints":
+    if args.side.startswith("hints"):
         settings = {"path": str(folder / "episodes.jsonl")}
         rule = {"detect": "event", "event": OFF_COURSE, "hint": "{advice}"}
         tree |= {
@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
     plan = recipe(job, args.job, args, work)
     with RunFolder.open(work / "run", plan) as folder:
         parts = drawn_parts(plan)
-        check = None if args.side == "hints" else checked(parts, shape, args.job)
+        check = None if args.side.startswith("hints") else checked(parts, shape, args.job)
         run = GpuRun(parts, folder)
         run.peaks.begin()
         train_loop(parts, run)
@@ -193,7 +193,9 @@ def main() -> None:
     parser.add_argument("--job", type=Path, required=True, help="folder that describes the job")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=1, help="steps that are counted")
-    parser.add_argument("--side", choices=("courtside", "courtside_lean", "hints"), required=True)
+    parser.add_argument(
+        "--side", choices=("courtside", "courtside_lean", "hints", "hints_lean"), required=True
+    )
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     args = parser.parse_args()
     wait_for_go()

@@ -4,9 +4,9 @@ Both sides do the same work: the shape of Qwen3-0.6B (teacher: 1.7B) or Qwen3-1.
 with the same random weights, 64 prompts of 128 tokens, 4 samples of exactly 512 tokens each at
 temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one AdamW step on all
 weights; bfloat16 autocast over float32 weights. Courtside runs with its defaults and, as
-`courtside_lean`, with settings that need less memory. Beside them `hints`, courtside's step of an
-agent: it plays episodes that begin with the same prompts, samples as many tokens in four turns of
-each, and trains on the two that get a hint.
+`courtside_lean`, with settings that need less memory. Beside them `hints` and `hints_lean`,
+courtside's step of an agent: it plays episodes that begin with the same prompts, samples as many
+tokens in four turns of each, and trains on the two that get a hint.
 
     python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
     python benchmarks/opd_step_gpu.py --out FILE --tiny      # everything once, small, on a CPU
@@ -37,11 +37,12 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
-SIDES = (*OURS, "hints", "trl")
+HINTED = ("hints", "hints_lean")
+SIDES = (*OURS, *HINTED, "trl")
 LEAN = (
     "student.gradient_checkpointing=true", "rollout.max_batch_tokens=81920", "train.moments=host",
 )  # fmt: skip
-"""What courtside_lean sets: activations computed again, fewer rows sampled at a time, and AdamW's
+"""What the lean sides set: activations computed again, fewer rows sampled at a time, and AdamW's
 moments in the host's memory."""
 GIB = 2**30
 LOSS_SPREAD = 1.15
@@ -108,7 +109,10 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
         command += ["--warmup-tokens", str(args.trl_warmup_tokens), "--micro-batches", *sizes]
         return command + (["--as-is"] if args.trl_as_is else [])
     command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared, "--side", side]
-    sets = {"courtside": args.set, "courtside_lean": args.set_lean, "hints": args.set_hints}
+    sets = {
+        "courtside": args.set, "courtside_lean": args.set_lean, "hints": args.set_hints,
+        "hints_lean": [*args.set_lean, *args.set_hints],
+    }  # fmt: skip
     return command + (["--set", *sets[side]] if sets[side] else [])
 
 
@@ -206,7 +210,7 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
         for key in ("prompts_hash", "num_prompt_tokens", "num_trainable"):
             if len({record[key] for record in of_shape}) > 1:
                 problems.append(f"{shape}: {key} differs: {[record[key] for record in of_shape]}")
-        same = [record for record in of_shape if record["side"] != "hints"]
+        same = [record for record in of_shape if record["side"] not in HINTED]
         losses = {record["side"]: record["steps"][-1]["loss"] for record in same}
         if losses and max(losses.values()) > LOSS_SPREAD * min(losses.values()):
             problems.append(f"{shape}: losses {losses} are further apart than draws are")
@@ -218,7 +222,7 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
 
 def expected_counts(side: str, job: Job) -> list[tuple[str, str, int]]:
     """What a step of this side counts: the key, in words, and how many there must be."""
-    if side != "hints":
+    if side not in HINTED:
         return [("num_trained_tokens", "trained tokens", job.tokens_per_step)]
     return [
         ("num_sampled_tokens", "sampled tokens", job.tokens_per_step),
@@ -261,7 +265,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(
                 f"| {shape} | {side} | {ratio['times_faster']:.2f} | {by_phase} | {_share(ratio)} |"
             )
-    if any(row["side"] == "hints" for row in rows):
+    if any(row["side"] in HINTED for row in rows):
         lines += ["", HINTS_DIFFER]
     return "\n".join(lines)
 
@@ -294,9 +298,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value",
                         help="of courtside's recipe: train.micro_batch_tokens=8192")  # fmt: skip
     parser.add_argument("--set-lean", nargs="+", default=list(LEAN), metavar="section.key=value",
-                        help=f"courtside_lean's, in place of {' '.join(LEAN)}")  # fmt: skip
+                        help=f"the lean sides', in place of {' '.join(LEAN)}")  # fmt: skip
     parser.add_argument("--set-hints", nargs="+", default=[], metavar="section.key=value",
-                        help="the same for the side hints")  # fmt: skip
+                        help="the same for hints, and for hints_lean beside those")  # fmt: skip
     parser.add_argument("--trl-micro-batches", type=int, nargs="+",
                         help="sequences in a pass, the fastest is taken; 16 32 64")  # fmt: skip
     parser.add_argument("--trl-liger", choices=("both", "on", "off"), help="both; off on a CPU")
