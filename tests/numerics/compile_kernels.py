@@ -87,7 +87,7 @@ def select_resources(*, dtype: str = "bf16", num_words: int = 151936, warps: int
     return used(select_kernel, types, constants, aligned, warps)
 
 
-def support_resources(*, padded: int = 64, capped: bool = False) -> str:
+def support_resources(*, padded: int = 64, capped: bool = False, warps: int = 1) -> str:
     constants = {"OF": JOINT.value, "TAIL": True, "STUDENT_CAPPED": capped,
                  "TEACHER_CAPPED": capped, "PADDED": padded}  # fmt: skip
     pointers = "own other teacher_own teacher_other temperatures weights coefficients outputs found"
@@ -97,7 +97,7 @@ def support_resources(*, padded: int = 64, capped: bool = False) -> str:
     types |= {"ids": "*i64", "teacher_ids": "*i64", "words": "*i64", "values": "*bf16"}
     types |= dict.fromkeys(("num_rows", "stride", "k", "width"), "i32")
     types = {name: kind for name, kind in types.items() if name not in constants}
-    return used(support_kernel, types, constants, (), 1)
+    return used(support_kernel, types, constants, (), warps)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
@@ -190,7 +190,7 @@ def main() -> None:
         found = select_resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"select_kernel, {options}: {found}")
-    for options in ({}, {"padded": 256, "capped": True}):
+    for options in ({}, {"padded": 256, "capped": True, "warps": 4}):
         found = support_resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"support_kernel, {options}: {found}")

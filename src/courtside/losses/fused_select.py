@@ -117,13 +117,10 @@ def _key(x):
 
 
 @triton.jit
-def _keys(row, at, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr):
-    """Those of the words `at`."""
-    if MASKED:
-        inside = at < NUM_WORDS
-        return tl.where(inside, _key(tl.load(row + at, inside, 0.0).to(tl.float32)), LOWEST)
-    else:
-        return _key(tl.load(row + at).to(tl.float32))
+def _keys(row, at, NUM_WORDS: tl.constexpr):
+    """Those of the words `at`; LOWEST past the end of the row."""
+    inside = at < NUM_WORDS
+    return tl.where(inside, _key(tl.load(row + at, inside, 0.0).to(tl.float32)), LOWEST)
 
 
 @triton.jit
@@ -136,29 +133,22 @@ def _write_down(row, keys, count, bound, NUM_WORDS: tl.constexpr, ROOM: tl.const
                 LANES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """All keys that are not below `bound`, in any order; `count` has their number afterwards."""
     here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
-    WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
-    for MASKED in tl.static_range(2):
-        for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
-            at = start + here
-            key = _whole(_keys(row, at, NUM_WORDS, MASKED), at)
-            hit = key >= bound
-            place = tl.atomic_add(count + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
-            tl.store(keys + place, key, mask=hit & (place < ROOM))
+    for start in range(0, NUM_WORDS, LANES * WIDTH):
+        at = start + here
+        key = _whole(_keys(row, at, NUM_WORDS), at)
+        hit = key >= bound
+        place = tl.atomic_add(count + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
+        tl.store(keys + place, key, mask=hit & (place < ROOM))
 
 
 @triton.jit
 def _count(row, bound, NUM_WORDS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """How many keys are not below `bound`."""
     here = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
-    WHOLE: tl.constexpr = NUM_WORDS // BLOCK * BLOCK
     count = tl.zeros([LANES], tl.int32)
-    for MASKED in tl.static_range(2):
-        for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
-            at = start + here
-            key = _whole(_keys(row, at, NUM_WORDS, MASKED), at)
-            count += tl.sum((key >= bound).to(tl.int32), 1)
+    for start in range(0, NUM_WORDS, LANES * WIDTH):
+        key = _whole(_keys(row, start + here, NUM_WORDS), start + here)
+        count += tl.sum((key >= bound).to(tl.int32), 1)
     return tl.sum(count, 0)
 
 
@@ -193,8 +183,8 @@ def select_kernel(
         place = tl.arange(0, ROOM)
         group = tl.load(groups + place, mask=place < num_groups, other=TILES * LANES)
         at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        upper = _keys(row, at, NUM_WORDS, True)
-        hit = (upper >= bound) & (at < NUM_WORDS)
+        upper = _keys(row, at, NUM_WORDS)
+        hit = upper >= bound  # past the end of a row keys are LOWEST, which no bound is
         spot = tl.atomic_add(counts + 1 + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
         tl.store(keys + spot, _whole(upper, at), mask=hit & (spot < ROOM))
         tl.debug_barrier()
