@@ -115,6 +115,22 @@ def test_words_that_are_found_by_their_groups(divergence: Divergence, head: dict
     assert max(off.values()) < 2e-5, off
 
 
+@pytest.mark.parametrize("divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"], ids=label)
+def test_words_that_both_sides_have_and_that_were_sampled(divergence: Divergence) -> None:
+    """A teacher that hardly differs, and the student's likeliest word as the sampled one."""
+    case = small()
+    student = case.student
+    noise_VD = torch.randn(student.weight_VD.shape, generator=torch.Generator().manual_seed(3))
+    teacher = replace(student, weight_VD=student.weight_VD + 0.2 * noise_VD.to(student.weight_VD))
+    ids_N = (student.hidden_ND @ student.weight_VD.t()).argmax(-1)
+    case = replace(case, teacher=teacher, ids_N=ids_N)
+    ours, into = through(case, divergence)
+    assert ours.found is not None and ours.found.overlap_N is not None
+    assert 0 < float(ours.found.overlap_N.mean()) < 1
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
 @pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[0], ON_SUPPORT[-1], None], ids=str)
 @pytest.mark.parametrize(
     "head",
