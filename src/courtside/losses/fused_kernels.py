@@ -72,6 +72,12 @@ def over_temperature(raw, shift, scale, cap, temperature, CAPPED: tl.constexpr):
 def _tile(row, at, shift, scale, cap, temperature, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr,
           CAPPED: tl.constexpr):  # fmt: skip
     raw = _load(row, at, NUM_WORDS, MASKED)
+    return _scaled(raw, at, shift, scale, cap, temperature, NUM_WORDS, MASKED, CAPPED)
+
+
+@triton.jit
+def _scaled(raw, at, shift, scale, cap, temperature, NUM_WORDS: tl.constexpr, MASKED: tl.constexpr,
+            CAPPED: tl.constexpr):  # fmt: skip
     x = over_temperature(raw, shift, scale, cap, temperature, CAPPED)
     if MASKED:
         x = tl.where(at < NUM_WORDS, x, NOTHING)
@@ -258,14 +264,12 @@ def rows_kernel(
         for MASKED in tl.static_range(2):
             for start in range(MASKED * WHOLE, WHOLE + MASKED * (NUM_WORDS - WHOLE), BLOCK):
                 at = start + here
+                raw = _load(row, at, NUM_WORDS, MASKED)
                 if TOPS:
                     group = n.to(tl.int64) * GROUPS + start // WIDTH + tl.arange(0, LANES)
-                    most = tl.max(_load(row, at, NUM_WORDS, MASKED), 1)
-                    tl.store(tops + group, most.to(tops.dtype.element_ty))
-                    most = tl.max(_load(teacher_row, at, NUM_WORDS, MASKED), 1)
-                    tl.store(teacher_tops + group, most.to(teacher_tops.dtype.element_ty))
-                x = _tile(row, at, shift, student_scale, student_cap, temperature,
-                          NUM_WORDS, MASKED, STUDENT_CAPPED)  # fmt: skip
+                    tl.store(tops + group, tl.max(raw, 1).to(tops.dtype.element_ty))
+                x = _scaled(raw, at, shift, student_scale, student_cap, temperature,
+                            NUM_WORDS, MASKED, STUDENT_CAPPED)  # fmt: skip
                 new_top = tl.maximum(top, tl.max(x, 1))
                 shrink = tl.exp2((top - new_top) * LOG2E)
                 e = tl.exp2((x - new_top[:, None]) * LOG2E)
@@ -273,8 +277,12 @@ def rows_kernel(
                 sum_x = sum_x * shrink + tl.sum(e * x, 1)
                 top = new_top
                 if TEACHER:
-                    y = _tile(teacher_row, at, teacher_shift, teacher_scale, teacher_cap,
-                              temperature, NUM_WORDS, MASKED, TEACHER_CAPPED)  # fmt: skip
+                    raw = _load(teacher_row, at, NUM_WORDS, MASKED)
+                    if TOPS:
+                        most = tl.max(raw, 1).to(teacher_tops.dtype.element_ty)
+                        tl.store(teacher_tops + group, most)
+                    y = _scaled(raw, at, teacher_shift, teacher_scale, teacher_cap, temperature,
+                                NUM_WORDS, MASKED, TEACHER_CAPPED)  # fmt: skip
                     sum_gap = sum_gap * shrink + tl.sum(e * (x - y), 1)
                     new_top = tl.maximum(teacher_top, tl.max(y, 1))
                     shrink = tl.exp2((teacher_top - new_top) * LOG2E)
