@@ -39,11 +39,9 @@ OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 HINTED = ("hints", "hints_lean")
 SIDES = (*OURS, *HINTED, "trl")
-LEAN = (
-    "student.gradient_checkpointing=true", "rollout.max_batch_tokens=81920", "train.moments=host",
-)  # fmt: skip
-"""What the lean sides set: activations computed again, fewer rows sampled at a time, and AdamW's
-moments in the host's memory."""
+LEAN = ("student.gradient_checkpointing=true", "train.moments=host")
+"""What the lean sides set beside half of the rows at a time (`half_of_the_rows`): activations
+computed again, and AdamW's moments in the host's memory."""
 GIB = 2**30
 LOSS_SPREAD = 1.15
 """First losses of two sides differ by their draws only."""
@@ -110,10 +108,18 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
         return command + (["--as-is"] if args.trl_as_is else [])
     command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared, "--side", side]
     sets = {
-        "courtside": args.set, "courtside_lean": args.set_lean, "hints": args.set_hints,
-        "hints_lean": [*args.set_lean, *args.set_hints],
-    }  # fmt: skip
+        "courtside": args.set,
+        "courtside_lean": [half_of_the_rows(args.job, side), *args.set_lean],
+        "hints": args.set_hints,
+        "hints_lean": [half_of_the_rows(args.job, side), *args.set_lean, *args.set_hints],
+    }
     return command + (["--set", *sets[side]] if sets[side] else [])
+
+
+def half_of_the_rows(job: Job, side: str) -> str:
+    """Answers or episodes that are sampled at a time; a setting behind it takes its place."""
+    size = job.episode_tokens if side in HINTED else job.prompt_tokens + job.new_tokens
+    return f"rollout.max_batch_tokens={job.rows // 2 * size}"
 
 
 def run_all(args: argparse.Namespace, work: Path, write: Any) -> list[dict[str, Any]]:

@@ -154,16 +154,24 @@ def test_lean_settings_go_to_the_lean_side_only(
         args = benchmark_driver.parse()
         commands = {
             side: benchmark_driver.side_command(args, Path("job"), side, Path("out"))
-            for side in ("courtside", "courtside_lean", "hints")
+            for side in ("courtside", "courtside_lean", "hints", "hints_lean")
         }
         assert all(c[c.index("--side") + 1] == side for side, c in commands.items())
         return {s: c[c.index("--set") + 1 :] if "--set" in c else [] for s, c in commands.items()}
 
     lean = list(benchmark_driver.LEAN)
-    assert overrides() == {"courtside": [], "courtside_lean": lean, "hints": []}
-    assert overrides("--set-lean", "a.b=1")["courtside_lean"] == ["a.b=1"]
-    assert overrides("--set", "a.b=1") == {
-        "courtside": ["a.b=1"], "courtside_lean": lean, "hints": [],
+    half = {
+        "courtside_lean": f"rollout.max_batch_tokens={128 * (128 + 512)}",
+        "hints_lean": f"rollout.max_batch_tokens={128 * 706}",
+    }
+    usual = {"courtside": [], "hints": []} | {side: [rows, *lean] for side, rows in half.items()}
+    assert overrides() == usual
+    assert overrides("--set-lean", "a.b=1") == usual | {
+        side: [rows, "a.b=1"] for side, rows in half.items()
+    }
+    assert overrides("--set", "a.b=1") == usual | {"courtside": ["a.b=1"]}
+    assert overrides("--set-hints", "a.b=1") == usual | {
+        "hints": ["a.b=1"], "hints_lean": [*usual["hints_lean"], "a.b=1"],
     }  # fmt: skip
 
 

@@ -6,6 +6,9 @@ against its keys and values: a token sees the trunk before its own splice and wh
 its own branch, at the positions that it would have in a sequence of its own. n hints cost
 Σ(|hint| + |turn|) tokens instead of n · |trajectory|, and the numbers are those of n passes.
 
+Here trunks are padded rows, and branches have a mask: any model with plain attention can be read
+so. Where a model's passes can be packed, `kept.py` reads both without.
+
 Memory beside the weights, for a model of 16 layers, 32 heads of 64, 8 of them with keys and values,
 in 16 bits; a trunk of 32768 ids and 20 branches of 300 (Q = 6000):
   keys and values   2 · 16 · 8 · 64 · 2 B = 32 KiB an id                 1.0 GiB
@@ -38,6 +41,7 @@ from courtside.engines.attention import (
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
 from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
 from courtside.engines.grouped import grouped
+from courtside.engines.prefixes import Place
 from courtside.engines.tried import away_from_alone, example_problem
 from courtside.errors import ModelError
 from courtside.types import Branch
@@ -295,14 +299,47 @@ def _example_errors(
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
-Read: TypeAlias = tuple[Tensor, ScoreRequest]
-"""Hidden states and what they predict."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Of requests that shared a pass."""
+
+    indices: Sequence[int]
+    hidden_ND: Tensor
+    """Of their trunks, then of all branches."""
+    asked: Sequence[tuple[Place, ScoreRequest]]
+    """Where it lies and what it predicts, of each request: the trunk where that is scored, then the
+    branches."""
 
 
-def read_branches(
+def read_together(
+    indices: Sequence[int],
+    requests: Sequence[BranchRequest],
+    trunk_ND: Tensor,
+    places: Sequence[Place],
+    branches: Sequence[Sequence[Tensor]],
+) -> Read:
+    """`places`: where each request's trunk lies; `branches`: hidden states of each of its own."""
+    asked: list[tuple[Place, ScoreRequest]] = []
+    start = len(trunk_ND)
+    for request, place, parts in zip(requests, places, branches, strict=True):
+        if request.scored is not None:
+            asked.append((place, request.trunk()))
+        for branch, part_ND in zip(request.branches, parts, strict=True):
+            own = Place(start=start)
+            if branch.splice:  # the trunk predicts its first token
+                (before,) = place.of([branch.splice - 1])
+                own = Place(start=start, prefix_start=before, num_prefix=1)
+            asked.append((own, request.sequence(branch, start=branch.splice - own.num_prefix)))
+            start += len(part_ND)
+    hidden_ND = torch.cat([trunk_ND, *(part_ND for parts in branches for part_ND in parts)])
+    return Read(indices=indices, hidden_ND=hidden_ND, asked=asked)
+
+
+def read_padded(
     model: Any, requests: Sequence[BranchRequest], *, pad_id: int, max_tokens: int
-) -> Iterator[tuple[int, Read | None, list[Read]]]:
-    """Of each request its index, its trunk where that is scored, and its branches."""
+) -> Iterator[Read]:
+    """By pass over padded trunks: for models that `kept.read_packed_branches` cannot read."""
     sizes = [r.num_read + sum(len(b.token_ids) for b in r.branches) for r in requests]
     for batch in batches_by_length(sizes, max_tokens):
         chosen = [requests[i] for i in batch]
@@ -310,7 +347,7 @@ def read_branches(
         cache = trunk_cache()
         with evaluating(model), grouped(model):
             out = model.base_model(input_ids=ids_BL, past_key_values=cache, use_cache=True)
-        trunk_BLD = out.last_hidden_state
+        trunk_ND = out.last_hidden_state.flatten(0, 1)
         found = branch_hidden(
             model,
             cache,
@@ -319,14 +356,8 @@ def read_branches(
             max_tokens=max_tokens,
         )
         del out, cache  # the keys and values, before there are logits
-        for index, request, trunk_LD, parts in zip(batch, chosen, trunk_BLD, found, strict=True):
-            branches = []
-            for branch, hidden_ND in zip(request.branches, parts, strict=True):
-                start = max(0, branch.splice - 1)  # there the trunk predicts the first token
-                both_ND = torch.cat([trunk_LD[start : branch.splice], hidden_ND])
-                branches.append((both_ND, request.sequence(branch, start=start)))
-            scored = request.scored is not None
-            yield index, (trunk_LD, request.trunk()) if scored else None, branches
+        places = [Place(start=row * ids_BL.shape[1]) for row in range(len(batch))]
+        yield read_together(batch, chosen, trunk_ND, places, found)
 
 
 def score_branches_separately(

@@ -11,7 +11,7 @@ passes over the same trunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.arithmetic import attended
-from courtside.engines.batching import pass_tokens
-from courtside.engines.branches import evaluating
+from courtside.engines.base import BranchRequest
+from courtside.engines.batching import moved, pass_tokens
+from courtside.engines.branches import Read, evaluating, read_together
 from courtside.engines.packing import packing_of, read_row, switched
-from courtside.engines.passes import read_packed
+from courtside.engines.passes import Passes, read_packed
 from courtside.engines.prefixes import Place
 from courtside.engines.tried import away_from_alone, example_problem
 from courtside.types import Branch
@@ -65,30 +66,63 @@ Placed = tuple[Place, Branch]
 """A branch, and where in the row its trunk lies."""
 
 
+def by_index(device: torch.device) -> bool:
+    """Whether keys are picked place by place: slices cost a GPU's host a call each, in every layer,
+    and a CPU takes ten times as long without them."""
+    return device.type == "cuda"
+
+
+class Layout:
+    """Of all branches: the keys that each looks at, its trunk's up to its splice and its own."""
+
+    def __init__(self, branches: Sequence[Placed], *, device: torch.device):
+        self.sizes = [len(branch.token_ids) for _, branch in branches]
+        self.trunks = [place.slices(branch.splice) for place, branch in branches]
+        self.indexed = by_index(device)
+        if self.indexed:
+            self.rows_K, self.own_N = self._indices(device)
+
+    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each place, the row of the trunk; and the places of branches' own."""
+        rows: list[Tensor] = []
+        own: list[Tensor] = []
+        start = 0
+        for size, trunks in zip(self.sizes, self.trunks, strict=True):
+            rows += [torch.arange(its.start, its.stop) for its in trunks]
+            rows.append(torch.zeros(size, dtype=torch.long))
+            start += sum(its.stop - its.start for its in trunks)
+            own.append(torch.arange(start, start + size))
+            start += size
+        return moved(torch.cat(rows), device), moved(torch.cat(own), device)
+
+    def laid_out(self, trunk: Tensor, new: Tensor) -> Tensor:
+        """[1, heads, N, D] of the trunks' row and of the branches' to [1, heads, K, D]."""
+        new = new.to(trunk.dtype)
+        if self.indexed:
+            found_KHD = trunk.squeeze(0).transpose(0, 1).index_select(0, self.rows_K)
+            found_KHD.index_copy_(0, self.own_N, new.squeeze(0).transpose(0, 1))
+            return found_KHD.transpose(0, 1)[None]
+        parts: list[Tensor] = []
+        for trunks, own in zip(self.trunks, new.split(self.sizes, dim=2), strict=True):
+            parts += [*(trunk[:, :, its] for its in trunks), own]
+        return torch.cat(parts, dim=2)
+
+
 class _BranchLayer(DynamicLayer):  # type: ignore[misc]
     """Gives each branch the keys and values it looks at."""
 
-    def __init__(self, kept: _KeptLayer, branches: Sequence[Placed]):
+    def __init__(self, kept: _KeptLayer, layout: Layout):
         super().__init__()
         self.keys, self.values = kept.keys, kept.values
         self.dtype, self.device = kept.dtype, kept.device
         self.is_initialized = True
-        self.branches = branches
+        self.layout = layout
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self._laid_out(self.keys, key_states), self._laid_out(self.values, value_states)
-
-    def _laid_out(self, trunk: Tensor, new: Tensor) -> Tensor:
-        """Slices are joined: picking places one by one takes a CPU ten times as long."""
-        sizes = [len(branch.token_ids) for _, branch in self.branches]
-        parts: list[Tensor] = []
-        for (place, branch), own in zip(
-            self.branches, new.to(trunk.dtype).split(sizes, dim=2), strict=True
-        ):
-            parts += [*(trunk[:, :, its] for its in place.slices(branch.splice)), own]
-        return torch.cat(parts, dim=2)
+        laid_out = self.layout.laid_out
+        return laid_out(self.keys, key_states), laid_out(self.values, value_states)
 
 
 @torch.no_grad()
@@ -136,8 +170,38 @@ def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
         [b.splice + len(b.token_ids) for _, b in branches],
         device=model.device,
     )
-    lent = Cache(layers=[_BranchLayer(layer, branches) for layer in kept.layers])
+    layout = Layout(branches, device=model.device)
+    lent = Cache(layers=[_BranchLayer(layer, layout) for layer in kept.layers])
     return read_row(model, ids, position, packing, lent)
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def read_packed_branches(
+    passes: Passes,
+    requests: Sequence[BranchRequest],
+    *,
+    max_tokens: int,
+    most_tokens: int | None = None,
+) -> Iterator[Read]:
+    """By pass over packed trunks, samples of one prompt with one beginning."""
+    trunks = [request.token_ids[: request.num_read] for request in requests]
+    for batch in passes.batches([[ids] for ids in trunks], max_tokens, most_tokens=most_tokens):
+        chosen = [requests[i] for i in batch]
+        kept = keeping()
+        with evaluating(passes.model), passes.attention():
+            trunk_ND, places = passes.hidden([trunks[i] for i in batch], kept=kept)
+            asked = [
+                (place, branch)
+                for place, request in zip(places, chosen, strict=True)
+                for branch in request.branches
+            ]
+            found = iter(kept_branch_hidden(passes.model, kept, asked, max_tokens=max_tokens))
+        del kept  # the keys and values, before there are logits
+        branches = [[next(found) for _ in request.branches] for request in chosen]
+        yield read_together(batch, chosen, trunk_ND, places, branches)
 
 
 # ── tried on a small example ─────────────────────────────────────────────────────────────────────

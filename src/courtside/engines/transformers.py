@@ -30,13 +30,18 @@ from courtside.engines.base import (
     Session,
 )
 from courtside.engines.batching import batches_by_length, pad_left, pass_tokens
-from courtside.engines.branches import branching_problem, read_branches, score_branches_separately
+from courtside.engines.branches import (
+    Read,
+    branching_problem,
+    read_padded,
+    score_branches_separately,
+)
 from courtside.engines.drawn import Drawn
 from courtside.engines.few_launches import few_launches
+from courtside.engines.kept import kept_branching_problem, read_packed_branches
 from courtside.engines.lent import LentWeights
 from courtside.engines.packed import packed_where_it_pays
 from courtside.engines.passes import Passes, tried_passes
-from courtside.engines.prefixes import Place
 from courtside.engines.rooms import PLACE_STEP, RoomPool
 from courtside.engines.sampling import draw, uniforms
 from courtside.engines.scoring import scores_of
@@ -256,21 +261,33 @@ class TransformersEngine:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         results: dict[int, BranchScores] = {}
         with self._scoring():
-            for index, trunk, branches in read_branches(
-                self.model, requests, pad_id=self.pad_id, max_tokens=self.score_batch_tokens
-            ):
-                results[index] = BranchScores(
-                    trunk=self._scores(*trunk, hidden=hidden, top_k=top_k) if trunk else None,
-                    branches=tuple(self._scores(*b, hidden=hidden, top_k=top_k) for b in branches),
+            for read in self._read_branches(requests):
+                lying, asked = [place for place, _ in read.asked], [r for _, r in read.asked]
+                scores = scores_of(
+                    self.head, read.hidden_ND, lying, asked, hidden=hidden, top_k=top_k
                 )
+                found = iter(scores)
+                for index in read.indices:
+                    request = requests[index]
+                    results[index] = BranchScores(
+                        trunk=None if request.scored is None else next(found),
+                        branches=tuple(next(found) for _ in request.branches),
+                    )
         return [results[i] for i in range(len(requests))]
 
-    def _scores(
-        self, hidden_LD: Tensor, request: ScoreRequest, *, hidden: bool, top_k: int
-    ) -> Scores:
-        whole = [Place(start=0)]
-        (scores,) = scores_of(self.head, hidden_LD, whole, [request], hidden=hidden, top_k=top_k)
-        return scores
+    def _read_branches(self, requests: Sequence[BranchRequest]) -> Iterator[Read]:
+        size = self.score_batch_tokens
+        if self.padded_branches is not None:
+            return read_padded(self.model, requests, pad_id=self.pad_id, max_tokens=size)
+        return read_packed_branches(
+            self.passes, requests, max_tokens=size, most_tokens=self.max_batch_tokens
+        )
+
+    @cached_property
+    def padded_branches(self) -> str | None:
+        """Why the trunks of branches are padded; None: they are packed, as other passes are."""
+        with self.casting():
+            return self.passes.problem or kept_branching_problem(self.model)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:

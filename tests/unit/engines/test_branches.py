@@ -13,6 +13,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from courtside.engines import branches as module
+from courtside.engines import kept
 from courtside.engines.base import BranchRequest, BranchScores
 from courtside.engines.branches import score_branches_separately
 from courtside.engines.transformers import TransformersEngine
@@ -20,6 +21,8 @@ from courtside.errors import ModelError
 from courtside.types import Branch
 
 Make = Callable[..., TransformersEngine]
+ways = pytest.mark.parametrize("padded", [None, "asked for"])
+"""Trunks packed into a row, as they are where the model can be read so, and padded."""
 
 
 def branch(splice: int, ids: Sequence[int], scored: Sequence[int] | None = None) -> Branch:
@@ -94,13 +97,19 @@ def check(engine: Any, requests: Sequence[BranchRequest], found: Sequence[Branch
 
 
 @pytest.mark.parametrize("budget", [1, 60, 65536])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "padded"), [("sdpa", None), ("sdpa", "asked for"), ("eager", "'eager' was asked")]
+)
 def test_scores_are_those_of_a_pass_for_each_branch(
-    make_engine: Make, attention: str, budget: int
+    make_engine: Make, attention: str, padded: str | None, budget: int
 ) -> None:
     model = tiny_model()
     model.set_attn_implementation(attention)
     engine = make_engine(model, max_batch_tokens=budget)
+    if attention == "sdpa":
+        assert engine.padded_branches is None
+        engine.padded_branches = padded
+    assert padded is None or padded in str(engine.padded_branches)
     found = engine.score_branches(VARIOUS, hidden=True, top_k=5)
     assert all(scores.note is None for scores in found)
     check(engine, VARIOUS, found)
@@ -130,16 +139,22 @@ layouts = st.lists(
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(layout=layouts, budget=st.integers(1, 200), entries=st.integers(1, 3000))
+@given(
+    layout=layouts, budget=st.integers(1, 200), entries=st.integers(1, 3000),
+    padded=st.sampled_from([None, "asked for"]),
+)  # fmt: skip
 def test_any_layout(
     make_engine: Make,
     monkeypatch: pytest.MonkeyPatch,
     layout: list[tuple[int, list[tuple[float, list[int]]]]],
     budget: int,
     entries: int,
+    padded: str | None,
 ) -> None:
     monkeypatch.setattr(module, "mask_entries", lambda device: entries)
+    monkeypatch.setattr(kept, "most_keys", lambda device: entries)
     engine = make_engine(tiny_model(layers=2), max_batch_tokens=budget)
+    engine.padded_branches = padded
     requests = [
         BranchRequest(
             token_ids=trunk(length),
@@ -163,10 +178,12 @@ def test_any_layout(
     changed=st.integers(0, 3),
     at=st.integers(0, 19),
 )
+@ways
 def test_a_branch_sees_neither_its_siblings_nor_what_came_later(
-    make_engine: Make, splices: list[int], changed: int, at: int
+    make_engine: Make, splices: list[int], changed: int, at: int, padded: str | None
 ) -> None:
     engine = make_engine(tiny_model(layers=2))
+    engine.padded_branches = padded
     changed %= len(splices)
     its = [branch(splice, trunk(4 + n, step=n + 2)) for n, splice in enumerate(splices)]
     others = list(its)
@@ -186,19 +203,50 @@ def test_a_branch_sees_neither_its_siblings_nor_what_came_later(
         assert torch.allclose(was_T, later.branches[n].logp_T, atol=1e-6) == (at >= splice)
 
 
-def test_the_cost_is_the_trunk_up_to_the_last_splice_and_the_branches(make_engine: Make) -> None:
-    engine = make_engine()
-    assert engine.branching_problem is None  # tried before counting
+def passes_of(engine: Any) -> list[tuple[int, Any]]:
+    """Tokens and mask of every pass from now on."""
+    assert engine.branching_problem is None and engine.padded_branches is None  # tried before
     seen: list[tuple[int, Any]] = []
 
     def note(_: Any, args: Any, kwargs: Any) -> None:
         seen.append((kwargs["input_ids"].numel(), kwargs.get("attention_mask")))
 
     engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    request = BranchRequest(
-        token_ids=trunk(300), branches=(branch(100, trunk(5)), branch(60, trunk(11)))
-    )
-    engine.score_branches([request])
+    return seen
+
+
+EARLY = BranchRequest(token_ids=trunk(300), branches=(branch(100, trunk(5)), branch(60, trunk(11))))
+"""The trunk goes on long after its last splice."""
+
+
+def test_the_cost_is_the_trunk_up_to_the_last_splice_and_the_branches(make_engine: Make) -> None:
+    engine = make_engine()
+    seen = passes_of(engine)
+    engine.score_branches([EARLY])
+    assert seen == [(100, None), (16, None)]
+
+
+def test_samples_of_a_prompt_share_it_under_hints_too(make_engine: Make) -> None:
+    engine = make_engine()
+    requests = [
+        BranchRequest(
+            token_ids=(*trunk(40), 90 + n, *trunk(19)),
+            scored=(False,) * 50 + (True,) * 10,
+            # One leaves within the prompt, one where the answer begins.
+            branches=(branch(30, trunk(7), scored=(0, 3)), branch(40, (5, 6, 7), scored=(0, 2))),
+        )
+        for n in range(2, 6)
+    ]
+    seen = passes_of(engine)
+    check(engine, requests, found := engine.score_branches(requests, hidden=True))
+    assert len(found) == 4 and [tokens for tokens, _ in seen[:2]] == [40 + 4 * 19, 4 * 10]
+
+
+def test_padded_trunks_cost_hardly_more(make_engine: Make) -> None:
+    engine = make_engine()
+    seen = passes_of(engine)
+    engine.padded_branches = "asked for"
+    engine.score_branches([EARLY])
     (trunk_tokens, no_mask), (branch_tokens, mask) = seen
     assert trunk_tokens == 100 and no_mask is None
     assert 16 <= branch_tokens < 16 + 8
@@ -211,6 +259,7 @@ def test_a_mask_too_large_for_memory_is_taken_in_parts(
 ) -> None:
     engine = make_engine()
     assert engine.branching_problem is None
+    engine.padded_branches = "asked for"
     monkeypatch.setattr(module, "mask_entries", lambda device: 1000)
     masks: list[torch.Size] = []
     original = module.branch_mask
@@ -230,8 +279,9 @@ def test_a_mask_too_large_for_memory_is_taken_in_parts(
     assert masks[0][-1] < masks[-1][-1], "early branches are spared the end of the trunk"
 
 
+@ways
 @pytest.mark.parametrize("adapter", ["on", "off"])
-def test_with_lora(make_engine: Make, adapter: str) -> None:
+def test_with_lora(make_engine: Make, adapter: str, padded: str | None) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = tiny_model()
@@ -243,6 +293,7 @@ def test_with_lora(make_engine: Make, adapter: str) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     engine = make_engine(model)
+    engine.padded_branches = padded
     adapted = engine.score_branches(VARIOUS, hidden=True)
     if adapter == "on":
         check(engine, VARIOUS, adapted)
@@ -253,12 +304,14 @@ def test_with_lora(make_engine: Make, adapter: str) -> None:
     assert not torch.allclose(bare[0].branches[0].logp_T, adapted[0].branches[0].logp_T, atol=1e-2)
 
 
+@ways
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_in_sixteen_bits(autocast: torch.dtype | None) -> None:
+def test_in_sixteen_bits(autocast: torch.dtype | None, padded: str | None) -> None:
     from tiny import tiny_tokenizer
 
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
     engine = TransformersEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)
+    engine.padded_branches = padded
     one = engine.score_branches(VARIOUS, hidden=True)
     assert one[0].note is None
     other = score_branches_separately(engine, VARIOUS, hidden=True)

@@ -72,6 +72,20 @@ def test_the_kernel_of_a_gpu_is_called_as_it_should_be(
     compare(qwen3().double())
 
 
+@pytest.mark.parametrize("most", [2**17, 45])
+def test_keys_that_are_picked_by_index_as_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    model = qwen3().double()
+    _, joined = read(model)
+    monkeypatch.setattr(kept, "by_index", lambda device: True)
+    monkeypatch.setattr(kept, "most_keys", lambda device: most)
+    compare(model)
+    _, picked = read(model)
+    if most > 45:  # the same passes, and so the same numbers
+        assert all(torch.equal(a, b) for a, b in zip(joined, picked, strict=True))
+
+
 def test_few_keys_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model().double()
     sizes: list[int] = []
