@@ -196,6 +196,9 @@ class Session(Protocol):
         The last token that a row wrote nobody has read yet: its next prompt begins with that.
         """
 
+    def restart(self, row: int) -> None:
+        """Its conversation is over; its next prompt begins another."""
+
 
 class Engine(Protocol):
     """A model that can write and that can say how likely a text is."""

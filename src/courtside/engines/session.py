@@ -134,6 +134,9 @@ class KeptSession:
         with self.casting(), packed_where_it_pays(self.model, self.head, num_steps=steps):
             return self._write(rows, self._read(reads), requests, sampling)
 
+    def restart(self, row: int) -> None:
+        self.length[row] = 0
+
     def _write(
         self,
         rows: Sequence[int],
@@ -305,3 +308,6 @@ class RereadingSession:
         for row, request, sample in zip(rows, whole, written, strict=True):
             self.read[row] = request.prompt_ids + sample.token_ids[:-1]
         return written
+
+    def restart(self, row: int) -> None:
+        self.read[row] = ()

@@ -71,6 +71,9 @@ class SlotSession:
         asked = dict(zip(rows, range(len(rows)), strict=True))
         return self._serve(asked, deque(), requests, sampling)
 
+    def restart(self, row: int) -> None:
+        self.length[row] = 0
+
     def sample_all(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
         """Any number of requests, each from an empty row as soon as one is free."""
         first = dict(zip(range(self.num_rows), range(len(requests)), strict=False))
@@ -116,7 +119,7 @@ class SlotSession:
                     count = min(len(free), len(waiting))
                     new = {free.pop(): waiting.popleft() for _ in range(count)}
                     for row in new:
-                        self.length[row] = 0
+                        self.restart(row)
                     self._begin(decoder, new, requests)
                     at_work |= new
         return record.samples()

@@ -1,20 +1,22 @@
-"""Episodes of many turns, a batch of them at a time.
+"""Episodes of many turns, as many at a time as there is room for.
 
 The student writes, the environment answers, and what was read and written stays in the engine's
-session, so a turn costs its own tokens. An environment that raises, hangs or says too much ends
+session, so a turn costs its own tokens. An episode that has ended makes way for one that waits. An
+environment that raises, hangs or says too much ends
 its own turn or episode with an error that the student sees, never the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
 from courtside.chat.turns import ASK, Turns
 from courtside.config import Limits, Rollout
-from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.rollout.bounded import Outcome, call_all
 from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for
@@ -57,6 +59,8 @@ class Start:
 
 @dataclass(slots=True)
 class _Playing:
+    number: int
+    """Its place among those that are played."""
     start: Start
     episode: Episode
     turns: list[Turn]
@@ -120,12 +124,43 @@ class AgentRollout:
         self, starts: Sequence[Start], sampling: Sampling, *, version: int
     ) -> list[Trajectory]:
         """Episodes from their beginning to their end, in order."""
+        if not starts:
+            return []
         num_places = self._num_places(starts, sampling)
-        size = max(1, self.engine.max_batch_tokens // num_places)  # held at once
-        played: list[Trajectory] = []
-        for first in range(0, len(starts), size):
-            played += self._play_some(starts[first : first + size], sampling, version, num_places)
-        return played
+        num_rows = min(len(starts), max(1, self.engine.max_batch_tokens // num_places))
+        session = self.engine.session(num_rows, num_places=num_places)
+        waiting, free = deque(enumerate(starts)), deque(range(num_rows))
+        playing: dict[int, _Playing] = {}
+        """By row of the session."""
+        played: dict[int, Trajectory] = {}
+        while waiting or playing:
+            while waiting and free:
+                session.restart(row := free.popleft())
+                playing[row] = self._begun(*waiting.popleft())
+            for row, one in list(playing.items()):
+                if not self._may_write(one, sampling):
+                    played[one.number] = self._ended(one, sampling, version)
+                    free.append(row)
+                    del playing[row]
+            if playing and not (waiting and free):
+                self._turn(session, playing, sampling)
+        return [played[number] for number in range(len(starts))]
+
+    def _turn(self, session: Session, playing: Mapping[int, _Playing], sampling: Sampling) -> None:
+        """Of every row: the student writes, and the environment answers."""
+        requests = [
+            SampleRequest(
+                prompt_ids=one.unread, seed=seed_for(one.start.seed, "turn", one.num_written)
+            )
+            for one in playing.values()
+        ]
+        written = session.sample(list(playing), requests, sampling)
+        answers = call_all(
+            [_step(one.episode, s) for one, s in zip(playing.values(), written, strict=True)],
+            seconds=self.limits.step_seconds,
+        )
+        for one, sample, answer in zip(playing.values(), written, answers, strict=True):
+            self._continue(one, sample, answer)
 
     def _corrected(self, played: Trajectory) -> Iterator[Trajectory]:
         """Each turn that went wrong, as the environment would have had it, where that is known."""
@@ -158,31 +193,10 @@ class AgentRollout:
         )
         return min(expected, self.max_tokens)
 
-    def _play_some(
-        self, starts: Sequence[Start], sampling: Sampling, version: int, num_places: int
-    ) -> list[Trajectory]:
-        session = self.engine.session(len(starts), num_places=num_places)
-        playing = [self._begun(start) for start in starts]
-        while going := [row for row, one in enumerate(playing) if self._may_write(one, sampling)]:
-            requests = [
-                SampleRequest(
-                    prompt_ids=playing[row].unread,
-                    seed=seed_for(playing[row].start.seed, "turn", playing[row].num_written),
-                )
-                for row in going
-            ]
-            written = session.sample(going, requests, sampling)
-            answers = call_all(
-                [_step(playing[row].episode, s) for row, s in zip(going, written, strict=True)],
-                seconds=self.limits.step_seconds,
-            )
-            for row, sample, answer in zip(going, written, answers, strict=True):
-                self._continue(playing[row], sample, answer)
-        return [self._ended(one, sampling, version) for one in playing]
-
-    def _begun(self, start: Start) -> _Playing:
+    def _begun(self, number: int, start: Start) -> _Playing:
         prompt = self.turns.prompt_turn(start.task)
         return _Playing(
+            number=number,
             start=start,
             episode=start.begin(start.task),
             turns=[prompt],

@@ -87,6 +87,35 @@ def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataO
 
 
 @EACH
+def test_a_row_that_starts_again_knows_nothing_of_what_it_had(engine: TransformersEngine) -> None:
+    """Its first and others begin alike, one of them after it has gone on to something else."""
+    sampling = Sampling(max_new_tokens=5, temperature=0.7)
+    alike, other = (7,) * 20, (9, 8, 7)
+    script = [
+        ({}, {0: alike, 1: alike, 2: other}),
+        ({}, {1: (3, 4), 2: (5,)}),
+        ({0}, {0: other, 1: (6, 6)}),  # the row whose beginning the next one shares
+        ({2}, {0: (4,), 1: (2, 2), 2: alike}),
+        ({1, 2}, {0: (5, 5), 1: alike, 2: other}),
+    ]
+    sessions = [engine.session(3), rereading(ENGINE, 3)]
+    last: dict[int, tuple[int, ...]] = {}
+    for number, (anew, told) in enumerate(script):
+        for row in anew:
+            last.pop(row)
+            for session in sessions:
+                session.restart(row)
+        requests = [
+            SampleRequest(prompt_ids=last.get(row, ()) + ids, seed=100 * number + row)
+            for row, ids in told.items()
+        ]
+        ours, right = (dict(zip(told, s.sample(list(told), requests, sampling), strict=True))
+                       for s in sessions)  # fmt: skip
+        same([ours], [right])
+        last |= {row: sample.token_ids[-1:] for row, sample in ours.items()}
+
+
+@EACH
 def test_a_turn_costs_its_own_tokens(engine: TransformersEngine) -> None:
     seen: list[int] = []
     hook = engine.model.model.embed_tokens.register_forward_hook(

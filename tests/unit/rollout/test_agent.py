@@ -110,16 +110,49 @@ def test_sampler_logps_are_those_of_the_whole_sequence() -> None:
 
 def test_episodes_do_not_depend_on_their_company() -> None:
     together = {one.id: one.token_ids for one in play(rollout(), 5)}
-    few = rollout()
-    few.engine = copy(ENGINE)
-    few.engine.max_batch_tokens = 1  # one at a time
-    sizes: list[int] = []
-    whole = few.engine.session
-    few.engine.session = lambda n, **named: (  # type: ignore[method-assign]
-        sizes.append(n) or whole(n, **named)
-    )
+    few, sizes = with_room_for(1, rollout())
     assert {one.id: one.token_ids for one in play(few, 5)} == together
-    assert sizes == [1] * 5
+    assert sizes and set(sizes) == {1}
+
+
+def with_room_for(num_rows: int, agent: AgentRollout) -> tuple[AgentRollout, list[int]]:
+    """The same with little room, and how many rows write in every turn that is played."""
+    agent.engine = copy(ENGINE)
+    sizes: list[int] = []
+    whole = agent.engine.session
+
+    def session(num: int, *, num_places: int) -> Any:
+        assert num <= num_rows
+        made: Any = whole(num, num_places=num_places)
+        write = made.sample
+        made.sample = lambda rows, *more: sizes.append(len(rows)) or write(rows, *more)
+        return made
+
+    agent.engine.session = session  # type: ignore[method-assign]
+    start = Start(id="e", task=TASK, seed=0, begin=agent.begin)
+    agent.engine.max_batch_tokens = num_rows * agent._num_places([start], agent.sampling)
+    return agent, sizes
+
+
+def test_an_episode_that_has_ended_makes_way_for_one_that_waits() -> None:
+    """Some end after two turns, one after six: nobody waits for it, and none waits for a row."""
+    num_turns = [2, 6, 2, 2, 2, 2, 1, 1]
+    began: list[str] = []
+
+    def begin(task: Task) -> Count:
+        began.append(task.id)
+        return Count(num_turns[len(began) - 1])
+
+    whole = play(rollout(begin), len(num_turns))
+    began.clear()
+    few, sizes = with_room_for(3, rollout(begin))
+    played = play(few, len(num_turns))
+    assert [one.id for one in played] == [one.id for one in whole]
+    assert [one.token_ids for one in played] == [one.token_ids for one in whole]
+    assert [one.stop for one in played] == ["done"] * len(num_turns)
+    # 18 turns in six rounds of three, where waves of three episodes would take 6 + 2 + 1.
+    assert sizes == [3] * 6
+    assert few.play([], few.sampling, version=7) == []
 
 
 def test_samples_of_one_task_differ_and_are_named() -> None:
