@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -20,6 +20,8 @@ from courtside.errors import ModelError
 from courtside.types import Event, Message, Role, Sample, Task, Turn
 
 ASK = Message(role="user", content="Is it?")
+REMEMBERED = 2048
+"""Stretches: samples of a task have its prompt, and a hint is put above what was rendered once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,20 @@ class Turns:
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
         self._known: set[tuple[Role, Role]] = set()
+        self._prompt = lru_cache(REMEMBERED)(self._rendered_prompt)
+        self._between = lru_cache(REMEMBERED)(self._rendered_between)
 
     # ── ids ──────────────────────────────────────────────────────────────────────────────────────
 
     def prompt(self, messages: Sequence[Message]) -> Stretch:
         """A conversation's beginning."""
+        return self._prompt(tuple(messages))
+
+    def between(self, messages: Sequence[Message]) -> Stretch:
+        """What stands behind an assistant's end token when `messages` come next."""
+        return self._between(tuple(messages))
+
+    def _rendered_prompt(self, messages: tuple[Message, ...]) -> Stretch:
         (cut,) = free_marks(messages)
         bare, opened = (
             self.renderer.render(messages, cut, add_generation_prompt=begin)
@@ -49,8 +60,7 @@ class Turns:
         )
         return self._stretch(bare, opened, cut)
 
-    def between(self, messages: Sequence[Message]) -> Stretch:
-        """What stands behind an assistant's end token when `messages` come next."""
+    def _rendered_between(self, messages: tuple[Message, ...]) -> Stretch:
         assert all(message.role != "assistant" for message in messages)
         roles: list[Role] = ["assistant", *(message.role for message in messages)]
         for previous, role in pairwise(roles):

@@ -33,9 +33,17 @@ class Drawn:
 
     def extend(self, row: int, ids: list[int], logps: list[float]) -> None:
         """Several tokens of one row, up to where it stops."""
-        for token, logp in zip(ids, logps, strict=True):
-            if not self.add([row], [token], [logp]):
-                break
+        if self.sampling.stop:
+            for token, logp in zip(ids, logps, strict=True):
+                if not self.add([row], [token], [logp]):
+                    break
+            return
+        end = next((i for i, token in enumerate(ids) if token in self.eos), None)
+        if end is not None:
+            self.ended[row] = "eos"
+            ids, logps = ids[: end + 1], logps[: end + 1]
+        self.ids[row] += ids
+        self.logp[row] += logps
 
     def stops(self, ids: list[int]) -> bool:
         """Whether there is a stop string in a text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -128,9 +129,18 @@ def test_the_cost_of_a_turn_does_not_depend_on_how_many_went_before() -> None:
     turns = turns_for("thinking", "breaks")
     turns.between([RESULT])
     begin = time.perf_counter()
-    for _ in range(200):
-        turns.between([RESULT])
+    for n in range(200):
+        turns.between([replace(RESULT, content=f"{RESULT.content} {n}")])
     assert time.perf_counter() - begin < 2.0
+
+
+def test_what_was_rendered_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = turns_for("chatml")
+    ask, other = (Message(role="user", content=text) for text in ("So?", "Not so?"))
+    first = [turns.prompt([ask]), turns.between([ask]), turns.prompt([other])]
+    assert len({stretch.token_ids for stretch in first}) == 3
+    monkeypatch.setattr(turns.renderer, "render", None)
+    assert [turns.prompt((ask,)), turns.between((ask,)), turns.prompt([other])] == first
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,30 @@
+"""Tokens that come many at a time count as those that come one by one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from courtside.engines.base import Sampling
+from courtside.engines.drawn import Drawn
+
+TOKENIZER = tiny_tokenizer()
+
+
+@given(
+    ids=st.lists(st.integers(1, 12), max_size=12),
+    eos=st.frozensets(st.integers(1, 12), max_size=3),
+    stop=st.lists(st.text("abc", min_size=1, max_size=2), max_size=1),
+)
+def test_many_at_a_time_are_those_one_by_one(
+    ids: list[int], eos: frozenset[int], stop: list[str]
+) -> None:
+    sampling = Sampling(max_new_tokens=12, stop=tuple(stop))
+    at_once, one_by_one = (Drawn(2, eos, sampling, TOKENIZER) for _ in range(2))
+    logps = [-0.5 * i for i in range(len(ids))]
+    at_once.extend(1, ids, logps)
+    for token, logp in zip(ids, logps, strict=True):
+        if not one_by_one.add([1], [token], [logp]):
+            break
+    assert at_once.samples() == one_by_one.samples()
