@@ -307,9 +307,10 @@ class Read:
     indices: Sequence[int]
     hidden_ND: Tensor
     """Of their trunks, then of all branches."""
-    asked: Sequence[tuple[Place, ScoreRequest]]
-    """Where it lies and what it predicts, of each request: the trunk where that is scored, then the
-    branches."""
+    trunks: tuple[Sequence[Place], Sequence[ScoreRequest]]
+    """Where each lies and what it predicts; of requests whose trunks are scored."""
+    branches: tuple[Sequence[Place], Sequence[ScoreRequest]]
+    """The same of all branches, request by request."""
 
 
 def read_together(
@@ -320,20 +321,30 @@ def read_together(
     branches: Sequence[Sequence[Tensor]],
 ) -> Read:
     """`places`: where each request's trunk lies; `branches`: hidden states of each of its own."""
-    asked: list[tuple[Place, ScoreRequest]] = []
+    scored = [
+        (place, request.trunk())
+        for request, place in zip(requests, places, strict=True)
+        if request.scored is not None
+    ]
+    lying: list[Place] = []
+    asked: list[ScoreRequest] = []
     start = len(trunk_ND)
     for request, place, parts in zip(requests, places, branches, strict=True):
-        if request.scored is not None:
-            asked.append((place, request.trunk()))
         for branch, part_ND in zip(request.branches, parts, strict=True):
             own = Place(start=start)
             if branch.splice:  # the trunk predicts its first token
                 (before,) = place.of([branch.splice - 1])
                 own = Place(start=start, prefix_start=before, num_prefix=1)
-            asked.append((own, request.sequence(branch, start=branch.splice - own.num_prefix)))
+            lying.append(own)
+            asked.append(request.sequence(branch, start=branch.splice - own.num_prefix))
             start += len(part_ND)
     hidden_ND = torch.cat([trunk_ND, *(part_ND for parts in branches for part_ND in parts)])
-    return Read(indices=indices, hidden_ND=hidden_ND, asked=asked)
+    return Read(
+        indices=indices,
+        hidden_ND=hidden_ND,
+        trunks=([place for place, _ in scored], [request for _, request in scored]),
+        branches=(lying, asked),
+    )
 
 
 def read_padded(

@@ -34,6 +34,8 @@ def scores_of(
 
     Positions of all requests go through the head together: sequences may be short.
     """
+    if not requests:
+        return []
     device = hidden_ND.device
     places = [[i for i, scored in enumerate(r.scored) if scored] for r in requests]
     counts = [len(its) for its in places]

@@ -262,16 +262,16 @@ class TransformersEngine:
         results: dict[int, BranchScores] = {}
         with self._scoring():
             for read in self._read_branches(requests):
-                lying, asked = [place for place, _ in read.asked], [r for _, r in read.asked]
-                scores = scores_of(
-                    self.head, read.hidden_ND, lying, asked, hidden=hidden, top_k=top_k
+                # Apart: whoever keeps hidden states of branches need not keep those of trunks.
+                trunks, branches = (
+                    iter(scores_of(self.head, read.hidden_ND, *asked, hidden=hidden, top_k=top_k))
+                    for asked in (read.trunks, read.branches)
                 )
-                found = iter(scores)
                 for index in read.indices:
                     request = requests[index]
                     results[index] = BranchScores(
-                        trunk=None if request.scored is None else next(found),
-                        branches=tuple(next(found) for _ in request.branches),
+                        trunk=None if request.scored is None else next(trunks),
+                        branches=tuple(next(branches) for _ in request.branches),
                     )
         return [results[i] for i in range(len(requests))]
 

@@ -338,3 +338,15 @@ def test_requests_that_make_no_sense() -> None:
         BranchRequest(token_ids=trunk(3), branches=(branch(0, (5, 6), scored=(0,)),))
     with pytest.raises(AssertionError, match="without a token"):
         BranchRequest(token_ids=trunk(3), branches=(branch(1, ()),))
+
+
+@ways
+def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
+    make_engine: Make, padded: str | None
+) -> None:
+    engine = make_engine()
+    engine.padded_branches = padded
+    (found,) = engine.score_branches(VARIOUS[:1], hidden=True)
+    (kept,) = {part.hidden_TD.untyped_storage().nbytes() for part in found.branches}
+    rows = sum(sum(branch.scored) for branch in VARIOUS[0].branches)
+    assert kept == rows * found.branches[0].hidden_TD.shape[1] * 8
