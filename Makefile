@@ -14,7 +14,7 @@ help:
 	@echo "make check    lint, format, types, imports, generated reference"
 	@echo "make docs     write docs/reference again"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
-	@echo "make bench    one distillation step against TRL (minutes)"
+	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
 
 demo: .venv/.ready
 	$(BIN)/courtside train $(RECIPE)
@@ -36,6 +36,9 @@ mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py
 
 bench: .venv/.ready .venv-bench/.ready
+	$(BIN)/python benchmarks/head_cpu.py \
+		--python-trl $(BENCH)/python --python-courtside $(BIN)/python
+	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/opd_step.py --side both \
 		--python-trl $(BENCH)/python --python-courtside $(BIN)/python
 

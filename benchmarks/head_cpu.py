@@ -1,10 +1,12 @@
-"""Peak memory of the output head: a divergence over all words against a loss on sampled tokens.
+"""The output head on a CPU: time over the matrix products alone, and memory above the inputs.
 
-8192 trained tokens, hidden size 576, 49152 words, float32, forward and backward. Whole logits would
-take 1.5 GiB for each of the several tensors involved; a chunked head must not hold them. Each
-variant runs in a process of its own and reports how far its resident memory rose above the inputs.
+8192 trained tokens, hidden size 576, 49152 words, float32, forward and backward: courtside's
+reverse KL over all words beside its loss on sampled tokens, plain logits and TRL's version. Whole
+logits would take 1.5 GiB for each of the several tensors involved; a chunked head must not hold
+them. Each variant runs in a process of its own and reports its time and how far its resident memory
+rose above the inputs.
 
-    python benchmarks/head_memory.py --python-trl .venv-bench/bin/python
+    python benchmarks/head_cpu.py --python-trl .venv-bench/bin/python
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from opd_step import GIB, HERE, hardware, run_process
+from opd_step import GIB, HERE, commit, hardware, run_process
 from workload import SEED, peak_rss
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 HIDDEN = 576
 WORDS = 49152
+ROWS = 256
+"""Of logits at a time, for the products alone."""
+ALIKE = ("full", "plain", "trl_full")
+"""Variants with the same loss and gradients."""
 
 
 # ── the variants: forward and backward, gradients left in `.grad`; each returns the loss ─────────
@@ -46,11 +52,32 @@ class Inputs:
     ids_T: Tensor
 
 
-def floor(inputs: Inputs) -> float:
-    """No head at all: only the gradients that every variant must produce."""
+def gradients(inputs: Inputs) -> float:
+    """No head at all: only the gradients that every variant must produce. The floor of memory."""
     loss = inputs.hidden_TD.sum() + inputs.weight_VD.sum()
     loss.backward()
     return float(loss.detach())
+
+
+def products(inputs: Inputs) -> float:
+    """The four matrix products of a divergence and nothing else, no loss. The floor of time."""
+    import torch
+
+    with torch.no_grad():
+        gradient_VD, gradient_TD = (
+            torch.zeros_like(given) for given in (inputs.weight_VD, inputs.hidden_TD)
+        )
+        rooms = [inputs.hidden_TD.new_empty(ROWS, WORDS) for _ in range(2)]
+        for start in range(0, len(inputs.hidden_TD), ROWS):
+            own = slice(start, start + ROWS)
+            hidden_ND, teacher_ND = inputs.hidden_TD[own], inputs.teacher_hidden_TD[own]
+            logits_NV, of_teacher_NV = (room[: len(hidden_ND)] for room in rooms)
+            torch.mm(hidden_ND, inputs.weight_VD.T, out=logits_NV)
+            torch.mm(teacher_ND, inputs.teacher_VD.T, out=of_teacher_NV)
+            torch.mm(logits_NV, inputs.weight_VD, out=gradient_TD[own])
+            gradient_VD.addmm_(logits_NV.T, hidden_ND)
+    inputs.hidden_TD.grad, inputs.weight_VD.grad = gradient_TD, gradient_VD
+    return 0.0
 
 
 def sampled(inputs: Inputs) -> float:
@@ -120,7 +147,7 @@ def trl_full(inputs: Inputs) -> float:
     return float(loss.detach())
 
 
-def whole_logits(inputs: Inputs) -> float:
+def plain(inputs: Inputs) -> float:
     """What a textbook would write. Needs about eight times 1.5 GiB."""
     student_TV = (inputs.hidden_TD @ inputs.weight_VD.T).log_softmax(-1)
     teacher_TV = (inputs.teacher_hidden_TD @ inputs.teacher_VD.T).log_softmax(-1)
@@ -130,11 +157,12 @@ def whole_logits(inputs: Inputs) -> float:
 
 
 RUN: dict[str, Callable[[Inputs], float]] = {
-    "floor": floor,
+    "gradients": gradients,
+    "products": products,
     "sampled": sampled,
     "full": full,
+    "plain": plain,
     "trl_full": trl_full,
-    "whole_logits": whole_logits,
 }
 
 
@@ -186,7 +214,7 @@ def run_variant(args: argparse.Namespace) -> None:
 
 def run_all(args: argparse.Namespace) -> None:
     rows = []
-    with tempfile.TemporaryDirectory(prefix="head-memory-") as folder:
+    with tempfile.TemporaryDirectory(prefix="head-cpu-") as folder:
         for variant in args.variants:
             out = Path(folder) / f"{variant}.json"
             python = args.python_trl if variant == "trl_full" else args.python_courtside
@@ -201,18 +229,14 @@ def run_all(args: argparse.Namespace) -> None:
                 f"loss {row['loss']:.5g}, gradient norm {row['gradient_norm']:.5g}",
                 flush=True,
             )
-    rise = {row["variant"]: row["rise"] for row in rows}
-    ratios = {
-        f"{one}/{other}": rise[one] / rise[other]
-        for one, other in (("full", "sampled"), ("trl_full", "full"), ("whole_logits", "full"))
-        if one in rise and other in rise
-    }
-    for name, ratio in ratios.items():
-        print(f"memory of {name}: {ratio:.2f}")
+    problems = differences(rows)
+    ratios = ratios_of(rows)
+    print(table(rows, ratios))
     result = {
-        "benchmark": "head_memory",
+        "benchmark": "head_cpu",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
         "hardware": hardware(),
         "load_after": os.getloadavg()[0],
         "seed": SEED,
@@ -220,9 +244,55 @@ def run_all(args: argparse.Namespace) -> None:
         "shape": {"tokens": args.tokens, "hidden": HIDDEN, "words": WORDS, "dtype": "float32"},
         "rows": rows,
         "ratios": ratios,
+        "problems": problems,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+def differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Between variants that compute the same."""
+    alike = [row for row in rows if row["variant"] in ALIKE]
+    return [
+        f"{name} of {row['variant']} is {row[name]:.6g}, of {alike[0]['variant']} "
+        f"{alike[0][name]:.6g}: not the same work"
+        for row in alike[1:]
+        for name in ("loss", "gradient_norm")
+        if not math.isclose(row[name], alike[0][name], rel_tol=1e-4)
+    ]
+
+
+def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By variant: time over the products alone; time and memory over courtside's `full`."""
+    by_name = {row["variant"]: row for row in rows}
+    found: dict[str, dict[str, float]] = {name: {} for name in by_name}
+    for name, row in by_name.items():
+        for key, field, base in (
+            ("time_over_products", "seconds", "products"),
+            ("time_over_full", "seconds", "full"),
+            ("memory_over_full", "rise", "full"),
+        ):
+            if base in by_name:
+                found[name][key] = row[field] / by_name[base][field]
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Mapping[str, float]]) -> str:
+    lines = [
+        "| head | time, of the products | memory above inputs, GiB | time, memory over `full` |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        own = ratios[row["variant"]]
+        over = [f"{own[key]:.2f}" if key in own else "–" for key in (
+            "time_over_products", "time_over_full", "memory_over_full",
+        )]  # fmt: skip
+        lines.append(
+            f"| {row['variant']} | {over[0]} | {row['rise'] / GIB:.2f} | {over[1]}, {over[2]} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -231,14 +301,14 @@ def main() -> None:
         "--variants",
         nargs="+",
         choices=tuple(RUN),
-        default=["floor", "sampled", "full", "trl_full"],
+        default=list(RUN),
     )
     parser.add_argument("--variant", choices=tuple(RUN), help="run this one here (internal)")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python-trl", type=Path, default=Path(".venv-bench/bin/python"))
     parser.add_argument("--python-courtside", type=Path, default=Path(".venv/bin/python"))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_memory_cpu.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_cpu.json")
     args = parser.parse_args()
     if args.variant is None:
         run_all(args)
