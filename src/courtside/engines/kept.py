@@ -180,13 +180,10 @@ def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
 
 @torch.no_grad()
 def read_packed_branches(
-    passes: Passes,
-    requests: Sequence[BranchRequest],
-    *,
-    max_tokens: int,
-    most_tokens: int | None = None,
+    passes: Passes, requests: Sequence[BranchRequest], *, max_tokens: int, most_tokens: int
 ) -> Iterator[Read]:
-    """By pass over packed trunks, samples of one prompt with one beginning."""
+    """By pass over packed trunks, samples of one prompt with one beginning. See `shared_batches`
+    for `most_tokens`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
     for batch in passes.batches([[ids] for ids in trunks], max_tokens, most_tokens=most_tokens):
         chosen = [requests[i] for i in batch]

@@ -73,6 +73,7 @@ class SlotSession:
 
     def restart(self, row: int) -> None:
         self.length[row] = 0
+        self._begun.pop(row, None)  # a row that sits out writes over it, and leads nobody
 
     def sample_all(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
         """Any number of requests, each from an empty row as soon as one is free."""
@@ -170,8 +171,6 @@ class SlotSession:
         """Hidden states behind each row's last id. Rows that begin alike share one reading."""
         assert all(reads.values()), "a row must read something before it writes"
         fresh = [row for row in reads if self.length[row] == 0]
-        for row in fresh:
-            self._begun.pop(row, None)
         leader = {ids: row for row, (ids, _) in self._begun.items()}
         hidden: dict[int, Tensor] = {}
         readers = [row for row in reads if self.length[row]]

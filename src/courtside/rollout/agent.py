@@ -2,8 +2,8 @@
 
 The student writes, the environment answers, and what was read and written stays in the engine's
 session, so a turn costs its own tokens. An episode that has ended makes way for one that waits. An
-environment that raises, hangs or says too much ends
-its own turn or episode with an error that the student sees, never the run.
+environment that raises, hangs or says too much ends its own turn or episode with an error that the
+student sees, never the run.
 """
 
 from __future__ import annotations

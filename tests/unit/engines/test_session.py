@@ -96,7 +96,8 @@ def test_a_row_that_starts_again_knows_nothing_of_what_it_had(engine: Transforme
         ({}, {1: (3, 4), 2: (5,)}),
         ({0}, {0: other, 1: (6, 6)}),  # the row whose beginning the next one shares
         ({2}, {0: (4,), 1: (2, 2), 2: alike}),
-        ({1, 2}, {0: (5, 5), 1: alike, 2: other}),
+        ({1, 2}, {0: (5, 5), 1: alike, 2: alike}),
+        ({1}, {0: (3,), 2: (8, 8)}),  # it sits out, where another has the beginning that it led
     ]
     sessions = [engine.session(3), rereading(ENGINE, 3)]
     last: dict[int, tuple[int, ...]] = {}
