@@ -13,7 +13,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from courtside.engines import branches as module
-from courtside.engines import kept
+from courtside.engines import kept, transformers
 from courtside.engines.base import BranchRequest, BranchScores
 from courtside.engines.branches import score_branches_separately
 from courtside.engines.transformers import TransformersEngine
@@ -350,3 +350,13 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
     (kept,) = {part.hidden_TD.untyped_storage().nbytes() for part in found.branches}
     rows = sum(sum(branch.scored) for branch in VARIOUS[0].branches)
     assert kept == rows * found.branches[0].hidden_TD.shape[1] * 8
+
+
+def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "kept_branching_problem", lambda model: "it does not")
+    engine = make_engine()
+    assert engine.passes.problem is None and engine.padded_branches == "it does not"
+    monkeypatch.setattr(transformers, "read_packed_branches", None)
+    check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))
