@@ -39,11 +39,11 @@ from workload import (
 import courtside
 from courtside import assemble as assembling
 from courtside.assemble import assemble
-from courtside.config import Recipe
 from courtside.engines.batching import pass_tokens
 from courtside.loop import train_loop
 from courtside.parts import Parts
-from courtside.recipe_file import load_recipe
+from courtside.recipe import Recipe
+from courtside.recipe.load import load_recipe
 from courtside.report import toml
 from courtside.report.folder import RunFolder
 from courtside.student import weights as student_weights

@@ -40,10 +40,10 @@ from workload import (
 import courtside
 from courtside.assemble import assemble
 from courtside.chat.record import answered
-from courtside.config import Recipe
 from courtside.loop import train_loop
 from courtside.parts import Parts
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe
+from courtside.recipe.load import recipe_from
 from courtside.report.folder import RunFolder
 from courtside.report.screen import SilentScreen
 from courtside.run import Run

@@ -21,10 +21,10 @@ from workload import SEED
 
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import Hints, Limits, Rollout
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Hints, Limits, Rollout
+from courtside.recipe.load import recipe_from
 from courtside.rollout.agent import AgentRollout
 from courtside.student import weights as student_weights
 from courtside.student.batch_tokens import batch_tokens, device_bytes

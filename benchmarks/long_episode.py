@@ -30,9 +30,9 @@ from workload import SEED
 
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import Recipe
 from courtside.engines.transformers import TransformersEngine
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe
+from courtside.recipe.load import recipe_from
 from courtside.student import weights as student_weights
 from courtside.student.live_hints import why_before
 from courtside.student.step import Student

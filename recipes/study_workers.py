@@ -51,7 +51,7 @@ class Job:
 
     def identity(self) -> str:
         """What decides its numbers: the recipe as it is written, overrides included."""
-        from courtside.recipe_file import load_recipe
+        from courtside.recipe.load import load_recipe
 
         recipe = load_recipe(self.recipe, self.overrides)
         return recipe.model_dump_json(exclude_unset=True, exclude={"run"})
@@ -130,7 +130,7 @@ def work(jobs: Connection) -> None:
 
 def do(job: Job) -> None:
     """Train, measure and write the outcome; the run is finished when that file is there."""
-    from courtside.recipe_file import load_recipe
+    from courtside.recipe.load import load_recipe
     from courtside.report.disk import replace_file
     from courtside.report.screen import PlainScreen
     from courtside.verbs import export, train

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from courtside.config import Recipe, Refused
-from courtside.recipe_types import is_section, kind_of, kinds, options, plain
+from courtside.recipe import Recipe, Refused
+from courtside.recipe.schema import is_section, kind_of, kinds, options, plain
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 WORDS = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}

@@ -214,7 +214,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 def child(request: dict[str, Any]) -> int:
     from courtside.errors import Interrupted, RunError, UserError
-    from courtside.recipe_file import recipe_from
+    from courtside.recipe.load import recipe_from
     from courtside.report.screen import PlainScreen
     from courtside.verbs import train
 
@@ -243,7 +243,7 @@ def warm_up(tree: dict[str, Any]) -> None:
     import torch
 
     from courtside.assemble import assemble
-    from courtside.recipe_file import recipe_from
+    from courtside.recipe.load import recipe_from
 
     torch.set_num_threads(1)
     parts = assemble(recipe_from(tree | {"student": tree["student"] | {"device": "cpu"}}))

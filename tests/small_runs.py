@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from courtside.config import Recipe
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe
+from courtside.recipe.load import recipe_from
 
 
 def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) -> dict[str, Any]:

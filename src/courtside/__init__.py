@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.config import Recipe
-    from courtside.recipe_file import load_recipe, recipe_from
+    from courtside.recipe import Recipe
+    from courtside.recipe.load import load_recipe, recipe_from
     from courtside.report.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
     from courtside.verbs import evaluate_student, export, rescore, train
@@ -41,15 +41,15 @@ _HOMES = {
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
-    "Recipe": "courtside.config",
+    "Recipe": "courtside.recipe",
     "RunFolder": "courtside.report.folder",
     "Task": "courtside.types",
     "Trajectory": "courtside.types",
     "Turn": "courtside.types",
     "evaluate_student": "courtside.verbs",
     "export": "courtside.verbs",
-    "load_recipe": "courtside.recipe_file",
-    "recipe_from": "courtside.recipe_file",
+    "load_recipe": "courtside.recipe.load",
+    "recipe_from": "courtside.recipe.load",
     "rescore": "courtside.verbs",
     "train": "courtside.verbs",
 }

@@ -15,14 +15,6 @@ import torch
 from courtside.chat.recorded import recorded
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import (
-    ModelTeacher,
-    Recipe,
-    RoutedTeacher,
-    SelfTeacher,
-    tasks_with,
-    teachers_of,
-)
 from courtside.engines.arithmetic import arithmetic
 from courtside.engines.freed import keep_freed_memory
 from courtside.engines.int8 import quantise
@@ -34,6 +26,14 @@ from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
 from courtside.reader.factory import reader_for
 from courtside.reader.own import own_ask
+from courtside.recipe import (
+    ModelTeacher,
+    Recipe,
+    RoutedTeacher,
+    SelfTeacher,
+    tasks_with,
+    teachers_of,
+)
 from courtside.recordings import named_by_hints, recorded_rollout
 from courtside.rollout.agent import AgentRollout, goes_well
 from courtside.rollout.recorded import RecordedRollout

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from courtside.chat.render import Renderer
-from courtside.config import ModelReader, Recipe, SeveralReaders, teachers_of
 from courtside.engines.base import Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
 from courtside.reader.base import Reader
+from courtside.recipe import ModelReader, Recipe, SeveralReaders, teachers_of
 from courtside.rollout.agent import AgentRollout, Start
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.single import SingleTurnRollout

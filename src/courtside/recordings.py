@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from courtside.chat.turns import Turns
-from courtside.config import ConversationTasks, Recipe, persons_of
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
 from courtside.reader.person import hinted_names
+from courtside.recipe import ConversationTasks, Recipe, persons_of
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.stored import StoredRollout, told_otherwise
 from courtside.tasks.base import TaskSource

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from courtside.config import Recipe
 from courtside.errors import RecipeError, UserError
-from courtside.recipe_file import load_recipe
+from courtside.recipe import Recipe
+from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
-from courtside.recipe_file import recipe_from
+from courtside.recipe.load import recipe_from
 from courtside.student.components import components
 from courtside.student.tally import Tally
 from courtside.types import Hint, Scored

@@ -16,7 +16,7 @@ import torch
 from run_server import RunServer
 from small_runs import contents, digest, small_tree, write_jsonl
 
-from courtside.recipe_file import recipe_from
+from courtside.recipe.load import recipe_from
 from courtside.report.folder import RunFolder
 from courtside.student import checkpoints
 from courtside.verbs import train

@@ -13,7 +13,7 @@ import torch
 from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
 from courtside.parts import Parts
-from courtside.recipe_file import recipe_from
+from courtside.recipe.load import recipe_from
 from courtside.types import Trajectory
 
 Prepare = Callable[..., Parts]

@@ -12,9 +12,9 @@ from one_step import gradients
 from small_runs import digest, small_recipe
 
 from courtside.assemble import assemble
-from courtside.config import Recipe
 from courtside.errors import RecipeError
-from courtside.recipe_file import load_recipe
+from courtside.recipe import Recipe
+from courtside.recipe.load import load_recipe
 from courtside.report.folder import RunFolder
 from courtside.report.hints_file import write_hint
 from courtside.report.parquet import StoredTrajectory

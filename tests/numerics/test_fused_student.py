@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from courtside.config import Loss
 from courtside.engines.base import Head
+from courtside.recipe import Loss
 from courtside.student import fused_head, head
 from courtside.student.components import Component
 from courtside.student.rows import Rows

@@ -11,7 +11,7 @@ from courtside.chat.render import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine
-from courtside.recipe_file import load_recipe
+from courtside.recipe.load import load_recipe
 from courtside.types import Message
 from courtside.verbs import train
 

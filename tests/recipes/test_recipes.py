@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from courtside.recipe_file import load_recipe
+from courtside.recipe.load import load_recipe
 from courtside.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]

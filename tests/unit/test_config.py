@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from courtside.config import Ramp, Recipe, SelfTeacher, Train, teachers_of
 from courtside.errors import RecipeError, UserError
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Ramp, Recipe, SelfTeacher, Train, teachers_of
+from courtside.recipe.load import recipe_from
 from courtside.report import toml
 
 DIVERGENCE = {"kind": "divergence"}

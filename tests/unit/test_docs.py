@@ -21,10 +21,10 @@ from typer.main import get_command
 import courtside
 from courtside import errors
 from courtside.cli.app import app
-from courtside.config import Recipe
-from courtside.library import built_in_files, find_recipe
-from courtside.recipe_file import load_recipe, recipe_from
-from courtside.recipe_types import inside, kinds, options
+from courtside.recipe import Recipe
+from courtside.recipe.builtin import built_in_files, find_recipe
+from courtside.recipe.load import load_recipe, recipe_from
+from courtside.recipe.schema import inside, kinds, options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (

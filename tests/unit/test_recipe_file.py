@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from courtside.config import Recipe
 from courtside.errors import RecipeError
-from courtside.recipe_file import load_recipe
+from courtside.recipe import Recipe
+from courtside.recipe.load import load_recipe
 
 TEXT = """
 [student]

@@ -36,8 +36,8 @@ def evaluate(
 ) -> None:
     """Measure a student on held-out tasks, with 95% intervals."""
     from courtside.errors import UserError
-    from courtside.library import RECIPE, find_recipe
-    from courtside.recipe_file import load_recipe
+    from courtside.recipe.builtin import RECIPE, find_recipe
+    from courtside.recipe.load import load_recipe
 
     run = Path(target) if (Path(target) / "checkpoints").is_dir() else None
     if run is None and step is not None:

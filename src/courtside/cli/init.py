@@ -18,7 +18,7 @@ def init(
 ) -> None:
     """Copy a built-in recipe, to be edited."""
     from courtside.errors import UserError
-    from courtside.library import RECIPE, built_in_file
+    from courtside.recipe.builtin import RECIPE, built_in_file
 
     source = built_in_file(name)
     target = (folder or Path(name)) / RECIPE

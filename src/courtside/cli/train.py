@@ -27,8 +27,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a student. The same command goes on with a run that was interrupted."""
-    from courtside.library import find_recipe, recipe_name
-    from courtside.recipe_file import load_recipe
+    from courtside.recipe.builtin import find_recipe, recipe_name
+    from courtside.recipe.load import load_recipe
 
     file = find_recipe(recipe)
     tree = load_recipe(file, overrides or ())

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from courtside.errors import ModelError
-from courtside.library import adapter_folder
+from courtside.recipe.builtin import adapter_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

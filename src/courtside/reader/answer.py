@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from courtside.config.reader import ModelReader
 from courtside.plain_text import one_line
 from courtside.reader.shown import Window
 from courtside.reader.wording import shortened
+from courtside.recipe.reader import ModelReader
 from courtside.types import Hint, Trajectory
 
 MAX_TRIES = 200

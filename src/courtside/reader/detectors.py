@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from courtside.config.reader import Rule
 from courtside.reader.episode import Episode
 from courtside.reader.wording import span_at, span_of
+from courtside.recipe.reader import Rule
 
 ADMITS = re.compile(
     r"\b(?:errors?|exception|fail(?:ed|s|ure)?|unable|cannot|can['’]t|could(?: not|n['’]t)"

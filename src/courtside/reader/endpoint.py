@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from courtside.config.reader import ModelReader
 from courtside.errors import RecipeError, RunError
 from courtside.plain_text import one_line
 from courtside.reader.asking import Reply
 from courtside.reader.wording import shortened
+from courtside.recipe.reader import ModelReader
 from courtside.types import Message
 
 LONGEST_WAIT = 60.0

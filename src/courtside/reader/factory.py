@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from courtside.config.reader import (
-    ModelReader,
-    PersonReader,
-    RulesReader,
-    SeveralReaders,
-)
 from courtside.errors import RecipeError
 from courtside.reader.asking import Ask
 from courtside.reader.base import Reader
@@ -17,6 +11,12 @@ from courtside.reader.compose import Composed
 from courtside.reader.model import ByModel
 from courtside.reader.person import ByPerson
 from courtside.reader.rules import ByRules
+from courtside.recipe.reader import (
+    ModelReader,
+    PersonReader,
+    RulesReader,
+    SeveralReaders,
+)
 
 
 def reader_for(

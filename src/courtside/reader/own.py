@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from courtside.chat.render import Renderer
-from courtside.config.reader import ModelReader
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.reader.asking import Ask, Reply
+from courtside.recipe.reader import ModelReader
 from courtside.seeds import seed_for
 from courtside.types import Message
 

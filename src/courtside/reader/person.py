@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from courtside.config.reader import PersonReader
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reading, total
+from courtside.recipe.reader import PersonReader
 from courtside.report.hints_file import hinted_id, parse_hints
 from courtside.types import Hint, Trajectory
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from courtside.config.reader import ModelReader
 from courtside.reader.base import targets
+from courtside.recipe.reader import ModelReader
 from courtside.types import Trajectory, Turn
 
 OPEN, CLOSE = "=== record begins ===", "=== record ends ==="

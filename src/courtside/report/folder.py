@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from courtside.config import Recipe
 from courtside.errors import RecipeError, UserError
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe
+from courtside.recipe.load import recipe_from
 from courtside.report import toml
 from courtside.report.disk import replace_file, writing
 from courtside.report.environment import environment

@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from courtside.config import PersonReader, Recipe, persons_of
 from courtside.errors import RunError, UserError
 from courtside.plain_text import one_line
+from courtside.recipe import PersonReader, Recipe, persons_of
 from courtside.report.disk import replace_file
 from courtside.types import Hint, Trajectory
 

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.report import toml
 from courtside.report.curves import error_figure, evaluation_figure, is_student, metric_figures
 from courtside.report.disk import replace_file

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from courtside.config import Recipe
 from courtside.errors import RecipeError, UserError
+from courtside.recipe import Recipe
 from courtside.report.disk import TEMPORARY
 
 RECIPE = "recipe.toml"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.report.summary import compact, duration, summary
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from courtside.config import Loss, ModelTeacher, Reader, Recipe, SelfTeacher, teachers_of
+from courtside.recipe import Loss, ModelTeacher, Reader, Recipe, SelfTeacher, teachers_of
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 

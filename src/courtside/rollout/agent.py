@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Protocol
 
 from courtside.chat.turns import ASK, Turns
-from courtside.config import Limits, Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
+from courtside.recipe import Limits, Rollout
 from courtside.rollout.bounded import Outcome, call_all
 from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for

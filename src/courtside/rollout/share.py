@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from courtside.config import Rollout
 from courtside.engines.base import Sampling
+from courtside.recipe import Rollout
 from courtside.seeds import seed_for
 from courtside.types import Task
 

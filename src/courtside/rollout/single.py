@@ -7,9 +7,9 @@ from typing import Literal
 
 from courtside.chat.record import answered
 from courtside.chat.render import Renderer
-from courtside.config import Rollout
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
+from courtside.recipe import Rollout
 from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory

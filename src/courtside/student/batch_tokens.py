@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.student.activations import num_twins
 from courtside.student.weights import StudentWeights
 

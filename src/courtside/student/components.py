@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from courtside.config import Loss, PolicyGradientLoss
 from courtside.errors import TaskError
 from courtside.losses.policy_gradient import group_advantage
+from courtside.recipe import Loss, PolicyGradientLoss
 from courtside.types import Scored, Trajectory
 
 

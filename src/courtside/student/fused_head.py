@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.config import DivergenceLoss, Loss
 from courtside.engines.base import Head
 from courtside.engines.batching import placed
 from courtside.losses.fused import Plan, divergence_head
@@ -33,6 +32,7 @@ from courtside.losses.fused_records import (
     Support,
 )
 from courtside.losses.reduce import reduce_sum_over
+from courtside.recipe import DivergenceLoss, Loss
 from courtside.student import head as autograd
 from courtside.student.components import Component
 from courtside.student.rows import Rows

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from courtside.config import DivergenceLoss, Loss
 from courtside.engines.base import Head
 from courtside.engines.batching import placed
 from courtside.losses.full import divergence, entropy, entropy_aware, extrapolated, reverse_kl
 from courtside.losses.reduce import reduce_sum_over
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
+from courtside.recipe import DivergenceLoss, Loss
 from courtside.student.components import Component
 from courtside.student.rows import Rows
 from courtside.student.sampled import sampled_loss, watch

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from courtside.config import Recipe, SelfTeacher
 from courtside.engines.base import Head, ScoreRequest, Scores
 from courtside.engines.kept import kept_branch_hidden, kept_branching_problem
 from courtside.engines.prefixes import Place
 from courtside.engines.scoring import scores_of
+from courtside.recipe import Recipe, SelfTeacher
 from courtside.types import Scored
 
 # ── when ─────────────────────────────────────────────────────────────────────────────────────────

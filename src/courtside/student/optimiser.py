@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.student.host_moments import HostMoments
 
 

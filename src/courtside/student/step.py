@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from courtside.config import Recipe
 from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens, placed
 from courtside.engines.few_launches import Replacement, few_launches, lean_layers, replaced
@@ -21,6 +20,7 @@ from courtside.engines.kept import keeping
 from courtside.engines.passes import Passes, tried_passes
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
+from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.student.components import Component, components, pairs, trained_tokens
 from courtside.student.fused_head import Heads, backward_through_head

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from courtside.config import ArithmeticTasks
+from courtside.recipe import ArithmeticTasks
 from courtside.tasks.base import Space, choose, split_of, task_id
 from courtside.types import Message, Split, Task
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from courtside.config import DatasetTasks
 from courtside.errors import TaskError, UserError
+from courtside.recipe import DatasetTasks
 from courtside.tasks.records import Record, tasks_from
 from courtside.types import Task
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from courtside.config import InstructionTasks
+from courtside.recipe import InstructionTasks
 from courtside.tasks.base import Space, choose, split_of, task_id
 from courtside.tasks.everyday import REQUESTS
 from courtside.types import Message, Task

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from courtside.config import (
+from courtside.errors import TaskError
+from courtside.recipe import (
     ArithmeticTasks,
     ConversationTasks,
     DatasetTasks,
@@ -16,7 +17,6 @@ from courtside.config import (
     ToolboxTasks,
     TrajectoryTasks,
 )
-from courtside.errors import TaskError
 from courtside.tasks.arithmetic import arithmetic_space
 from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
 from courtside.tasks.conversations import conversation_tasks

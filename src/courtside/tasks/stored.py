@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from courtside.config import TrajectoryTasks
 from courtside.errors import TaskError, UserError
+from courtside.recipe import TrajectoryTasks
 from courtside.report.folder import RunFolder
 from courtside.report.hints_file import hinted_id
 from courtside.report.outlines import Outline

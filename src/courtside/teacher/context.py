@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from courtside.chat.splice import with_context
-from courtside.config import Context
 from courtside.errors import TaskError
+from courtside.recipe import Context
 from courtside.types import Message, Task, Trajectory
 
 

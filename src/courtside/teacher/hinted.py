@@ -15,7 +15,6 @@ from torch import Tensor
 
 from courtside.chat.hints import Hinted, SpliceError, branch, cumulative
 from courtside.chat.turns import Turns
-from courtside.config import Hints
 from courtside.engines.base import (
     BranchRequest,
     Engine,
@@ -24,6 +23,7 @@ from courtside.engines.base import (
     ScoreRequest,
     Scores,
 )
+from courtside.recipe import Hints
 from courtside.seeds import seed_for
 from courtside.types import Branch, Hint, Judged, Scored, Trajectory
 

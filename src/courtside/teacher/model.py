@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from courtside.chat.render import Renderer
-from courtside.config import Context
 from courtside.engines.base import Engine, Head, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
+from courtside.recipe import Context
 from courtside.teacher.context import contexts, privileged_messages, task_context
 from courtside.teacher.hinted import HintedTurns, HintScorer
 from courtside.types import Hint, Judged, Sample, Scored, Target, Task, Trajectory, Update

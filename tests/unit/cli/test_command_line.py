@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import courtside
-from courtside import library
 from courtside.cli.app import app
 from courtside.errors import Interrupted, ModelError, NotFiniteError
+from courtside.recipe import builtin
 from courtside.types import Evaluation
 
 RECIPE = """
@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     built_in.mkdir(parents=True)
     (built_in / "recipe.toml").write_text(RECIPE)
     (built_in / "README.md").write_text("# Adds [two] numbers\n\nNeeds: 2 CPU cores, 3 minutes\n")
-    monkeypatch.setattr(library, "recipes_folder", lambda: built_in.parent)
+    monkeypatch.setattr(builtin, "recipes_folder", lambda: built_in.parent)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -205,7 +205,7 @@ def test_init_of_an_unknown_recipe_guesses() -> None:
 
 
 def test_schema_is_the_recipe_s() -> None:
-    from courtside.config import Recipe
+    from courtside.recipe import Recipe
 
     assert json.loads(run("schema").stdout) == Recipe.model_json_schema()
 

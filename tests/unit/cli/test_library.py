@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from courtside import library
 from courtside.errors import RecipeError, UserError
-from courtside.library import (
+from courtside.recipe import builtin
+from courtside.recipe.builtin import (
     built_in_recipes,
     find_recipe,
     recipe_name,
     recipes_folder,
 )
-from courtside.recipe_file import load_recipe
+from courtside.recipe.load import load_recipe
 
 
 def test_every_built_in_recipe_is_valid_and_says_what_it_does_and_needs() -> None:
@@ -36,7 +36,7 @@ def test_an_installed_package_carries_its_recipes(
 ) -> None:
     package = tmp_path / "site-packages" / "courtside"
     package.mkdir(parents=True)
-    monkeypatch.setattr(library, "__file__", str(package / "library.py"))
+    monkeypatch.setattr(builtin, "__file__", str(package / "recipe/builtin.py"))
     with pytest.raises(UserError, match="the built-in recipes are missing"):
         recipes_folder()
     (package / "_recipes").mkdir()
@@ -46,7 +46,7 @@ def test_an_installed_package_carries_its_recipes(
 def test_a_file_comes_before_a_name_and_a_folder_is_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "built_in_files", lambda: {})
+    monkeypatch.setattr(builtin, "built_in_files", lambda: {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums").write_text("")
     assert find_recipe("sums") == Path("sums")

@@ -16,12 +16,12 @@ import torch
 from small_runs import digest
 from tiny import save_tiny, tiny_model
 
-from courtside import library
 from courtside.engines import models
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.models import load_model, load_tokenizer, resolve
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import ModelError
+from courtside.recipe import builtin
 
 IDS = torch.tensor([[5, 80, 33, 120, 7, 7, 200]])
 
@@ -407,7 +407,7 @@ def test_a_merged_adapter_can_be_trained_on_and_may_lie_beside_a_recipe(
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_model(), config)
     adapted.save_pretrained(tmp_path / "recipes" / "some-recipe" / "warm")
-    monkeypatch.setattr(library, "recipes_folder", lambda: tmp_path / "recipes")
+    monkeypatch.setattr(builtin, "recipes_folder", lambda: tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
     expected = adapted.eval()(ids).logits

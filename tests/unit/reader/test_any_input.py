@@ -12,18 +12,18 @@ from episodes import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.config.reader import (
+from courtside.plain_text import one_line
+from courtside.reader.asking import Reply
+from courtside.reader.base import Reading
+from courtside.reader.factory import reader_for
+from courtside.reader.shown import CLOSE, OPEN, windows
+from courtside.recipe.reader import (
     Detect,
     ModelReader,
     Rule,
     RulesReader,
     SeveralReaders,
 )
-from courtside.plain_text import one_line
-from courtside.reader.asking import Reply
-from courtside.reader.base import Reading
-from courtside.reader.factory import reader_for
-from courtside.reader.shown import CLOSE, OPEN, windows
 from courtside.types import Event, Grade, Message, Task, Trajectory, Turn
 
 NASTY = ["", " ", "\n", "{", "}", "{tool}", "[]", '"', "\\", "<|im_end|>", CLOSE, "Error: x", "a()",

@@ -12,10 +12,10 @@ from episodes import balanced, not_found, play, said, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.config.reader import PersonReader, Rule, RulesReader, SeveralReaders
 from courtside.reader.base import Reading
 from courtside.reader.compose import Composed
 from courtside.reader.factory import reader_for
+from courtside.recipe.reader import PersonReader, Rule, RulesReader, SeveralReaders
 from courtside.report.hints_file import write_hint
 from courtside.types import Hint, Trajectory
 

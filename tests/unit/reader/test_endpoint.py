@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from episodes import play
 
-from courtside.config.reader import Endpoint, ModelReader
 from courtside.errors import RecipeError, RunError
 from courtside.reader.endpoint import EndpointAsk
 from courtside.reader.factory import reader_for
+from courtside.recipe.reader import Endpoint, ModelReader
 from courtside.types import Message
 
 KEY = "sk-not-a-real-key"

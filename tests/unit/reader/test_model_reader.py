@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from episodes import balanced, environment, event, play, said, tool
 
-from courtside.config.reader import ModelReader
 from courtside.errors import RecipeError
 from courtside.reader.answer import entries_in
 from courtside.reader.asking import Reply
@@ -19,6 +18,7 @@ from courtside.reader.base import Reading
 from courtside.reader.factory import reader_for
 from courtside.reader.model import ByModel
 from courtside.reader.shown import CLOSE, OPEN, encoded, windows
+from courtside.recipe.reader import ModelReader
 from courtside.types import Grade, Message, Trajectory
 
 

@@ -8,10 +8,10 @@ import pytest
 from episodes import play, tool
 
 from courtside.chat.render import Renderer
-from courtside.config.reader import ModelReader
 from courtside.reader.asking import Ask
 from courtside.reader.factory import reader_for
 from courtside.reader.own import OwnAsk, own_ask
+from courtside.recipe.reader import ModelReader
 from courtside.types import Message
 
 ROOM = 3500

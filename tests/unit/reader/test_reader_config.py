@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from courtside.config.reader import (
+from courtside.recipe.reader import (
     HINTS,
     SLOTS,
     Detect,

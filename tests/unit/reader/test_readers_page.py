@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from courtside.config.reader import HINTS, Detect, Hints, Reader
+from courtside.recipe.reader import HINTS, Detect, Hints, Reader
 from courtside.report.hints_file import parse_hints
 from courtside.tasks.conversations import conversation_tasks
 

@@ -13,7 +13,7 @@ from unit.report.made_up import (
     make_update,
 )
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.types import Evaluation, Scored, Trajectory, Update
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from courtside.config import Recipe
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe
+from courtside.recipe.load import recipe_from
 from courtside.types import (
     Evaluation,
     Grade,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.config import Recipe
+from courtside.recipe import Recipe
 from courtside.report.toml import dumps
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -12,8 +12,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import Limits, Rollout
 from courtside.engines.transformers import TransformersEngine
+from courtside.recipe import Limits, Rollout
 from courtside.rollout.agent import AgentRollout, Start, goes_well
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 

@@ -10,10 +10,10 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.render import Renderer
-from courtside.config import Ramp, Rollout
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError
+from courtside.recipe import Ramp, Rollout
 from courtside.rollout.single import SingleTurnRollout
 from courtside.types import Grade, Message, Sample, Task, Trajectory
 

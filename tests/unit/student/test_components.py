@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from courtside.config import CrossEntropyLoss, DivergenceLoss, PolicyGradientLoss, PreferenceLoss
 from courtside.errors import TaskError
+from courtside.recipe import CrossEntropyLoss, DivergenceLoss, PolicyGradientLoss, PreferenceLoss
 from courtside.student.components import components, pairs
 from courtside.student.tally import Tally
 from courtside.types import (

@@ -13,10 +13,10 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.config import Lora, Student
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.errors import ModelError
 from courtside.parts import Parts
+from courtside.recipe import Lora, Student
 from courtside.student.components import components
 from courtside.student.tally import Tally
 from courtside.student.weights import StudentWeights

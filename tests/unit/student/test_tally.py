@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from courtside.config import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.engines.base import Head
+from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.student import head as autograd
 from courtside.student.components import Component
 from courtside.student.rows import Rows

@@ -5,8 +5,8 @@ import torch
 from small_runs import small_recipe
 
 from courtside.assemble import assemble
-from courtside.config import Lora, Student
 from courtside.errors import ModelError
+from courtside.recipe import Lora, Student
 from courtside.student.weights import MovingAverage, StudentWeights
 
 IDS = torch.tensor([[5, 9, 33, 80]])

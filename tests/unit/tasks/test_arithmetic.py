@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.config import ArithmeticTasks
+from courtside.recipe import ArithmeticTasks
 from courtside.tasks.arithmetic import arithmetic_task, worked
 from courtside.tasks.graders import grade
 from courtside.tasks.source import task_source

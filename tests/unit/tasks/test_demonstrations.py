@@ -16,8 +16,8 @@ from courtside.chat.hints import branch, cumulative
 from courtside.chat.recorded import recorded
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import ToolboxTasks
-from courtside.config.reader import VETTED_RULES
+from courtside.recipe import ToolboxTasks
+from courtside.recipe.reader import VETTED_RULES
 from courtside.tasks.environments.calls import ToolCall, parse_call
 from courtside.tasks.environments.toolbox.demonstrations import demonstration_rows, demonstrations
 from courtside.tasks.environments.toolbox.names import NAMES

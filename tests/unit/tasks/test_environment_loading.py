@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from courtside.config import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.errors import RecipeError, TaskError
-from courtside.recipe_file import recipe_from
+from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
+from courtside.recipe.load import recipe_from
 from courtside.report.toml import dumps
 from courtside.tasks.environments.load import environment_of, load_environment
 from courtside.tasks.environments.toolbox.world import Toolbox

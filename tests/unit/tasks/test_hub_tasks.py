@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from courtside.config import DatasetTasks
 from courtside.errors import TaskError, UserError
+from courtside.recipe import DatasetTasks
 from courtside.tasks.hub import dataset_tasks
 from courtside.tasks.source import task_source
 

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from courtside.config import CheckName, InstructionTasks
+from courtside.recipe import CheckName, InstructionTasks
 from courtside.tasks.checks import CHECKS
 from courtside.tasks.everyday import ACTIVITIES, REQUESTS, SCENES, THINGS
 from courtside.tasks.graders import require_gradable

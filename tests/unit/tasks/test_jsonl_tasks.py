@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.config import JsonlTasks
 from courtside.errors import TaskError
+from courtside.recipe import JsonlTasks
 from courtside.tasks.graders import grade
 from courtside.tasks.jsonl import jsonl_tasks
 from courtside.tasks.records import Record, tasks_from

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from courtside.config import ArithmeticTasks, InstructionTasks
 from courtside.errors import TaskError
+from courtside.recipe import ArithmeticTasks, InstructionTasks
 from courtside.tasks.source import Room, task_source
 from courtside.types import Task
 

@@ -12,9 +12,9 @@ from small_runs import small_recipe, small_tree
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.assemble import assemble
-from courtside.config import Recipe, TrajectoryTasks
 from courtside.errors import RecipeError, TaskError, UserError
-from courtside.recipe_file import recipe_from
+from courtside.recipe import Recipe, TrajectoryTasks
+from courtside.recipe.load import recipe_from
 from courtside.report.parquet import write_trajectories
 from courtside.tasks.stored import StoredSource, stored_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn

@@ -9,7 +9,7 @@ import courtside.tasks.source
 
 PROGRAM = """
 import hashlib, sys
-from courtside.config import ArithmeticTasks, InstructionTasks
+from courtside.recipe import ArithmeticTasks, InstructionTasks
 from courtside.tasks.source import task_source
 names = ("json", "ending", "word_count")
 parts = []

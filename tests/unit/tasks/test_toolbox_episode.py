@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.config import CapabilityName, ToolboxTasks
+from courtside.recipe import CapabilityName, ToolboxTasks
 from courtside.tasks.environments.calls import CallFormat, write_call
 from courtside.tasks.environments.toolbox.episode import ToolboxEpisode
 from courtside.tasks.environments.toolbox.names import NAMES

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import pytest
 
 import courtside
-from courtside.config import CapabilityName, ToolboxTasks
 from courtside.errors import TaskError
+from courtside.recipe import CapabilityName, ToolboxTasks
 from courtside.tasks.environments.calls import CallFormat
 from courtside.tasks.environments.dice import Dice
 from courtside.tasks.environments.toolbox.names import MADE_UP, NAMES
@@ -54,7 +54,7 @@ def test_dice_are_fair() -> None:
 
 PROGRAM = """
 import hashlib
-from courtside.config import ToolboxTasks
+from courtside.recipe import ToolboxTasks
 from courtside.tasks.environments.toolbox.world import Toolbox
 box = Toolbox(ToolboxTasks(kind="toolbox", turns=(2, 30)))
 print(hashlib.sha256(repr([box.task(i) for i in (0, 7, 10**11)]).encode()).hexdigest())

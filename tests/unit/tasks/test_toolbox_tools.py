@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.config import CapabilityName
+from courtside.recipe import CapabilityName
 from courtside.tasks.base import split_of
 from courtside.tasks.environments.dice import Dice
 from courtside.tasks.environments.toolbox.expression import evaluate, written

@@ -12,9 +12,9 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.render import Renderer
 from courtside.chat.turns import Turns
-from courtside.config import Hints
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
+from courtside.recipe import Hints
 from courtside.seeds import seed_for
 from courtside.teacher.hinted import HintScorer, Trial, tokens_of_span
 from courtside.teacher.model import Teacher

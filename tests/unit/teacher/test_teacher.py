@@ -11,9 +11,9 @@ import torch
 from pydantic import TypeAdapter
 
 from courtside.chat.render import Renderer
-from courtside.config import Context
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
+from courtside.recipe import Context
 from courtside.teacher.model import Teacher
 from courtside.teacher.scoring import Scoring
 from courtside.types import Task, Trajectory

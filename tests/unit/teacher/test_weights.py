@@ -15,7 +15,7 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
 from courtside.parts import Parts
-from courtside.recipe_file import recipe_from
+from courtside.recipe.load import recipe_from
 from courtside.teacher.model import Teacher
 from courtside.types import Target, Trajectory
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from courtside.config import EnvironmentTasks, Tasks, ToolboxTasks
 from courtside.errors import TaskError
+from courtside.recipe import EnvironmentTasks, Tasks, ToolboxTasks
 from courtside.tasks.environments.base import Environment, checked_task
 from courtside.tasks.environments.toolbox.world import Toolbox
 

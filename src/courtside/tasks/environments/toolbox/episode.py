@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from courtside.config import ToolboxTasks
+from courtside.recipe import ToolboxTasks
 from courtside.tasks.environments.calls import CallError, ToolCall, parse_call, write_call
 from courtside.tasks.environments.toolbox.names import NAMES
 from courtside.tasks.environments.toolbox.plan import TOOLS, Plan

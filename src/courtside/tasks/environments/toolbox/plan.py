@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from courtside.config import ToolboxTasks
+from courtside.recipe import ToolboxTasks
 from courtside.tasks.base import split_of
 from courtside.tasks.environments.dice import Dice
 from courtside.tasks.environments.toolbox import dates, measures, notes, tables, texts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from itertools import count
 
-from courtside.config import ToolboxTasks
 from courtside.errors import TaskError
+from courtside.recipe import ToolboxTasks
 from courtside.tasks.base import task_id
 from courtside.tasks.environments.dice import Dice
 from courtside.tasks.environments.toolbox.episode import ToolboxEpisode

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.config.base import Part, Share
+from courtside.recipe.base import Part, Share
 
 
 class TasksBase(Part):

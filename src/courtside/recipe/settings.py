@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.config.base import Part, Share
-from courtside.config.tasks import Setting
+from courtside.recipe.base import Part, Share
+from courtside.recipe.tasks import Setting
 
 
 class Train(Part):

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from courtside.config import Recipe, Refused
-from courtside.recipe_types import inside, is_section, kinds, options, plain
+from courtside.recipe import Recipe, Refused
+from courtside.recipe.schema import inside, is_section, kinds, options, plain
 
 Problem = Mapping[str, Any]
 """One of `ValidationError.errors()`."""

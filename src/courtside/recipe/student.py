@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.config.base import Part
+from courtside.recipe.base import Part
 
 
 class Lora(Part):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from courtside.config.base import Part
+from courtside.recipe.base import Part
 
 EMA_DECAY = 0.99
 

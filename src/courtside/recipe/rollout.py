@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.config.base import Part, Share
+from courtside.recipe.base import Part, Share
 
 
 class Ramp(Part):

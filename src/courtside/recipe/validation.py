@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from courtside.config.losses import Loss
-from courtside.config.reader import Hints, RulesReader
-from courtside.config.recipe import Recipe, persons_of, teachers_of
-from courtside.config.rollout import Limits, Ramp, Rollout
-from courtside.config.tasks import TrajectoryTasks, tasks_with
-from courtside.config.teacher import EMA_DECAY, SelfTeacher, SiblingContext
+from courtside.recipe.losses import Loss
+from courtside.recipe.reader import Hints, RulesReader
+from courtside.recipe.recipe import Recipe, persons_of, teachers_of
+from courtside.recipe.rollout import Limits, Ramp, Rollout
+from courtside.recipe.tasks import TrajectoryTasks, tasks_with
+from courtside.recipe.teacher import EMA_DECAY, SelfTeacher, SiblingContext
 
 SAMPLING = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """Fields of [rollout] that say how a model writes."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from courtside.config import Recipe
 from courtside.errors import RecipeError
-from courtside.recipe_problems import explain
+from courtside.recipe import Recipe
+from courtside.recipe.error_messages import explain
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

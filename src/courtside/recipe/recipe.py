@@ -6,14 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from courtside.config.base import Part
-from courtside.config.losses import Loss
-from courtside.config.reader import Hints, PersonReader, Reader, SeveralReaders
-from courtside.config.rollout import Ramp, Rollout
-from courtside.config.settings import Evaluate, Run, Train
-from courtside.config.student import Student
-from courtside.config.tasks import Tasks
-from courtside.config.teacher import ModelTeacher, RoutedTeacher, SelfTeacher, Teacher
+from courtside.recipe.base import Part
+from courtside.recipe.losses import Loss
+from courtside.recipe.reader import Hints, PersonReader, Reader, SeveralReaders
+from courtside.recipe.rollout import Ramp, Rollout
+from courtside.recipe.settings import Evaluate, Run, Train
+from courtside.recipe.student import Student
+from courtside.recipe.tasks import Tasks
+from courtside.recipe.teacher import ModelTeacher, RoutedTeacher, SelfTeacher, Teacher
 
 
 class Recipe(Part):
@@ -33,7 +33,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
-        from courtside.config.problems import problems_of
+        from courtside.recipe.validation import problems_of
 
         problems = list(problems_of(self))
         if problems:

@@ -5,8 +5,8 @@ wrong types and impossible combinations are refused with the field, the reason a
 Checks that need tasks or models (a privileged field that no task has) happen in `assemble`.
 """
 
-from courtside.config.base import Part, Refused, Share
-from courtside.config.losses import (
+from courtside.recipe.base import Part, Refused, Share
+from courtside.recipe.losses import (
     CrossEntropyLoss,
     DivergenceLoss,
     EntropyAware,
@@ -18,7 +18,7 @@ from courtside.config.losses import (
     SampledSupport,
     TopKSupport,
 )
-from courtside.config.reader import (
+from courtside.recipe.reader import (
     Endpoint,
     Hints,
     ModelReader,
@@ -28,11 +28,11 @@ from courtside.config.reader import (
     RulesReader,
     SeveralReaders,
 )
-from courtside.config.recipe import Recipe, persons_of, teachers_of
-from courtside.config.rollout import Limits, Ramp, Rollout
-from courtside.config.settings import Evaluate, Run, Train
-from courtside.config.student import Lora, Student
-from courtside.config.tasks import (
+from courtside.recipe.recipe import Recipe, persons_of, teachers_of
+from courtside.recipe.rollout import Limits, Ramp, Rollout
+from courtside.recipe.settings import Evaluate, Run, Train
+from courtside.recipe.student import Lora, Student
+from courtside.recipe.tasks import (
     ArithmeticTasks,
     CapabilityName,
     CheckName,
@@ -47,7 +47,7 @@ from courtside.config.tasks import (
     TrajectoryTasks,
     tasks_with,
 )
-from courtside.config.teacher import (
+from courtside.recipe.teacher import (
     EMA_DECAY,
     Context,
     FeedbackContext,

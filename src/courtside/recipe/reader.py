@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.config.base import Part, Share
+from courtside.recipe.base import Part, Share
 
 Detect = Literal[
     "tool_not_found", "invalid_arguments", "unparsable_call", "tool_error", "no_call", "event",

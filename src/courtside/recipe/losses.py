@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.config.base import Part, Refused, Share
+from courtside.recipe.base import Part, Refused, Share
 
 
 class FullSupport(Part):
