@@ -39,7 +39,7 @@ from workload import (
 
 import courtside
 from courtside.assemble import assemble
-from courtside.chat.record import answered
+from courtside.chat.trajectories import answered
 from courtside.loop import train_loop
 from courtside.parts import Parts
 from courtside.recipe import Recipe

@@ -19,8 +19,8 @@ from shapes import shape
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import SEED
 
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Hints, Limits, Rollout

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workload import SEED
 
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from

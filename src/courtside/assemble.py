@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from courtside.chat.recorded import recorded
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.chat_logs import recorded
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 from courtside.engines.arithmetic import arithmetic
 from courtside.engines.freed import keep_freed_memory
 from courtside.engines.int8 import quantise

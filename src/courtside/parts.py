@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError

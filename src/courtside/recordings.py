@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise

@@ -10,7 +10,7 @@ import torch
 from small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
-from courtside.chat.splice import with_context
+from courtside.chat.privileged_context import with_context
 from courtside.parts import Parts
 from courtside.types import Trajectory, Update
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.chat.templates import FAMILIES, MERGES, turns_for
 
-from courtside.chat.hints import SEPARATORS, Place, SpliceError, branch, cumulative
-from courtside.chat.render import Renderer
-from courtside.chat.splice import with_context
-from courtside.chat.turns import Turns
+from courtside.chat.hint_splicing import SEPARATORS, Place, SpliceError, branch, cumulative
+from courtside.chat.incremental import Turns
+from courtside.chat.privileged_context import with_context
+from courtside.chat.template import Renderer
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
 WORDS = ["ok", "It is.", "Hi", "tools\n", "{}", " ", "é", "𝄞", "\n\n", "s", "<|im_end|>", "\ufdd0"]

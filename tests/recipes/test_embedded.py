@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.transformers import TransformersEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from courtside.chat.record import answered
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
+from courtside.chat.trajectories import answered
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.evaluate.intervals import mean_interval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.reader.asking import Ask, Reply
 from courtside.recipe.reader import ModelReader

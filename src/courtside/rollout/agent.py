@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from courtside.chat.turns import ASK, Turns
+from courtside.chat.incremental import ASK, Turns
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.recipe import Limits, Rollout
 from courtside.rollout.bounded import Outcome, call_all

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from courtside.chat.recorded import CallWriter, recorded
-from courtside.chat.turns import Turns
+from courtside.chat.chat_logs import CallWriter, recorded
+from courtside.chat.incremental import Turns
 from courtside.errors import TaskError
 from courtside.rollout.share import trajectory_id
 from courtside.types import Task, Trajectory

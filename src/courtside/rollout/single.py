@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from courtside.chat.record import answered
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
+from courtside.chat.trajectories import answered
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Rollout

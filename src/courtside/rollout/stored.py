@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.chat.turns import Turns, num_common
+from courtside.chat.incremental import Turns, num_common
 from courtside.errors import TaskError
 from courtside.types import Task, Trajectory
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from courtside.chat.hints import Hinted, SpliceError, branch, cumulative
-from courtside.chat.turns import Turns
+from courtside.chat.hint_splicing import Hinted, SpliceError, branch, cumulative
+from courtside.chat.incremental import Turns
 from courtside.engines.base import (
     BranchRequest,
     Engine,

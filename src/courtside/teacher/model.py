@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import Engine, Head, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.recipe import Context

@@ -8,8 +8,8 @@ from tiny import TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 
 OPEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 

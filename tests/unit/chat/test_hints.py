@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from unit.chat.templates import ALTERNATING, SYSTEM_FIRST, turns_for, turns_of
 
-from courtside.chat.hints import Place, Reason, SpliceError, branch, cumulative
-from courtside.chat.turns import Turns
+from courtside.chat.hint_splicing import Place, Reason, SpliceError, branch, cumulative
+from courtside.chat.incremental import Turns
 from courtside.errors import ModelError
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from courtside.chat.record import answered
+from courtside.chat.trajectories import answered
 from courtside.types import Grade, Message, Sample, Source, Task
 
 TASK = Task(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from unit.chat.templates import NO_TOOLS, OPENS_THINKING, turns_for, turns_of
 
-from courtside.chat.hints import branch
-from courtside.chat.recorded import recorded
-from courtside.chat.turns import Turns
+from courtside.chat.chat_logs import recorded
+from courtside.chat.hint_splicing import branch
+from courtside.chat.incremental import Turns
 from courtside.errors import TaskError
 from courtside.types import Hint, Message, Task, Trajectory
 

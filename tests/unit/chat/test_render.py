@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TEMPLATE, tiny_tokenizer
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.errors import ModelError
 from courtside.types import Message
 

@@ -21,8 +21,8 @@ from unit.chat.templates import (
     turns_of,
 )
 
-from courtside.chat.render import CUTS, Renderer, free_marks
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
+from courtside.chat.template import CUTS, Renderer, free_marks
 from courtside.errors import ModelError, TaskError
 from courtside.types import Event, Message, Role, Sample, Task
 

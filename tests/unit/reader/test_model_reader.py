@@ -329,7 +329,7 @@ def test_a_fooled_model_can_only_write_a_hint() -> None:
 def test_the_own_model_reads_special_tokens_as_text() -> None:
     from tiny import tiny_tokenizer
 
-    from courtside.chat.render import Renderer
+    from courtside.chat.template import Renderer
 
     renderer = Renderer(tiny_tokenizer(), name="tiny", eos_ids=[1])
     reader = ByModel(ModelReader(kind="model"), Model(lambda _: "[]"))

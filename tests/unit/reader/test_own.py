@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from episodes import play, tool
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.reader.asking import Ask
 from courtside.reader.factory import reader_for
 from courtside.reader.own import OwnAsk, own_ask

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Limits, Rollout
 from courtside.rollout.agent import AgentRollout, Start, goes_well

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tiny import tiny_tokenizer
 
-from courtside.chat.hints import branch, cumulative
-from courtside.chat.recorded import recorded
-from courtside.chat.render import Renderer
-from courtside.chat.turns import Turns
+from courtside.chat.chat_logs import recorded
+from courtside.chat.hint_splicing import branch, cumulative
+from courtside.chat.incremental import Turns
+from courtside.chat.template import Renderer
 from courtside.recipe import ToolboxTasks
 from courtside.recipe.reader import VETTED_RULES
 from courtside.tasks.environments.calls import ToolCall, parse_call

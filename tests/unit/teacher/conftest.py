@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest, Scores
 from courtside.types import Grade, Message, Sample, Task, Trajectory, Turn
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from courtside.chat.render import Renderer
+from courtside.chat.template import Renderer
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Context

@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from courtside.chat.record import shown
-from courtside.chat.render import Renderer, free_marks
+from courtside.chat.template import Renderer, free_marks
+from courtside.chat.trajectories import shown
 from courtside.errors import ModelError
 from courtside.types import Event, Message, Role, Sample, Task, Turn
 

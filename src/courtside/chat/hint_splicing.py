@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from courtside.chat.splice import with_context
-from courtside.chat.turns import Stretch, Turns, num_common
+from courtside.chat.incremental import Stretch, Turns, num_common
+from courtside.chat.privileged_context import with_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 

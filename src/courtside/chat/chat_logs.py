@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from courtside.chat.render import Renderer, Spoken, free_marks
-from courtside.chat.turns import ASK, Turns, num_common
+from courtside.chat.incremental import ASK, Turns, num_common
+from courtside.chat.template import Renderer, Spoken, free_marks
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
