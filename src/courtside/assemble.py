@@ -21,6 +21,8 @@ from courtside.engines.int8 import quantise
 from courtside.engines.models import load_model, load_tokenizer
 from courtside.engines.threads import bound_threads
 from courtside.engines.transformers import TransformersEngine
+from courtside.environments.base import Environment
+from courtside.environments.loading import environment_of
 from courtside.errors import ModelError, RecipeError
 from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
@@ -46,10 +48,8 @@ from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
-from courtside.tasks.environments.base import Environment
-from courtside.tasks.environments.load import environment_of
 from courtside.tasks.graders import grade
-from courtside.tasks.source import Room, task_source
+from courtside.tasks.loading import Room, task_source
 from courtside.teacher.context import task_context
 from courtside.teacher.hinted import HintScorer, Trial
 from courtside.teacher.model import Teacher

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from courtside.chat.template import Renderer
 from courtside.engines.base import Sampling
 from courtside.engines.transformers import TransformersEngine
+from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
@@ -21,7 +22,6 @@ from courtside.rollout.stored import StoredRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage
 from courtside.tasks.base import TaskSource
-from courtside.tasks.environments.base import Environment
 from courtside.tasks.graders import grade
 from courtside.teacher.scoring import Scoring
 from courtside.types import Evaluation, Split, Trajectory

@@ -7,6 +7,7 @@ from typing import Any
 
 from courtside.chat.incremental import Turns
 from courtside.engines.transformers import TransformersEngine
+from courtside.environments.tool_calls import write_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
 from courtside.reader.person import hinted_names
@@ -14,8 +15,7 @@ from courtside.recipe import ConversationTasks, Recipe, persons_of
 from courtside.rollout.recorded import RecordedRollout
 from courtside.rollout.stored import StoredRollout, told_otherwise
 from courtside.tasks.base import TaskSource
-from courtside.tasks.environments.calls import write_call
-from courtside.tasks.stored import StoredSource
+from courtside.tasks.replay import StoredSource
 
 LOOKED_AT = 16
 """Of what was recorded, before the first step."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from courtside.environments.loading import load_environment
 from courtside.report.folder import RunFolder
-from courtside.tasks.environments.load import load_environment
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

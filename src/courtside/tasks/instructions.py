@@ -14,7 +14,7 @@ from typing import Any
 
 from courtside.recipe import InstructionTasks
 from courtside.tasks.base import Space, choose, split_of, task_id
-from courtside.tasks.everyday import REQUESTS
+from courtside.tasks.request_templates import REQUESTS
 from courtside.types import Message, Task
 
 

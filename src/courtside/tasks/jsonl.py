@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from courtside.errors import TaskError
-from courtside.tasks.records import Record, tasks_from
+from courtside.tasks.parsing import Record, tasks_from
 from courtside.types import Task
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from courtside.recipe import ArithmeticTasks
 from courtside.tasks.arithmetic import arithmetic_task, worked
 from courtside.tasks.graders import grade
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
 from courtside.types import Split
 
 OPERATIONS = ("add", "subtract", "multiply")

@@ -15,7 +15,7 @@ from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
-from courtside.tasks.conversations import conversation_tasks
+from courtside.tasks.chat_logs import conversation_tasks
 from courtside.types import Message, Task, Trajectory, Turn
 from courtside.verbs import train
 

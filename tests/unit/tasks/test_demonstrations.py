@@ -16,14 +16,14 @@ from courtside.chat.chat_logs import recorded
 from courtside.chat.hint_splicing import branch, cumulative
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
+from courtside.environments.tool_calls import ToolCall, parse_call
+from courtside.environments.toolbox.demonstrations import demonstration_rows, demonstrations
+from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.toolbox.plan import plan
+from courtside.environments.toolbox.reminders import REMINDERS
+from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
 from courtside.recipe.reader import VETTED_RULES
-from courtside.tasks.environments.calls import ToolCall, parse_call
-from courtside.tasks.environments.toolbox.demonstrations import demonstration_rows, demonstrations
-from courtside.tasks.environments.toolbox.names import NAMES
-from courtside.tasks.environments.toolbox.plan import plan
-from courtside.tasks.environments.toolbox.reminders import REMINDERS
-from courtside.tasks.environments.toolbox.world import Toolbox
 from courtside.tasks.jsonl import jsonl_tasks
 from courtside.types import Hint, Message, Task, Trajectory
 

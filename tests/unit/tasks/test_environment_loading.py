@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from courtside.environments.loading import environment_of, load_environment
+from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.recipe.load import recipe_from
 from courtside.report.toml import dumps
-from courtside.tasks.environments.load import environment_of, load_environment
-from courtside.tasks.environments.toolbox.world import Toolbox
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = REPOSITORY / "examples" / "environments" / "guess.py"

@@ -6,8 +6,8 @@ import pytest
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe import DatasetTasks
-from courtside.tasks.hub import dataset_tasks
-from courtside.tasks.source import task_source
+from courtside.tasks.hf_datasets import dataset_tasks
+from courtside.tasks.loading import task_source
 
 ROWS = {
     "question": [f"What is {i} + 1?" for i in range(40)],

@@ -6,10 +6,10 @@ import pytest
 
 from courtside.recipe import CheckName, InstructionTasks
 from courtside.tasks.checks import CHECKS
-from courtside.tasks.everyday import ACTIVITIES, REQUESTS, SCENES, THINGS
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.instructions import INSTRUCTIONS, instruction_task
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
+from courtside.tasks.request_templates import ACTIVITIES, REQUESTS, SCENES, THINGS
 from courtside.types import Task
 
 NAMES = get_args(CheckName)

@@ -10,8 +10,8 @@ from courtside.errors import TaskError
 from courtside.recipe import JsonlTasks
 from courtside.tasks.graders import grade
 from courtside.tasks.jsonl import jsonl_tasks
-from courtside.tasks.records import Record, tasks_from
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
+from courtside.tasks.parsing import Record, tasks_from
 
 
 def write(folder: Path, *lines: Any) -> Path:

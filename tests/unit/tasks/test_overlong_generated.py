@@ -6,7 +6,7 @@ import pytest
 
 from courtside.errors import TaskError
 from courtside.recipe import ArithmeticTasks, InstructionTasks
-from courtside.tasks.source import Room, task_source
+from courtside.tasks.loading import Room, task_source
 from courtside.types import Task
 
 

@@ -16,7 +16,7 @@ from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
 from courtside.recipe.load import recipe_from
 from courtside.report.parquet import write_trajectories
-from courtside.tasks.stored import StoredSource, stored_source
+from courtside.tasks.replay import StoredSource, stored_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
 from courtside.verbs import evaluate_student
 

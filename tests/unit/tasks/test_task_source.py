@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import courtside.tasks.source
+import courtside.tasks.loading
 
 PROGRAM = """
 import hashlib, sys
 from courtside.recipe import ArithmeticTasks, InstructionTasks
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
 names = ("json", "ending", "word_count")
 parts = []
 for config in (ArithmeticTasks(kind="arithmetic"), ArithmeticTasks(kind="arithmetic", digits=12),
@@ -24,7 +24,7 @@ print(hashlib.sha256(repr(parts).encode()).hexdigest(), sorted(heavy))
 
 
 def test_two_processes_draw_the_same_tasks_without_torch() -> None:
-    root = Path(courtside.tasks.source.__file__).parents[2]
+    root = Path(courtside.tasks.loading.__file__).parents[2]
     outputs = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.tasks.environments.calls import (
+from courtside.environments.tool_calls import (
     MAX_CALL,
     CallError,
     CallFormat,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from courtside.environments.tool_calls import CallFormat, write_call
+from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.toolbox.episode import ToolboxEpisode
+from courtside.environments.toolbox.plan import Plan, plan
+from courtside.environments.toolbox.tools.base import Request
+from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import CapabilityName, ToolboxTasks
-from courtside.tasks.environments.calls import CallFormat, write_call
-from courtside.tasks.environments.toolbox.episode import ToolboxEpisode
-from courtside.tasks.environments.toolbox.names import NAMES
-from courtside.tasks.environments.toolbox.plan import Plan, plan
-from courtside.tasks.environments.toolbox.tool import Request
-from courtside.tasks.environments.toolbox.world import Toolbox
 from courtside.types import Message, Observation, Task
 
 ALL = get_args(CapabilityName)

@@ -13,15 +13,15 @@ from typing import Any, get_args
 import pytest
 
 import courtside
+from courtside.environments.seeded_random import Dice
+from courtside.environments.tool_calls import CallFormat
+from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.toolbox.plan import Plan, plan
+from courtside.environments.toolbox.tools.base import Request
+from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
 from courtside.errors import TaskError
 from courtside.recipe import CapabilityName, ToolboxTasks
-from courtside.tasks.environments.calls import CallFormat
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.names import MADE_UP, NAMES
-from courtside.tasks.environments.toolbox.plan import Plan, plan
-from courtside.tasks.environments.toolbox.tool import Request
-from courtside.tasks.environments.toolbox.world import Toolbox
-from courtside.tasks.source import task_source
+from courtside.tasks.loading import task_source
 
 ALL = get_args(CapabilityName)
 
@@ -55,7 +55,7 @@ def test_dice_are_fair() -> None:
 PROGRAM = """
 import hashlib
 from courtside.recipe import ToolboxTasks
-from courtside.tasks.environments.toolbox.world import Toolbox
+from courtside.environments.toolbox.environment import Toolbox
 box = Toolbox(ToolboxTasks(kind="toolbox", turns=(2, 30)))
 print(hashlib.sha256(repr([box.task(i) for i in (0, 7, 10**11)]).encode()).hexdigest())
 """

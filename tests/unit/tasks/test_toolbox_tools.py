@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.plan import TOOLS
+from courtside.environments.toolbox.tools.base import ToolFailure, World, invalid_arguments
+from courtside.environments.toolbox.tools.expression import evaluate, written
+from courtside.environments.toolbox.tools.names import NAMES
+from courtside.environments.toolbox.tools.notes import MAX_NOTE, MAX_NOTES
 from courtside.recipe import CapabilityName
 from courtside.tasks.base import split_of
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.expression import evaluate, written
-from courtside.tasks.environments.toolbox.names import NAMES
-from courtside.tasks.environments.toolbox.notes import MAX_NOTE, MAX_NOTES
-from courtside.tasks.environments.toolbox.plan import TOOLS
-from courtside.tasks.environments.toolbox.tool import ToolFailure, World, invalid_arguments
 
 
 def use(capability: str, world: World | None = None, **arguments: Any) -> str:

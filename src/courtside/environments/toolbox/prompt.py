@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from courtside.tasks.environments.calls import CallFormat
-from courtside.tasks.environments.toolbox.plan import TOOLS, Plan
+from courtside.environments.tool_calls import CallFormat
+from courtside.environments.toolbox.plan import TOOLS, Plan
 from courtside.types import Message
 
 FORMATS = {

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.tasks.base import digest
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.tool import (
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
     Parameter,
@@ -17,6 +16,7 @@ from courtside.tasks.environments.toolbox.tool import (
     ToolFailure,
     World,
 )
+from courtside.tasks.base import digest
 
 CITY_WORDS = """
     Accra Algiers Amsterdam Ankara Athens Baghdad Bangkok Barcelona Belgrade Berlin Bogota Boston

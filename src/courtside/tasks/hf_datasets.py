@@ -8,7 +8,7 @@ from typing import Any
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe import DatasetTasks
-from courtside.tasks.records import Record, tasks_from
+from courtside.tasks.parsing import Record, tasks_from
 from courtside.types import Task
 
 FIELDS = ("prompt", "messages", "answer", "completion", "rejected")

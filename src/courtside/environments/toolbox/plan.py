@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
+from courtside.environments.toolbox.tools.base import Drawn, Request, Tool, World
+from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
 from courtside.recipe import ToolboxTasks
 from courtside.tasks.base import split_of
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox import dates, measures, notes, tables, texts
-from courtside.tasks.environments.toolbox.names import MADE_UP, NAMES
-from courtside.tasks.environments.toolbox.tool import Drawn, Request, Tool, World
 from courtside.types import Split
 
 TOOLS: Mapping[str, Tool] = {

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from courtside.environments.base import Environment, environment_space
+from courtside.environments.loading import load_environment
+from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.toolbox.plan import split_of_number
 from courtside.errors import TaskError
 from courtside.recipe import (
     ArithmeticTasks,
@@ -19,15 +23,11 @@ from courtside.recipe import (
 )
 from courtside.tasks.arithmetic import arithmetic_space
 from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
-from courtside.tasks.conversations import conversation_tasks
-from courtside.tasks.environments.base import Environment, environment_space
-from courtside.tasks.environments.load import load_environment
-from courtside.tasks.environments.toolbox.plan import split_of_number
-from courtside.tasks.environments.toolbox.world import Toolbox
-from courtside.tasks.hub import dataset_tasks
+from courtside.tasks.chat_logs import conversation_tasks
+from courtside.tasks.hf_datasets import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
-from courtside.tasks.stored import stored_source
+from courtside.tasks.replay import stored_source
 from courtside.types import Task
 
 

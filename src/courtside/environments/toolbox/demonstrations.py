@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from courtside.tasks.environments.toolbox.world import Toolbox
+from courtside.environments.toolbox.environment import Toolbox
 from courtside.types import Message
 
 

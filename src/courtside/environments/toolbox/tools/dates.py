@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from datetime import date, timedelta
 
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.tool import (
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
     Parameter,

@@ -6,7 +6,7 @@ hints that it is taught with later.
 
 from __future__ import annotations
 
-from courtside.tasks.environments.dice import Dice
+from courtside.environments.seeded_random import Dice
 from courtside.types import Message, Task
 
 REMINDERS = (

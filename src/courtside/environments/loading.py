@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from courtside.environments.base import Environment, checked_task
+from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import TaskError
 from courtside.recipe import EnvironmentTasks, Tasks, ToolboxTasks
-from courtside.tasks.environments.base import Environment, checked_task
-from courtside.tasks.environments.toolbox.world import Toolbox
 
 
 def environment_of(config: Tasks) -> Environment | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from itertools import count
 
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.episode import ToolboxEpisode
+from courtside.environments.toolbox.plan import Plan, plan, split_of_number
+from courtside.environments.toolbox.prompt import FORMATS, first_messages, signature
+from courtside.environments.toolbox.reminders import reminder
+from courtside.environments.toolbox.tools.names import NAMES
 from courtside.errors import TaskError
 from courtside.recipe import ToolboxTasks
 from courtside.tasks.base import task_id
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.episode import ToolboxEpisode
-from courtside.tasks.environments.toolbox.names import NAMES
-from courtside.tasks.environments.toolbox.plan import Plan, plan, split_of_number
-from courtside.tasks.environments.toolbox.prompt import FORMATS, first_messages, signature
-from courtside.tasks.environments.toolbox.reminders import reminder
 from courtside.types import Message, Split, Task
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from courtside.tasks.environments.dice import Dice
+from courtside.environments.seeded_random import Dice
 
 Arguments = Mapping[str, Any]
 """Of a call, checked: exactly the parameters, each of its kind."""

@@ -10,18 +10,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from courtside.recipe import ToolboxTasks
-from courtside.tasks.environments.calls import CallError, ToolCall, parse_call, write_call
-from courtside.tasks.environments.toolbox.names import NAMES
-from courtside.tasks.environments.toolbox.plan import TOOLS, Plan
-from courtside.tasks.environments.toolbox.prompt import answer_messages
-from courtside.tasks.environments.toolbox.tool import (
+from courtside.environments.tool_calls import CallError, ToolCall, parse_call, write_call
+from courtside.environments.toolbox.plan import TOOLS, Plan
+from courtside.environments.toolbox.prompt import answer_messages
+from courtside.environments.toolbox.tools.base import (
     Arguments,
     Request,
     ToolFailure,
     World,
     invalid_arguments,
 )
+from courtside.environments.toolbox.tools.names import NAMES
+from courtside.recipe import ToolboxTasks
 from courtside.types import Event, Grade, Observation
 
 VISIBLE = frozenset(

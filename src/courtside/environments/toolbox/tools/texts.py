@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.tool import Arguments, Drawn, Parameter, Tool, World
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.tools.base import Arguments, Drawn, Parameter, Tool, World
 
 WHO = ("the old cat", "my brother", "a small bird", "our teacher", "the tall man", "her friend")
 DOES = ("sees", "likes", "finds", "paints", "carries", "remembers", "draws", "hides")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from courtside.tasks.environments.dice import Dice
-from courtside.tasks.environments.toolbox.expression import evaluate, written
-from courtside.tasks.environments.toolbox.tool import (
+from courtside.environments.seeded_random import Dice
+from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
     Parameter,
@@ -14,6 +13,7 @@ from courtside.tasks.environments.toolbox.tool import (
     number_of,
     shown,
 )
+from courtside.environments.toolbox.tools.expression import evaluate, written
 
 CALCULATIONS = (
     "What is {expression}?",

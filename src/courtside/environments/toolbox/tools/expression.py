@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from courtside.tasks.environments.toolbox.tool import ToolFailure
+from courtside.environments.toolbox.tools.base import ToolFailure
 
 MAX_LENGTH, MAX_DEPTH, MAX_BITS = 200, 30, 512
 TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\*\*|//|[-+*/%()^×÷−])|(\S))")
