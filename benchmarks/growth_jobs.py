@@ -25,7 +25,7 @@ from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Hints, Limits, Rollout
 from courtside.recipe.load import recipe_from
-from courtside.rollout.agent import AgentRollout
+from courtside.rollout.episodes import AgentRollout
 from courtside.student import weights as student_weights
 from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.step import Student

@@ -37,11 +37,11 @@ from courtside.recipe import (
     teachers_of,
 )
 from courtside.recordings import named_by_hints, recorded_rollout
-from courtside.rollout.agent import AgentRollout, goes_well
-from courtside.rollout.recorded import RecordedRollout
-from courtside.rollout.share import sampling_of
-from courtside.rollout.single import SingleTurnRollout
-from courtside.rollout.stored import StoredRollout
+from courtside.rollout.chat_logs import RecordedRollout
+from courtside.rollout.episodes import AgentRollout, goes_well
+from courtside.rollout.mixing import sampling_of
+from courtside.rollout.replay import StoredRollout
+from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.student.activations import FreeBytes, choose_activations, free_bytes
 from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.live_hints import why_before

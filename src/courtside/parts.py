@@ -15,10 +15,10 @@ from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
 from courtside.reader.base import Reader
 from courtside.recipe import ModelReader, Recipe, SeveralReaders, teachers_of
-from courtside.rollout.agent import AgentRollout, Start
-from courtside.rollout.recorded import RecordedRollout
-from courtside.rollout.single import SingleTurnRollout
-from courtside.rollout.stored import StoredRollout
+from courtside.rollout.chat_logs import RecordedRollout
+from courtside.rollout.episodes import AgentRollout, Start
+from courtside.rollout.replay import StoredRollout
+from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.student.step import Student
 from courtside.student.weights import MovingAverage
 from courtside.tasks.base import TaskSource

@@ -12,8 +12,8 @@ from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
 from courtside.reader.person import hinted_names
 from courtside.recipe import ConversationTasks, Recipe, persons_of
-from courtside.rollout.recorded import RecordedRollout
-from courtside.rollout.stored import StoredRollout, told_otherwise
+from courtside.rollout.chat_logs import RecordedRollout
+from courtside.rollout.replay import StoredRollout, told_otherwise
 from courtside.tasks.base import TaskSource
 from courtside.tasks.replay import StoredSource
 

@@ -14,7 +14,7 @@ from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Limits, Rollout
-from courtside.rollout.agent import AgentRollout, Start, goes_well
+from courtside.rollout.episodes import AgentRollout, Start, goes_well
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 
 ENGINE = TransformersEngine(tiny_model(), tiny_tokenizer(), name="tiny")

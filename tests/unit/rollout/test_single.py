@@ -14,7 +14,7 @@ from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.transformers import TransformersEngine
 from courtside.errors import TaskError
 from courtside.recipe import Ramp, Rollout
-from courtside.rollout.single import SingleTurnRollout
+from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.types import Grade, Message, Sample, Task, Trajectory
 
 RENDERER = Renderer(tiny_tokenizer(), name="tiny", eos_ids={1})

@@ -10,7 +10,7 @@ from courtside.chat.trajectories import answered
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Rollout
-from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
+from courtside.rollout.mixing import own_tasks, sampling_of, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 

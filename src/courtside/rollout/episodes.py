@@ -17,8 +17,8 @@ from typing import Protocol
 from courtside.chat.incremental import ASK, Turns
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.recipe import Limits, Rollout
-from courtside.rollout.bounded import Outcome, call_all
-from courtside.rollout.share import own_tasks, sampling_of, trajectory_id
+from courtside.rollout.mixing import own_tasks, sampling_of, trajectory_id
+from courtside.rollout.timeouts import Outcome, call_all
 from courtside.seeds import seed_for
 from courtside.types import (
     Event,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from courtside.chat.chat_logs import CallWriter, recorded
 from courtside.chat.incremental import Turns
 from courtside.errors import TaskError
-from courtside.rollout.share import trajectory_id
+from courtside.rollout.mixing import trajectory_id
 from courtside.types import Task, Trajectory
 
 
