@@ -26,8 +26,8 @@ from courtside.environments.loading import environment_of
 from courtside.errors import ModelError, RecipeError
 from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
-from courtside.reader.factory import reader_for
-from courtside.reader.own import own_ask
+from courtside.reader.loading import reader_for
+from courtside.reader.model.student_client import own_ask
 from courtside.recipe import (
     ModelTeacher,
     Recipe,

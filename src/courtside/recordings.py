@@ -10,7 +10,7 @@ from courtside.engines.transformers import TransformersEngine
 from courtside.environments.tool_calls import write_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
-from courtside.reader.person import hinted_names
+from courtside.reader.human import hinted_names
 from courtside.recipe import ConversationTasks, Recipe, persons_of
 from courtside.rollout.chat_logs import RecordedRollout
 from courtside.rollout.replay import StoredRollout, told_otherwise

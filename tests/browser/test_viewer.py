@@ -13,7 +13,7 @@ import pytest
 from unit.report.played import hinted, make_episode
 from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_run
 
-from courtside.reader.person import ByPerson
+from courtside.reader.human import ByPerson
 from courtside.recipe.reader import PersonReader
 from courtside.report.folder import RunFolder
 from courtside.types import Hint, Message

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.plain_text import one_line
-from courtside.reader.asking import Reply
 from courtside.reader.base import Reading
-from courtside.reader.factory import reader_for
-from courtside.reader.shown import CLOSE, OPEN, windows
+from courtside.reader.loading import reader_for
+from courtside.reader.model.client import Reply
+from courtside.reader.model.prompt import CLOSE, OPEN, windows
 from courtside.recipe.reader import (
     Detect,
     ModelReader,
@@ -198,7 +198,7 @@ def test_windows(batch: list[Trajectory], window: int, overlap: int, shown: int)
 
 def test_reading_loads_no_torch() -> None:
     code = (
-        "import sys, courtside.reader.factory, courtside.reader.endpoint; "
+        "import sys, courtside.reader.loading, courtside.reader.model.openai_client; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

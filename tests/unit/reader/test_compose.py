@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.reader.base import Reading
-from courtside.reader.compose import Composed
-from courtside.reader.factory import reader_for
+from courtside.reader.combine import Composed
+from courtside.reader.loading import reader_for
 from courtside.recipe.reader import PersonReader, Rule, RulesReader, SeveralReaders
 from courtside.report.hints_file import write_hint
 from courtside.types import Hint, Trajectory

@@ -14,8 +14,8 @@ import pytest
 from episodes import play
 
 from courtside.errors import RecipeError, RunError
-from courtside.reader.endpoint import EndpointAsk
-from courtside.reader.factory import reader_for
+from courtside.reader.loading import reader_for
+from courtside.reader.model.openai_client import EndpointAsk
 from courtside.recipe.reader import Endpoint, ModelReader
 from courtside.types import Message
 

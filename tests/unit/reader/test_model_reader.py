@@ -12,12 +12,12 @@ import pytest
 from episodes import balanced, environment, event, play, said, tool
 
 from courtside.errors import RecipeError
-from courtside.reader.answer import entries_in
-from courtside.reader.asking import Reply
 from courtside.reader.base import Reading
-from courtside.reader.factory import reader_for
-from courtside.reader.model import ByModel
-from courtside.reader.shown import CLOSE, OPEN, encoded, windows
+from courtside.reader.loading import reader_for
+from courtside.reader.model.client import Reply
+from courtside.reader.model.parse import entries_in
+from courtside.reader.model.prompt import CLOSE, OPEN, encoded, windows
+from courtside.reader.model.reader import ByModel
 from courtside.recipe.reader import ModelReader
 from courtside.types import Grade, Message, Trajectory
 

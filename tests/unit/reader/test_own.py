@@ -8,9 +8,9 @@ import pytest
 from episodes import play, tool
 
 from courtside.chat.template import Renderer
-from courtside.reader.asking import Ask
-from courtside.reader.factory import reader_for
-from courtside.reader.own import OwnAsk, own_ask
+from courtside.reader.loading import reader_for
+from courtside.reader.model.client import Ask
+from courtside.reader.model.student_client import OwnAsk, own_ask
 from courtside.recipe.reader import ModelReader
 from courtside.types import Message
 

@@ -13,7 +13,7 @@ from episodes import balanced, play
 
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, Reading
-from courtside.reader.factory import reader_for
+from courtside.reader.loading import reader_for
 from courtside.recipe.reader import PersonReader
 from courtside.report.hints_file import hinted_id, parse_hints, write_hint
 from courtside.types import Hint, Trajectory

@@ -10,8 +10,8 @@ from episodes import PROMPT, balanced, environment, event, not_found, play, said
 
 from courtside.plain_text import one_line, printable
 from courtside.reader.base import Reader, Reading
-from courtside.reader.factory import reader_for
-from courtside.reader.wording import span_at, span_of
+from courtside.reader.loading import reader_for
+from courtside.reader.rules.wording import span_at, span_of
 from courtside.recipe.reader import ERROR_PATTERN, Rule, RulesReader
 from courtside.types import Message, Trajectory
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from courtside.chat.template import Renderer
 from courtside.engines.base import Engine, SampleRequest, Sampling
-from courtside.reader.asking import Ask, Reply
+from courtside.reader.model.client import Ask, Reply
 from courtside.recipe.reader import ModelReader
 from courtside.seeds import seed_for
 from courtside.types import Message

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from courtside.errors import RecipeError
-from courtside.reader.asking import Ask
 from courtside.reader.base import Reader
-from courtside.reader.compose import Composed
-from courtside.reader.model import ByModel
-from courtside.reader.person import ByPerson
-from courtside.reader.rules import ByRules
+from courtside.reader.combine import Composed
+from courtside.reader.human import ByPerson
+from courtside.reader.model.client import Ask
+from courtside.reader.model.reader import ByModel
+from courtside.reader.rules.reader import ByRules
 from courtside.recipe.reader import (
     ModelReader,
     PersonReader,
@@ -46,7 +46,7 @@ def _one(
     if isinstance(config, PersonReader):
         return ByPerson(config)
     if config.endpoint is not None:
-        from courtside.reader.endpoint import EndpointAsk
+        from courtside.reader.model.openai_client import EndpointAsk
 
         return ByModel(config, EndpointAsk(config))
     if ask_self is None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from courtside.reader.answer import hints_in
-from courtside.reader.asking import Ask
 from courtside.reader.base import Reading, total
-from courtside.reader.shown import CLOSE, OPEN, Window, windows
+from courtside.reader.model.client import Ask
+from courtside.reader.model.parse import hints_in
+from courtside.reader.model.prompt import CLOSE, OPEN, Window, windows
 from courtside.recipe.reader import ModelReader
 from courtside.types import Hint, Message, Trajectory
 

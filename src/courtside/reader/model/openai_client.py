@@ -16,8 +16,8 @@ import httpx
 
 from courtside.errors import RecipeError, RunError
 from courtside.plain_text import one_line
-from courtside.reader.asking import Reply
-from courtside.reader.wording import shortened
+from courtside.reader.model.client import Reply
+from courtside.reader.rules.wording import shortened
 from courtside.recipe.reader import ModelReader
 from courtside.types import Message
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from courtside.reader.episode import Episode
-from courtside.reader.wording import span_at, span_of
+from courtside.reader.rules.episode import Episode
+from courtside.reader.rules.wording import span_at, span_of
 from courtside.recipe.reader import Rule
 
 ADMITS = re.compile(

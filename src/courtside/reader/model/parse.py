@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from courtside.plain_text import one_line
-from courtside.reader.shown import Window
-from courtside.reader.wording import shortened
+from courtside.reader.model.prompt import Window
+from courtside.reader.rules.wording import shortened
 from courtside.recipe.reader import ModelReader
 from courtside.types import Hint, Trajectory
 

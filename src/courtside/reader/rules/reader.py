@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from courtside.plain_text import one_line, printable
 from courtside.reader.base import Reading, targets, total
-from courtside.reader.detectors import found
-from courtside.reader.episode import Episode
-from courtside.reader.wording import FACT_CHARS, shortened
+from courtside.reader.rules.detectors import found
+from courtside.reader.rules.episode import Episode
+from courtside.reader.rules.wording import FACT_CHARS, shortened
 from courtside.recipe.reader import ERROR_PATTERN, RulesReader, slots_of
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
