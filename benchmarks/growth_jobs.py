@@ -30,9 +30,9 @@ from courtside.student import weights as student_weights
 from courtside.student.batch_tokens import batch_tokens, device_bytes
 from courtside.student.step import Student
 from courtside.student.weights import StudentWeights
-from courtside.teacher.hinted import HintScorer
-from courtside.teacher.model import Teacher
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.hint_scoring import HintScorer
+from courtside.teacher.stage import Scoring
+from courtside.teacher.teacher import Teacher
 from courtside.types import Grade, Hint, Message, Observation, Sample, Task, Trajectory
 
 NO_END = -1

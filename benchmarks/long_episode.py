@@ -37,9 +37,9 @@ from courtside.student import weights as student_weights
 from courtside.student.live_hints import why_before
 from courtside.student.step import Student
 from courtside.student.weights import StudentWeights
-from courtside.teacher.hinted import HintScorer
-from courtside.teacher.model import Teacher
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.hint_scoring import HintScorer
+from courtside.teacher.stage import Scoring
+from courtside.teacher.teacher import Teacher
 from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
 
 TEMPLATE = (

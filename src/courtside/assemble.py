@@ -51,10 +51,10 @@ from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import Room, task_source
 from courtside.teacher.context import task_context
-from courtside.teacher.hinted import HintScorer, Trial
-from courtside.teacher.model import Teacher
+from courtside.teacher.hint_scoring import HintScorer, Trial
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.stage import Scoring
+from courtside.teacher.teacher import Teacher
 from courtside.types import Task, Trajectory
 
 

@@ -23,7 +23,7 @@ from courtside.student.step import Student
 from courtside.student.weights import MovingAverage
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.stage import Scoring
 from courtside.types import Evaluation, Split, Trajectory
 
 

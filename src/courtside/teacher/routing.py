@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.teacher.model import Teacher
+from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Judged, Sample, Target, Task, Trajectory
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.transformers import TransformersEngine
 from courtside.recipe import Hints
 from courtside.seeds import seed_for
-from courtside.teacher.hinted import HintScorer, Trial, tokens_of_span
-from courtside.teacher.model import Teacher
+from courtside.teacher.hint_scoring import HintScorer, Trial, tokens_of_span
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.stage import Scoring
+from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Message, Sample, Task, Trajectory, Update
 
 MODEL = tiny_model()

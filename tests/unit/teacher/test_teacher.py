@@ -14,8 +14,8 @@ from courtside.chat.template import Renderer
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Context
-from courtside.teacher.model import Teacher
-from courtside.teacher.scoring import Scoring
+from courtside.teacher.stage import Scoring
+from courtside.teacher.teacher import Teacher
 from courtside.types import Task, Trajectory
 
 Encode = Callable[[str], tuple[int, ...]]

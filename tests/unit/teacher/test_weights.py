@@ -16,7 +16,7 @@ from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
 from courtside.parts import Parts
 from courtside.recipe.load import recipe_from
-from courtside.teacher.model import Teacher
+from courtside.teacher.teacher import Teacher
 from courtside.types import Target, Trajectory
 
 CONTEXT = {"kind": "field", "field": "rule"}

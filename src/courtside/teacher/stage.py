@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from courtside.teacher.model import Teacher
 from courtside.teacher.routing import RoutedTeachers
+from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Judged, Scored, Target, Trajectory, Update
 
 

@@ -14,7 +14,7 @@ from courtside.engines.base import Engine, Head, SampleRequest, Sampling, ScoreR
 from courtside.errors import TaskError
 from courtside.recipe import Context
 from courtside.teacher.context import contexts, privileged_messages, task_context
-from courtside.teacher.hinted import HintedTurns, HintScorer
+from courtside.teacher.hint_scoring import HintedTurns, HintScorer
 from courtside.types import Hint, Judged, Sample, Scored, Target, Task, Trajectory, Update
 
 
