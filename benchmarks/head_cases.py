@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from workload import SEED
 
-from courtside.losses.full import divergence as full
-from courtside.losses.fused import Plan, choose_backend, divergence_head, words_of
-from courtside.losses.fused_records import (
+from courtside.losses.divergences import divergence as full
+from courtside.losses.fused.linear_divergence import Plan, choose_backend, divergence_head, words_of
+from courtside.losses.fused.types import (
     Asked,
     Backend,
     Divergence,

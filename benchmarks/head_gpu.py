@@ -53,7 +53,7 @@ from head_cases import (
 )
 from workload import SEED
 
-from courtside.losses.fused import make_plan
+from courtside.losses.fused.linear_divergence import make_plan
 
 TARGETS = {"qwen3-8b": 1.20, "qwen3-0.6b": 1.50}
 """Over the floor, of these."""

@@ -27,8 +27,8 @@ import torch
 from gpu_machine import HERE, Clock, header
 from head_cases import KINDS, REVERSE, SHAPES, Inputs, make_inputs, ours, products
 
-from courtside.losses.fused import Plan, make_plan
-from courtside.losses.fused_records import Raw
+from courtside.losses.fused.linear_divergence import Plan, make_plan
+from courtside.losses.fused.types import Raw
 
 TILINGS = [(warps, lanes) for lanes in (1, 2) for warps in (4, 8, 16, 32)]
 PASSES = {"reverse KL": 5, "JSD 0.5": 7}
@@ -41,7 +41,7 @@ PLANS = [(1024, 1024), (1536, 384), (2048, 256), (2048, 512), (4096, 384), (4096
 
 def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict[str, Any]]:
     """The pass over the words alone, on one part."""
-    from courtside.losses import fused_triton
+    from courtside.losses.fused import triton_backend
 
     part = make_plan(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
@@ -52,7 +52,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
         if clock.elapsed > seconds:
             print(f"  the rest of the layouts: left out, --seconds {seconds} have passed")
             break
-        tiling = fused_triton.Tiling(num_warps=warps, lanes_per_thread=lanes)
+        tiling = triton_backend.Tiling(num_warps=warps, lanes_per_thread=lanes)
 
         def run(tiling: Any = tiling) -> None:
             student, teacher = (
@@ -60,14 +60,14 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
                 for values_NV in (student_NV, logits[1])
             )
             whole = slice(0, len(student_NV))
-            fused_triton.words_in_triton(student, [(whole, teacher)], asked, whole, tiling=tiling)
+            triton_backend.words_in_triton(student, [(whole, teacher)], asked, whole, tiling=tiling)
 
         found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
         moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()
         row = {"kind": kind, "num_warps": warps, "lanes_per_thread": lanes, "ms": found["ms"],
                "gb_per_s": moved / found["ms"] / 1e6}  # fmt: skip
         rows.append(row)
-        ships = " <- ships" if tiling == fused_triton.TILING else ""
+        ships = " <- ships" if tiling == triton_backend.TILING else ""
         print(f"  {kind}, {part} rows, {warps} warps, {lanes} lanes a thread: {row['ms']:.3f} ms, "
               f"{row['gb_per_s']:.0f} GB/s{ships}", flush=True)  # fmt: skip
     return rows
@@ -76,8 +76,8 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
 def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
     """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
     `torch.topk`."""
-    from courtside.losses import fused_triton
-    from courtside.losses.fused_select import pick, room_for, room_for_tops, warps_for
+    from courtside.losses.fused import triton_backend
+    from courtside.losses.fused.topk_select import pick, room_for, room_for_tops, warps_for
 
     part = make_plan(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
@@ -102,7 +102,7 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
                  num_warps=warps)  # fmt: skip
 
         took = clock.measure(run, before=found.counts_N3.zero_)
-        ships = " <- ships" if warps == fused_triton.TILING.num_warps else ""
+        ships = " <- ships" if warps == triton_backend.TILING.num_warps else ""
         rows.append({"by": f"kernel, {warps} warps{ships}", "ms": took["ms"]})
     by_torch = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
     rows.append({"by": "torch.topk", "ms": by_torch["ms"]})

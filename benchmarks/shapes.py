@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from workload import SEED
 
 from courtside.engines.transformers import TransformersEngine
-from courtside.losses.fused import divergence_head
-from courtside.losses.fused_records import Asked, HeadGradient, Projection
+from courtside.losses.fused.linear_divergence import divergence_head
+from courtside.losses.fused.types import Asked, HeadGradient, Projection
 
 NAMES = ("smollm2-135m", "smollm2-4-layers", "qwen3-0.6b", "llama-1b", "tiny")
 

@@ -23,9 +23,9 @@ from fused_reference import (
 from gpu_models import off
 from torch import Tensor
 
-from courtside.losses.fused import Plan, choose_backend, divergence_head
-from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Support
-from courtside.losses.fused_select import pick, room_for, room_for_tops
+from courtside.losses.fused.linear_divergence import Plan, choose_backend, divergence_head
+from courtside.losses.fused.topk_select import pick, room_for, room_for_tops
+from courtside.losses.fused.types import Divergence, HeadGradient, HeadLoss, Support
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),

@@ -20,9 +20,9 @@ from triton.compiler import ASTSource
 
 from courtside.engines import layer_gradients, layer_kernels, shown_rows
 from courtside.engines.layer_gradients import REGISTERS_BACK
-from courtside.losses.fused_kernels import FORMS, PER_ROW, rows_kernel
-from courtside.losses.fused_select import select_kernel
-from courtside.losses.fused_support import JOINT, support_kernel
+from courtside.losses.fused.kernels import FORMS, PER_ROW, rows_kernel
+from courtside.losses.fused.topk_select import select_kernel
+from courtside.losses.fused.topk_support import JOINT, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.losses.fused_records import (
+from courtside.losses.fused.types import (
     Asked,
     Divergence,
     HeadGradient,

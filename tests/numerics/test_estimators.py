@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from courtside.losses.full import reverse_kl
+from courtside.losses.divergences import reverse_kl
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.sampled import sampled_reverse_kl
 from courtside.losses.top_k import top_k_divergence, top_k_ids

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from courtside.losses.full import reverse_kl
+from courtside.losses.divergences import reverse_kl
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 WORDS, K, MASS = 200, 20, 0.773

@@ -23,17 +23,17 @@ from fused_reference import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses import fused_words
-from courtside.losses.full import divergence as full_divergence
-from courtside.losses.fused import Plan, divergence_head
-from courtside.losses.fused_records import (
+from courtside.losses.divergences import divergence as full_divergence
+from courtside.losses.fused import torch_backend
+from courtside.losses.fused.linear_divergence import Plan, divergence_head
+from courtside.losses.fused.torch_backend import reverse_with_tail, support_ids
+from courtside.losses.fused.types import (
     Divergence,
     HeadGradient,
     HeadLoss,
     Statistics,
     Support,
 )
-from courtside.losses.fused_words import reverse_with_tail, support_ids
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
@@ -153,7 +153,7 @@ def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan
 def test_blocks_do_not_change_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case()
     whole, _ = through(case, FULL[0])
-    monkeypatch.setattr(fused_words, "CPU_BLOCK", 1)  # one row at a time
+    monkeypatch.setattr(torch_backend, "CPU_BLOCK", 1)  # one row at a time
     ours, _ = through(case, FULL[0])
     assert_close(ours.hidden_gradient_ND, whole.hidden_gradient_ND, rtol=1e-12, atol=1e-14)
     assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)

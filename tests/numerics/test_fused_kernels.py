@@ -32,8 +32,8 @@ from torch.testing import assert_close
 
 import courtside
 from courtside.errors import RunError
-from courtside.losses.fused import Plan, divergence_head
-from courtside.losses.fused_records import Divergence, HeadGradient, HeadLoss, Statistics, Support
+from courtside.losses.fused.linear_divergence import Plan, divergence_head
+from courtside.losses.fused.types import Divergence, HeadGradient, HeadLoss, Statistics, Support
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "triton" not in sys.modules:
@@ -41,8 +41,8 @@ if DEVICE == "cpu" and "triton" not in sys.modules:
 triton = pytest.importorskip("triton", reason="kernels need Triton: pip install triton")
 # `conftest.py` sees to it; a kernel that nobody interprets would be tested by nobody.
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
-from courtside.losses import fused_triton  # noqa: E402
-from courtside.losses.fused_select import warps_for  # noqa: E402
+from courtside.losses.fused import triton_backend  # noqa: E402
+from courtside.losses.fused.topk_select import warps_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -55,15 +55,15 @@ TILE = 32 * 4
 """Words in a tile of float32 on one warp, the smallest there is."""
 
 
-launch = fused_triton.words_in_triton
+launch = triton_backend.words_in_triton
 
 
 @pytest.fixture(autouse=True)
 def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Small tiles, so that small vocabularies have several."""
     options = getattr(request, "param", {"num_warps": 1})
-    words = partial(launch, tiling=fused_triton.Tiling(**options))
-    monkeypatch.setattr(fused_triton, "words_in_triton", words)
+    words = partial(launch, tiling=triton_backend.Tiling(**options))
+    monkeypatch.setattr(triton_backend, "words_in_triton", words)
 
 
 def through(
@@ -320,7 +320,7 @@ def test_a_kernel_that_cannot_run_says_so(
 
             return start
 
-    monkeypatch.setattr(fused_triton, "rows_kernel", Broken())
+    monkeypatch.setattr(triton_backend, "rows_kernel", Broken())
     with pytest.raises(RunError, match=r"could not be compiled.*no such target.*C compiler"):
         through(small(), FULL[0])
 

@@ -10,9 +10,14 @@ from fused_reference import FULL, ON_SUPPORT, make_case, room
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from courtside.losses import fused
-from courtside.losses.fused import Plan, choose_backend, divergence_head, make_plan
-from courtside.losses.fused_records import Asked, Divergence, Projection, Support
+from courtside.losses.fused import linear_divergence
+from courtside.losses.fused.linear_divergence import (
+    Plan,
+    choose_backend,
+    divergence_head,
+    make_plan,
+)
+from courtside.losses.fused.types import Asked, Divergence, Projection, Support
 
 
 class _Largest(TorchDispatchMode):
@@ -46,7 +51,7 @@ def test_a_plan_keeps_to_its_budget(num_rows: int, trained: bool, teacher: bool)
         hidden_ND=torch.empty(num_rows, 0), weight_VD=torch.empty(49152, 0, dtype=torch.float32)
     )
     plan = make_plan(student, teacher=teacher, trained=trained)
-    assert held(plan, teacher) * 49152 * 4 <= fused.CPU_BYTES
+    assert held(plan, teacher) * 49152 * 4 <= linear_divergence.CPU_BYTES
     check_chunks(plan, num_rows, tile=16)
 
 

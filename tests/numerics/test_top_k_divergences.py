@@ -17,7 +17,7 @@ from strategies import logit_pairs
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses import full, top_k
+from courtside.losses import divergences, top_k
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
 close = partial(assert_close, rtol=1e-8, atol=1e-11)
@@ -99,7 +99,7 @@ def test_a_support_of_the_whole_vocabulary_gives_the_full_divergence(
     name: str, options: dict[str, float], pair: tuple[Tensor, Tensor], of: str
 ) -> None:
     expected_T, expected_gradient_TV = of_ours(
-        partial(full.divergence, name=name, **options), *pair
+        partial(divergences.divergence, name=name, **options), *pair
     )
     for form in forms_of(name):
         ours = partial(on_support, k=pair[0].shape[-1], of=of, form=form, name=name, **options)

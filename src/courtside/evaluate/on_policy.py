@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from courtside.engines.base import Engine, ScoreRequest
-from courtside.losses.full import entropy
+from courtside.losses.divergences import entropy
 from courtside.types import Trajectory
 
 CHUNK = 256

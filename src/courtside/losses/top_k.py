@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from courtside.losses.full import DivergenceName, divergence
-from courtside.losses.terms import sum_over_words
+from courtside.losses.divergences import DivergenceName, divergence
+from courtside.losses.kl_terms import sum_over_words
 
 SupportOf = Literal["teacher", "student", "joint"]
 Form = Literal["tail", "stop_gradient", "renormalised", "naive"]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from courtside.engines.base import Head
 from courtside.engines.batching import pass_tokens
 from courtside.engines.rooms import KEPT_BYTES
-from courtside.losses.fused import make_plan
-from courtside.losses.fused_products import padded
-from courtside.losses.fused_records import Projection
+from courtside.losses.fused.linear_divergence import make_plan
+from courtside.losses.fused.matmuls import padded
+from courtside.losses.fused.types import Projection
 from courtside.recipe import Recipe, SelfTeacher, teachers_of
 from courtside.student.head import chunk_size
 from courtside.student.host_moments import HostMoments

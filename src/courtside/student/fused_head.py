@@ -20,8 +20,8 @@ from torch import Tensor
 
 from courtside.engines.base import Head
 from courtside.engines.batching import placed
-from courtside.losses.fused import Plan, divergence_head
-from courtside.losses.fused_records import (
+from courtside.losses.fused.linear_divergence import Plan, divergence_head
+from courtside.losses.fused.types import (
     Asked,
     Divergence,
     Found,

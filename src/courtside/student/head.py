@@ -15,7 +15,13 @@ from torch import Tensor
 
 from courtside.engines.base import Head
 from courtside.engines.batching import placed
-from courtside.losses.full import divergence, entropy, entropy_aware, extrapolated, reverse_kl
+from courtside.losses.divergences import (
+    divergence,
+    entropy,
+    entropy_aware,
+    extrapolated,
+    reverse_kl,
+)
 from courtside.losses.reduce import reduce_sum_over
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 from courtside.recipe import DivergenceLoss, Loss

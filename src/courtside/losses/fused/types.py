@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from courtside.losses.full import DivergenceName
+from courtside.losses.divergences import DivergenceName
 from courtside.losses.top_k import Form, SupportOf
 from courtside.types import LowRank
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from courtside.losses.terms import kl_terms, log_mixture, sum_over_words
+from courtside.losses.kl_terms import kl_terms, log_mixture, sum_over_words
 
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl"]
 

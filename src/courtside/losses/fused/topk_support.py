@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from courtside.losses.fused_kernels import LN2, OUTPUTS, over_temperature
-from courtside.losses.fused_records import Divergence, Found, Raw
-from courtside.losses.fused_select import COMPARED, Picked
+from courtside.losses.fused.kernels import LN2, OUTPUTS, over_temperature
+from courtside.losses.fused.topk_select import COMPARED, Picked
+from courtside.losses.fused.types import Divergence, Found, Raw
 
 TEACHER = tl.constexpr(0)
 STUDENT = tl.constexpr(1)

@@ -19,9 +19,8 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from courtside.errors import RunError
-from courtside.losses.fused_kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, rows_kernel
-from courtside.losses.fused_records import Asked, Divergence, Found, Parts, Raw, Statistics
-from courtside.losses.fused_select import (
+from courtside.losses.fused.kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, rows_kernel
+from courtside.losses.fused.topk_select import (
     Picked,
     pick,
     pick_by_sorting,
@@ -29,13 +28,14 @@ from courtside.losses.fused_select import (
     room_for_tops,
     warps_for,
 )
-from courtside.losses.fused_support import has_kernel, reverse_on_support
-from courtside.losses.fused_words import (
+from courtside.losses.fused.topk_support import has_kernel, reverse_on_support
+from courtside.losses.fused.torch_backend import (
     log_shares,
     on_support,
     refuse_too_many,
     support_of,
 )
+from courtside.losses.fused.types import Asked, Divergence, Found, Parts, Raw, Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

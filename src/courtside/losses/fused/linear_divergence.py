@@ -22,7 +22,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from courtside.losses.fused_products import (
+from courtside.losses.fused.matmuls import (
     Reduced,
     logits,
     padded,
@@ -31,7 +31,8 @@ from courtside.losses.fused_products import (
     through_adapter,
     through_head,
 )
-from courtside.losses.fused_records import (
+from courtside.losses.fused.torch_backend import words_in_torch
+from courtside.losses.fused.types import (
     Asked,
     Backend,
     Found,
@@ -43,7 +44,6 @@ from courtside.losses.fused_records import (
     Statistics,
     joined,
 )
-from courtside.losses.fused_words import words_in_torch
 
 CPU_BYTES = 9 * 2**24
 """For the logits of one chunk: 512 + 256 rows of 49152 words in float32. Products run well."""
@@ -218,6 +218,6 @@ def words_of(backend: Backend) -> Words:
     if backend == "torch":
         return words_in_torch
     # Late: Triton is optional, and reads its environment when it is imported.
-    from courtside.losses.fused_triton import words_in_triton
+    from courtside.losses.fused.triton_backend import words_in_triton
 
     return words_in_triton

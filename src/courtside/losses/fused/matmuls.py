@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from courtside.losses.fused_records import HeadGradient, Projection, Raw
+from courtside.losses.fused.types import HeadGradient, Projection, Raw
 
 WIDENED_ROWS = 4096
 """Of the gradient by logits, turned around: so many words of it exist in wide numbers at once."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from courtside.losses.fused_records import (
+from courtside.losses.fused.types import (
     Asked,
     Divergence,
     Found,
