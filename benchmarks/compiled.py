@@ -38,8 +38,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from workload import SEED
 
-from courtside.engines.few_launches import FewLaunches, replaced
-from courtside.engines.passes import Passes
+from courtside.engines.forward.forward import Passes
+from courtside.engines.patches.fused_layers import FewLaunches, replaced
 
 VARIANTS = ("own", "few", "layers", "parts")
 COMPILER_ERRORS = (

@@ -39,7 +39,7 @@ from workload import (
 import courtside
 from courtside import assemble as assembling
 from courtside.assemble import assemble
-from courtside.engines.batching import pass_tokens
+from courtside.engines.forward.batching import pass_tokens
 from courtside.loop import train_loop
 from courtside.parts import Parts
 from courtside.recipe import Recipe

@@ -22,7 +22,7 @@ from workload import SEED
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.recipe import Hints, Limits, Rollout
 from courtside.recipe.load import recipe_from
 from courtside.rollout.episodes import AgentRollout

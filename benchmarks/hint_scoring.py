@@ -35,11 +35,11 @@ from transformers.cache_utils import Cache
 from workload import SEED
 
 from courtside.engines.base import BranchRequest, ScoreRequest
-from courtside.engines.branches import score_branches_separately
-from courtside.engines.few_launches import lean_layers, replaced
-from courtside.engines.kept import keeping, kept_branch_hidden
-from courtside.engines.prefixes import Place
-from courtside.engines.scoring import scores_of
+from courtside.engines.forward.logprobs import scores_of
+from courtside.engines.forward.padded_tree_scoring import score_branches_separately
+from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.forward.tree_scoring import keeping, kept_branch_hidden
+from courtside.engines.patches.fused_layers import lean_layers, replaced
 from courtside.types import Branch
 
 

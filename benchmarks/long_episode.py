@@ -30,7 +30,7 @@ from workload import SEED
 
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
 from courtside.student import weights as student_weights

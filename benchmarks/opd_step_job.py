@@ -189,7 +189,7 @@ def make_tokenizer(vocabulary: int) -> Any:
 def draw(folder: str, *, dtype: Any, device: Any, **_: Any) -> Any:
     """The model that a folder's settings describe, with random weights: the same on every side.
 
-    Takes the arguments of `courtside.engines.models.load_model`, in whose place it stands.
+    Takes the arguments of `courtside.engines.loading.load_model`, in whose place it stands.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -33,8 +33,8 @@ from torch import Tensor
 from workload import SEED, peak_rss
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.batching import pass_tokens
-from courtside.engines.passes import Passes
+from courtside.engines.forward.batching import pass_tokens
+from courtside.engines.forward.forward import Passes
 
 M_MMAP_THRESHOLD = -3
 WAYS = ("shared", "separate")

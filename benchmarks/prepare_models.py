@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import END_TOKEN, SEED, TEACHER_NOISE
 
-from courtside.engines.models import EMBEDDED, resolve
+from courtside.engines.loading import EMBEDDED, resolve
 
 
 def main() -> None:

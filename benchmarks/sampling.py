@@ -30,7 +30,7 @@ from shapes import NAMES, shape
 from workload import SEED
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 
 NO_EOS = -1
 WARMUP_TOKENS = 16

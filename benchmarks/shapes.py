@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from workload import SEED
 
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.losses.fused.linear_divergence import divergence_head
 from courtside.losses.fused.types import Asked, HeadGradient, Projection
 

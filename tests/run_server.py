@@ -264,10 +264,10 @@ def serve() -> None:
     with suppress(ImportError):  # where it is installed, pyarrow imports it when a table is made
         import pandas  # noqa: F401
 
-    from courtside.engines import arithmetic
+    from courtside.engines import precision
 
     # As in other tests; and a forked process has no threads to turn weights into bfloat16 with.
-    arithmetic.multiplies_bfloat16 = lambda: False
+    precision.multiplies_bfloat16 = lambda: False
 
     def answer(**tree: Any) -> None:
         print(json.dumps(tree), flush=True)

@@ -15,12 +15,12 @@ import torch
 from courtside.chat.chat_logs import recorded
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
-from courtside.engines.arithmetic import arithmetic
-from courtside.engines.freed import keep_freed_memory
+from courtside.engines.cpu.malloc import keep_freed_memory
+from courtside.engines.cpu.threads import bound_threads
 from courtside.engines.int8 import quantise
-from courtside.engines.models import load_model, load_tokenizer
-from courtside.engines.threads import bound_threads
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.loading import load_model, load_tokenizer
+from courtside.engines.local import TransformersEngine
+from courtside.engines.precision import arithmetic
 from courtside.environments.base import Environment
 from courtside.environments.loading import environment_of
 from courtside.errors import ModelError, RecipeError

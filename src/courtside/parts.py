@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from courtside.chat.template import Renderer
 from courtside.engines.base import Sampling
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from courtside.chat.incremental import Turns
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.environments.tool_calls import write_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise

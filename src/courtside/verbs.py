@@ -71,7 +71,7 @@ def evaluate_student(
 
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
     """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
-    from courtside.engines.models import load_tokenizer, merge_adapter
+    from courtside.engines.loading import load_tokenizer, merge_adapter
     from courtside.report.folder import RunFolder
     from courtside.run import restore_weights
     from courtside.student import checkpoints

@@ -12,10 +12,10 @@ from gpu_models import in_float64, qwen3
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer
 
-from courtside.engines import rooms
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
-from courtside.engines.branches import score_branches_separately
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.forward.padded_tree_scoring import score_branches_separately
+from courtside.engines.generation import kv_cache
+from courtside.engines.local import TransformersEngine
 from courtside.types import Branch, Sample
 
 PROMPTS = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(70))]
@@ -112,7 +112,7 @@ def test_room_that_was_given_back_is_made_again(
     made = engine(device, autocast=torch.bfloat16)
     sampling = Sampling(max_new_tokens=12)
     expected = [s.token_ids for s in made.sample(REQUESTS, sampling)]
-    monkeypatch.setattr(rooms, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
     for _ in range(3):
         assert [s.token_ids for s in made.sample(REQUESTS, sampling)] == expected
     if made.in_slots:

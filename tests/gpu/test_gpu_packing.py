@@ -12,9 +12,13 @@ import torch
 from gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
-from courtside.engines import packing
-from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
-from courtside.engines.passes import Passes, packing_problem, sharing_problem
+from courtside.engines.forward import varlen
+from courtside.engines.forward.forward import Passes, packing_problem, sharing_problem
+from courtside.engines.forward.tree_scoring import (
+    keeping,
+    kept_branch_hidden,
+    kept_branching_problem,
+)
 from courtside.types import Branch
 
 LENGTHS = (130, 1, 64, 7, 300, 33)
@@ -52,13 +56,13 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
     in_one: list[bool] = []
-    real = packing._in_one
+    real = varlen._in_one
 
     def note(*args: Any) -> Tensor:
         in_one.append(True)
         return real(*args)
 
-    monkeypatch.setattr(packing, "_in_one", note)
+    monkeypatch.setattr(varlen, "_in_one", note)
     with casting(device, cast):
         assert packing_problem(model) is None
     in_one.clear()

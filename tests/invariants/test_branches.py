@@ -13,14 +13,14 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.engines.base import BranchRequest
-from courtside.engines.branches import (
+from courtside.engines.forward.padded_tree_scoring import (
     branch_hidden,
     score_branches_separately,
     trunk_cache,
     trunk_layers,
 )
-from courtside.engines.models import load_model, load_tokenizer
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.loading import load_model, load_tokenizer
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 

@@ -255,7 +255,7 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
 
 @pytest.mark.parametrize(
     "where",
-    ["courtside.engines.passes.packing_problem", "courtside.engines.transformers.branching_problem",
+    ["courtside.engines.forward.forward.packing_problem", "courtside.engines.local.branching_problem",
      "courtside.student.live_hints.kept_branching_problem"],
 )  # fmt: skip
 def test_models_that_cannot_are_scored_before(

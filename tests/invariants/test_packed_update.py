@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
-from courtside.engines.packing import NAME
-from courtside.engines.passes import Passes
-from courtside.engines.prefixes import row_of
+from courtside.engines.forward.forward import Passes
+from courtside.engines.forward.prefix_sharing import row_of
+from courtside.engines.forward.varlen import NAME
 from courtside.parts import Parts
 from courtside.student import step
 from courtside.student.components import components, trained_tokens

@@ -250,7 +250,7 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
 
 @pytest.fixture(scope="module")
 def embedded() -> Turns:
-    from courtside.engines.models import load_tokenizer
+    from courtside.engines.loading import load_tokenizer
 
     tokenizer = load_tokenizer("smollm2-135m")
     return Turns(Renderer(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id]))

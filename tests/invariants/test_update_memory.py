@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
-from courtside.engines import layer_memory
+from courtside.engines.patches import lean_layers
 from courtside.parts import Parts
 from courtside.student.gradients import Rooms, add_rows
 from courtside.types import Scored
@@ -214,7 +214,7 @@ def test_a_layer_behind_a_gate_does_not_keep_what_it_read(dtype: torch.dtype) ->
         gate, up = (x.clone().requires_grad_() for x in given)
         if lean:
             with without_collector():
-                out = layer_memory.read_gated(watched, gate, up)
+                out = lean_layers.read_gated(watched, gate, up)
                 assert read[0]() is None
         else:
             out = layer(nn.functional.silu(gate) * up)

@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from courtside.engines import layer_gradients, layer_kernels, shown_rows
-from courtside.engines.layer_gradients import REGISTERS_BACK
+from courtside.engines.kernels import layers, layers_autograd, prefix_gather
+from courtside.engines.kernels.layers_autograd import REGISTERS_BACK
 from courtside.losses.fused.kernels import FORMS, PER_ROW, rows_kernel
 from courtside.losses.fused.topk_select import select_kernel
 from courtside.losses.fused.topk_support import JOINT, support_kernel
@@ -101,28 +101,28 @@ def support_resources(*, padded: int = 64, capped: bool = False, warps: int = 1)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
-    (layer_kernels._rms_norm, "x=fp32 out=bf16 weight=fp32 scales=fp32",
+    (layers._rms_norm, "x=fp32 out=bf16 weight=fp32 scales=fp32",
      "outer inner num_inner num_rows",
      {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "ROUNDS": True, "KEEPS": True}, 8),
-    (layer_kernels._rms_norm, "x=bf16 out=fp32 weight=fp32 scales=fp32",
+    (layers._rms_norm, "x=bf16 out=fp32 weight=fp32 scales=fp32",
      "outer inner num_inner num_rows",
      {"SIZE": 128, "PADDED": 128, "ROWS": 8, "ROUNDS": False, "KEEPS": True}, 4),
-    (layer_gradients._rms_norm_back,
+    (layers_autograd._rms_norm_back,
      "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
      "outer inner num_inner num_rows",
      {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "OF_WEIGHT": True}, 8),
-    (layer_gradients._rms_norm_back,
+    (layers_autograd._rms_norm_back,
      "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
      "outer inner num_inner num_rows",
      {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, "OF_WEIGHT": True}, 8),
-    (layer_gradients._rms_norm_back,
+    (layers_autograd._rms_norm_back,
      "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 sums=fp32",
      "outer inner num_inner num_rows",
      {"SIZE": 128, "PADDED": 128, "ROWS": 16, "OF_WEIGHT": True}, 8),
-    (layer_gradients._added, "sums=fp32 found=fp32", "num_sums",
+    (layers_autograd._added, "sums=fp32 found=fp32", "num_sums",
      {"SIZE": 1024, "BLOCK": 32, "PADDED": 512}, 8),
     *(
-        (layer_kernels._rotate,
+        (layers._rotate,
          "query=fp32 key=fp32 cos=fp32 sin=fp32 query_out=bf16 key_out=bf16",
          "query_row query_head query_place key_row key_head key_place cos_row cos_place sin_row "
          "sin_place num_places",
@@ -130,11 +130,11 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
           "BACK": back}, warps)
         for back in (False, True) for heads, warps in ((1, 1), (8, 4))
     ),
-    (layer_gradients._gated_back,
+    (layers_autograd._gated_back,
      "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
      {"SIZE": 3072, "BLOCK": 1024}, 4),
     *(
-        (shown_rows._summed, f"gradient={kind} found={kind} places=i32 firsts=i32", "",
+        (prefix_gather._summed, f"gradient={kind} found={kind} places=i32 firsts=i32", "",
          {"WIDTH": 1024, "BLOCK": 1024, "WIDE": kind == "fp64"}, 4)
         for kind in ("bf16", "fp32", "fp64")
     ),
@@ -148,7 +148,7 @@ def layer_resources(
     types = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(integers.split(), "i32")
     types |= {name: f"*{kind}" for name, kind in (p.split("=") for p in pointers.split())}
     types = {name: kind for name, kind in types.items() if name not in constants}
-    back = kernel is layer_gradients._rms_norm_back
+    back = kernel is layers_autograd._rms_norm_back
     aligned = tuple(n for n in types if types[n] != "fp32" and not n.startswith("num_"))
     return used(kernel, types, constants, aligned, warps, REGISTERS_BACK if back else None)
 

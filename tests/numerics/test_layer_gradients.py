@@ -13,11 +13,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from courtside.engines import few_launches as few
-from courtside.engines import layer_gradients, layer_kernels, layer_parts
-from courtside.engines.passes import Passes, packing_problem
-from courtside.engines.prefixes import LEAST_IDS
-from courtside.engines.transformers import head_of
+from courtside.engines.forward.forward import Passes, packing_problem
+from courtside.engines.forward.prefix_sharing import LEAST_IDS
+from courtside.engines.kernels import layers, layers_autograd
+from courtside.engines.local import head_of
+from courtside.engines.patches import fused_layers as few
+from courtside.engines.patches import layer_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMBERS = [torch.float32, torch.bfloat16]
@@ -54,10 +55,10 @@ def compare(
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Several rows a program, and several tiles, the last of them not full."""
     if request.param:
-        monkeypatch.setattr(layer_kernels, "MANY_ROWS", 2)
-        monkeypatch.setattr(layer_gradients, "MOST_PROGRAMS", 3)
-        tile = layer_kernels.tile_rows
-        for module in (layer_kernels, layer_gradients):
+        monkeypatch.setattr(layers, "MANY_ROWS", 2)
+        monkeypatch.setattr(layers_autograd, "MOST_PROGRAMS", 3)
+        tile = layers.tile_rows
+        for module in (layers, layers_autograd):
             monkeypatch.setattr(module, "tile_rows", lambda *n: min(tile(*n), 4))
     return bool(request.param)
 
@@ -75,7 +76,7 @@ def test_norm(tiles: bool, dtype: torch.dtype, weighed: bool, N: int, D: int) ->
         return x[..., : 6 * D].view(1, N, 6, D)
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
-        return layer_gradients.rms_norm(heads(x), w, eps=0.1, dtype=torch.float32, rounds=False)
+        return layers_autograd.rms_norm(heads(x), w, eps=0.1, dtype=torch.float32, rounds=False)
 
     def exact(x: Tensor, w: Tensor) -> Tensor:
         y = heads(x)
@@ -100,17 +101,17 @@ def test_rotation(tiles: bool, dtype: torch.dtype, B: int, N: int, shared: bool)
         return rotated
 
     def ours(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        return layer_gradients.rotate(q, k, c, s, torch.float32)
+        return layers_autograd.rotate(q, k, c, s, torch.float32)
 
     slack = 1e-6 if dtype == torch.float32 else 0.02
-    compare(by(ours), by(layer_parts.rotate), [query, key, cos, sin], slack=slack)
+    compare(by(ours), by(layer_ops.rotate), [query, key, cos, sin], slack=slack)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize(("P", "D"), [(1, 24), (7, 96), (512, 33)])
 def test_sums_are_added(dtype: torch.dtype, P: int, D: int) -> None:
     sums_PD = torch.randn(P, D, device=DEVICE)
-    found = layer_gradients.added(sums_PD, dtype)
+    found = layers_autograd.added(sums_PD, dtype)
     assert found.dtype == dtype
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(found.double(), sums_PD.double().sum(0), rtol=rtol, atol=1e-5)
@@ -120,8 +121,8 @@ def test_rotation_rounds_once_where_attention_would() -> None:
     """Autocast computes in float32 and rounds what attention reads."""
     q, k = numbers(1, 4, 5, 16), numbers(1, 2, 5, 16)
     cos, sin = torch.randn(2, 1, 5, 16, device=DEVICE)
-    exact = layer_kernels.rotate(q, k, cos, sin, dtypes=(torch.float32, torch.float32))
-    found = layer_kernels.rotate(q, k, cos, sin, dtypes=(torch.bfloat16, torch.bfloat16))
+    exact = layers.rotate(q, k, cos, sin, dtypes=(torch.float32, torch.float32))
+    found = layers.rotate(q, k, cos, sin, dtypes=(torch.bfloat16, torch.bfloat16))
     for x, y in zip(found, exact, strict=True):
         gap = (x.float() - y).abs() / y.abs()
         assert float(gap.max()) <= 2**-7, "the products were rounded before they were added"
@@ -134,7 +135,7 @@ def test_gate(dtype: torch.dtype, size: int) -> None:
     product = (3 * numbers(2, 3, 2 * size, dtype=dtype)).requires_grad_()
 
     def ours(x: Tensor) -> Tensor:
-        return layer_gradients.gated(*x.split(size, -1))
+        return layers_autograd.gated(*x.split(size, -1))
 
     def exact(x: Tensor) -> Tensor:
         gate, up = x.split(size, -1)
@@ -200,7 +201,7 @@ def test_a_pass_trains_as_the_models_own(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     own_ND, own = step(model, None, cast)
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: x.dtype in layer_parts.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
     parts = few.few_launches(model, head_of(model), torch.bfloat16 if cast else None)
     assert parts is not None and parts.norms and parts.mlps and parts.rotary
     found_ND, found = step(model, parts, cast)
@@ -215,7 +216,7 @@ def test_a_pass_trains_as_the_models_own(
 def test_computed_again_a_pass_is_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen().to(DEVICE)
     model.model.layers = model.model.layers[1:]
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: x.dtype in layer_parts.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
     parts = few.few_launches(model, head_of(model), torch.bfloat16)
     common = list(range(2, 2 + LEAST_IDS))
     sharing = [[*common, 7], [*common, 5, 3]]
@@ -244,7 +245,7 @@ def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(saved.values())
 
     own = kept(None, 3) - kept(None, 2)
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: x.dtype in layer_parts.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
     parts = few.few_launches(model, head_of(model), torch.bfloat16)
     assert kept(parts, 3) - kept(parts, 2) < 0.75 * own
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from courtside.engines import layer_kernels, layer_parts
+from courtside.engines.kernels import layers
+from courtside.engines.patches import layer_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMBERS = [torch.float32, torch.bfloat16]
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: False)
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: False)
 
 
 def joined(*sizes: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -42,8 +43,8 @@ def test_norms_of_heads_inside_a_joined_product(
     query, key = joined(4 * 24, 2 * 24, rows=3, dtype=dtype)
     weight = torch.rand(24, device=DEVICE) + 0.5
     for x in (query.view(3, 1, 4, 24), key.view(3, 1, 2, 24), query.reshape(-1, 24)[:5]):
-        ours = layer_kernels.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
-        theirs = layer_parts.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
+        ours = layers.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
+        theirs = layer_ops.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
         close(ours, theirs, exact=dtype == out == torch.float32)
         plain = x.double() * (x.double().square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight
         torch.testing.assert_close(ours.double(), plain, rtol=2e-2, atol=1e-6)
@@ -61,8 +62,8 @@ def test_rotation_of_query_and_key(
     cos, sin = torch.randn(2, 3, 1, D, device=DEVICE).to(angles)
     both = torch.promote_types(dtype, angles)
     for ours, theirs in zip(
-        layer_kernels.rotate(q, k, cos, sin, dtypes=(both, both)),
-        layer_parts.rotate(q, k, cos, sin),
+        layers.rotate(q, k, cos, sin, dtypes=(both, both)),
+        layer_ops.rotate(q, k, cos, sin),
         strict=True,
     ):
         close(ours, theirs, exact=torch.float32 in (dtype, angles))
@@ -82,7 +83,7 @@ def test_heads_are_rotated_alike_one_by_one_and_together(
     )
     cos, sin = torch.randn(2, 1, N, D, device=DEVICE).to(dtype)
     found = {
-        tile: layer_kernels.rotate(q, k, cos, sin, dtypes=(dtype, dtype), back=back, tile=tile)
+        tile: layers.rotate(q, k, cos, sin, dtypes=(dtype, dtype), back=back, tile=tile)
         for tile in (None, 1, 2, 4, 8)
     }
     for both in found.values():
@@ -106,11 +107,11 @@ def test_many_heads_share_a_program_and_few_do_not(monkeypatch: pytest.MonkeyPat
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *_, HEADS, num_warps, **__: grids.append((*grid, HEADS, num_warps))
 
-    monkeypatch.setattr(layer_kernels, "_rotate", Counted())
+    monkeypatch.setattr(layers, "_rotate", Counted())
     for N in (2, 400):
         q, k = torch.zeros(1, 16, N, 128), torch.zeros(1, 8, N, 128)
         angles = torch.zeros(1, N, 128)
-        layer_kernels.rotate(q, k, angles, angles, dtypes=(q.dtype, q.dtype))
+        layers.rotate(q, k, angles, angles, dtypes=(q.dtype, q.dtype))
     assert grids == [(2 * 24, 1, 1), (400 * 3, 8, 4)]
 
 
@@ -122,14 +123,14 @@ def test_new_keys_and_values_go_behind_the_rows_own(room: torch.dtype) -> None:
     lengths = torch.tensor([0, 6, 3], device=DEVICE)
     ours = [torch.full((3, 2, 7, 24), -1.0, dtype=room, device=DEVICE) for _ in range(2)]
     expected = [x.clone() for x in ours]
-    layer_kernels.append(*ours, k.to(torch.bfloat16), v, lengths)
+    layers.append(*ours, k.to(torch.bfloat16), v, lengths)
     for row, length in enumerate(lengths.tolist()):
         expected[0][row, :, length] = k[row, :, 0].to(room)
         expected[1][row, :, length] = v[row, :, 0].to(room)
     for x, y in zip(ours, expected, strict=True):
         assert torch.equal(x, y)
     before = [x.clone() for x in ours]
-    layer_kernels.append(*ours, k, v, torch.full((3,), 7, device=DEVICE))
+    layers.append(*ours, k, v, torch.full((3,), 7, device=DEVICE))
     assert all(torch.equal(x, y) for x, y in zip(ours, before, strict=True)), "there is no room"
 
 
@@ -139,5 +140,5 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int) ->
     by_torch(monkeypatch)
     gate, up = joined(size, size, rows=3, dtype=dtype)
     for g in (gate, 10 * gate):
-        ours, theirs = layer_kernels.gated(g, up), layer_parts.gated(g, up)
+        ours, theirs = layers.gated(g, up), layer_ops.gated(g, up)
         close(ours, theirs, exact=dtype == torch.float32)

@@ -9,8 +9,8 @@ import torch
 
 from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.models import load_model, load_tokenizer
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.loading import load_model, load_tokenizer
+from courtside.engines.local import TransformersEngine
 from courtside.recipe.load import load_recipe
 from courtside.types import Message
 from courtside.verbs import train

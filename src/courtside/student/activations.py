@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from courtside.engines.base import Head
-from courtside.engines.batching import pass_tokens
-from courtside.engines.rooms import KEPT_BYTES
+from courtside.engines.forward.batching import pass_tokens
+from courtside.engines.generation.kv_cache import KEPT_BYTES
 from courtside.losses.fused.linear_divergence import make_plan
 from courtside.losses.fused.matmuls import padded
 from courtside.losses.fused.types import Projection

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.batching import placed
+from courtside.engines.forward.batching import placed
 from courtside.losses.fused.linear_divergence import Plan, divergence_head
 from courtside.losses.fused.types import (
     Asked,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.few_launches import Replacement, has_class_forward, replaced
+from courtside.engines.patches.fused_layers import Replacement, has_class_forward, replaced
 
 OWN_BYTES = 2**25
 """Tensors from here on have memory of their own from the system anyway: it is the largest of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.batching import placed
+from courtside.engines.forward.batching import placed
 from courtside.losses.divergences import (
     divergence,
     entropy,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.kept import kept_branch_hidden, kept_branching_problem
-from courtside.engines.prefixes import Place
-from courtside.engines.scoring import scores_of
+from courtside.engines.forward.logprobs import scores_of
+from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.forward.tree_scoring import kept_branch_hidden, kept_branching_problem
 from courtside.recipe import Recipe, SelfTeacher
 from courtside.types import Scored
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.batching import placed
+from courtside.engines.forward.batching import placed
 from courtside.student.components import Component
 from courtside.types import Scored, Target
 

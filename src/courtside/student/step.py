@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.batching import pass_tokens, placed
-from courtside.engines.few_launches import Replacement, few_launches, lean_layers, replaced
-from courtside.engines.kept import keeping
-from courtside.engines.passes import Passes, tried_passes
+from courtside.engines.forward.batching import pass_tokens, placed
+from courtside.engines.forward.forward import Passes, tried_passes
+from courtside.engines.forward.tree_scoring import keeping
+from courtside.engines.patches.fused_layers import Replacement, few_launches, lean_layers, replaced
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.recipe import Recipe

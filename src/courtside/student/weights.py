@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.arithmetic import arithmetic
-from courtside.engines.models import load_model, quiet_about_ties
+from courtside.engines.loading import load_model, quiet_about_ties
+from courtside.engines.precision import arithmetic
 from courtside.errors import ModelError
 from courtside.recipe import Lora, Student
 from courtside.seeds import seed_for

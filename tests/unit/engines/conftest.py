@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.engines import arithmetic as module
-from courtside.engines import packed
-from courtside.engines.arithmetic import arithmetic, has_instructions
+from courtside.engines import precision as module
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
+from courtside.engines.patches import onednn_prepack
+from courtside.engines.precision import arithmetic, has_instructions
 from courtside.parts import Parts
 from courtside.student.components import components
 from courtside.student.tally import Tally
@@ -33,7 +33,7 @@ BRIEF = {"kind": "self", "weights": "frozen", "context": {"kind": "system", "tex
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies it, and models of any size worth packing."""
     monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(packed, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(onednn_prepack, "LEAST_WEIGHTS", 0)
 
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +125,7 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
     for _ in range(2):
         with engine.casting():
             usual = logits()
-            with packed.packed_where_it_pays(engine.model, engine.head):
+            with onednn_prepack.packed_where_it_pays(engine.model, engine.head):
                 assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__
                 ours = logits()
         assert ours.dtype == torch.float32
@@ -137,11 +137,11 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
 
 
 def test_packing_pays_where_weights_would_be_rounded(with_bfloat16: None) -> None:
-    model, few = tiny_model(), packed.LEAST_STEPS - 1
-    assert packed.pays(model, torch.bfloat16, num_steps=0), "rounding them costs as much"
-    assert not packed.pays(model, torch.float32, num_steps=few)
-    assert not packed.pays(model.bfloat16(), torch.bfloat16, num_steps=few)
-    assert packed.pays(model, torch.bfloat16, num_steps=packed.LEAST_STEPS)
+    model, few = tiny_model(), onednn_prepack.LEAST_STEPS - 1
+    assert onednn_prepack.pays(model, torch.bfloat16, num_steps=0), "rounding them costs as much"
+    assert not onednn_prepack.pays(model, torch.float32, num_steps=few)
+    assert not onednn_prepack.pays(model.bfloat16(), torch.bfloat16, num_steps=few)
+    assert onednn_prepack.pays(model, torch.bfloat16, num_steps=onednn_prepack.LEAST_STEPS)
 
 
 # ── how exact it is ──────────────────────────────────────────────────────────────────────────────

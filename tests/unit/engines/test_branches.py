@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from torch import Tensor
 
-from courtside.engines import branches as module
-from courtside.engines import kept, transformers
+from courtside.engines import local
 from courtside.engines.base import BranchRequest, BranchScores
-from courtside.engines.branches import score_branches_separately
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.forward import padded_tree_scoring as module
+from courtside.engines.forward import tree_scoring as kept
+from courtside.engines.forward.padded_tree_scoring import score_branches_separately
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -355,8 +356,8 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
 def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "kept_branching_problem", lambda model: "it does not")
+    monkeypatch.setattr(local, "kept_branching_problem", lambda model: "it does not")
     engine = make_engine()
     assert engine.passes.problem is None and engine.padded_branches == "it does not"
-    monkeypatch.setattr(transformers, "read_packed_branches", None)
+    monkeypatch.setattr(local, "read_packed_branches", None)
     check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))

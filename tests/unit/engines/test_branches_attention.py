@@ -9,16 +9,16 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from courtside.engines import branches as module
-from courtside.engines.attention import WINDOWED, special_attention, windows_of
+from courtside.engines.attention_kinds import WINDOWED, special_attention, windows_of
 from courtside.engines.base import BranchRequest
-from courtside.engines.branches import (
+from courtside.engines.forward import padded_tree_scoring as module
+from courtside.engines.forward.padded_tree_scoring import (
     branch_hidden,
     branching_problem,
     score_branches_separately,
     trunk_cache,
 )
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from courtside.engines import decode_kernels
 from courtside.engines.base import Sampling
-from courtside.engines.decode_kernels import BLOCK_WORDS, attend, logps_of, pick
-from courtside.engines.sampling import draw
+from courtside.engines.generation.sampler import draw
+from courtside.engines.kernels import decode
+from courtside.engines.kernels.decode import BLOCK_WORDS, attend, logps_of, pick
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,13 +28,13 @@ def _loaded_numbers_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-@pytest.mark.parametrize("programs", [decode_kernels.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [decode.PROGRAMS, 1])
 @pytest.mark.parametrize(("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (1, 8, 4, 128)])
 def test_attention_reads_each_row_up_to_its_own_length(
     monkeypatch: pytest.MonkeyPatch, programs: int, B: int, H: int, K: int, D: int
 ) -> None:
     """In parts that are joined, and in one go as with many rows."""
-    monkeypatch.setattr(decode_kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     torch.manual_seed(B)
     L = 200
     q = torch.randn(B, H, D, device=DEVICE)
@@ -53,12 +53,12 @@ def test_attention_reads_each_row_up_to_its_own_length(
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [decode_kernels.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [decode.PROGRAMS, 1])
 def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
     monkeypatch: pytest.MonkeyPatch, programs: int
 ) -> None:
     """Whole blocks of it; the rest, and what came later, is each row's own."""
-    monkeypatch.setattr(decode_kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     torch.manual_seed(0)
     B, H, K, L, D = 3, 2, 1, 150, 32
     q = torch.randn(B, H, D, device=DEVICE)
@@ -68,7 +68,7 @@ def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
     keys[1, :, :100], values[1, :, :100] = keys[0, :, :100], values[0, :, :100]
     lengths = torch.tensor([101, 150, 90], device=DEVICE)
     expected = attend(q, keys, values, lengths, 0.3)
-    whole = 100 // decode_kernels.BLOCK_PLACES * decode_kernels.BLOCK_PLACES
+    whole = 100 // decode.BLOCK_PLACES * decode.BLOCK_PLACES
     for room in (keys, values):
         room[1, :, :whole] = float("nan")  # nobody looks at this copy
     found = attend(q, keys, values, lengths, 0.3, (leader, alike))
@@ -76,7 +76,7 @@ def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
 
 
 def test_a_query_is_rounded_as_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_kernels, "PROGRAMS", 1)
+    monkeypatch.setattr(decode, "PROGRAMS", 1)
     q = torch.randn(2, 4, 16, device=DEVICE).bfloat16()
     keys, values = torch.randn(2, 2, 2, 20, 16, device=DEVICE).bfloat16()
     lengths = torch.tensor([20, 3], device=DEVICE)

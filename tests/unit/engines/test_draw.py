@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from courtside.engines.base import Sampling
-from courtside.engines.sampling import draw, truncated, uniforms
+from courtside.engines.generation.sampler import draw, truncated, uniforms
 
 GRID = 20_000
 

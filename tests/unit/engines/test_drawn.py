@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from courtside.engines.base import Sampling
-from courtside.engines.drawn import Drawn
+from courtside.engines.generation.outputs import Drawn
 
 TOKENIZER = tiny_tokenizer()
 

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import resource
 from pathlib import Path
-from courtside.engines.freed import keep_freed_memory
+from courtside.engines.cpu.malloc import keep_freed_memory
 
 keep_freed_memory()
 

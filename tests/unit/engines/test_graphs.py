@@ -21,14 +21,16 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3
 
-from courtside.engines import layer_kernels, layer_parts, rooms
-from courtside.engines import slots as slots_engine
 from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.graphs import LOOK_EVERY, Decoder, drawn
-from courtside.engines.lent import JoinedProduct, LentWeights
-from courtside.engines.rooms import KEPT
-from courtside.engines.sampling import draw
-from courtside.engines.transformers import TransformersEngine, head_of
+from courtside.engines.generation import continuous_batching as slots_engine
+from courtside.engines.generation import kv_cache
+from courtside.engines.generation.cuda_graphs import LOOK_EVERY, Decoder, drawn
+from courtside.engines.generation.decode_weights import JoinedProduct, LentWeights
+from courtside.engines.generation.kv_cache import KEPT
+from courtside.engines.generation.sampler import draw
+from courtside.engines.kernels import layers
+from courtside.engines.local import TransformersEngine, head_of
+from courtside.engines.patches import layer_ops
 from courtside.types import Sample
 
 REQUESTS = [
@@ -192,7 +194,7 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
     sampling = Sampling(max_new_tokens=3)
     expected = made.sample(REQUESTS, sampling)
     assert made._pool._slots and made._pool._stores, "a little stays"
-    monkeypatch.setattr(rooms, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
     session = made.session(2, num_places=64)
     session.sample([0, 1], REQUESTS[:2], sampling)
     (slots,) = [s for s in made._pool._slots.values() if s.num_rows == 8]
@@ -215,7 +217,7 @@ def test_copies_of_weights_go_with_the_room(monkeypatch: pytest.MonkeyPatch) -> 
     expected = made.sample(REQUESTS, sampling)
     copies = [weakref.ref(weight) for weight, _ in made._lent._copies]
     assert copies, "they stay with a little room"
-    monkeypatch.setattr(rooms, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
     with made._lent.used():  # another session is at work
         made.sample(REQUESTS, sampling)
         assert made._lent._copies
@@ -313,11 +315,11 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen2().to("cuda" if on_gpu else "cpu")
     sampling = Sampling(max_new_tokens=4)
     eager = engine(slots=False, model=model).sample(REQUESTS[:2], sampling)
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
     monkeypatch.setattr(slots_engine, "MOST_READ", 0)  # all rows would take the interpreter long
     calls: Counter[str] = Counter()
     for name in ("rms_norm", "rotate", "append", "gated"):
-        monkeypatch.setattr(layer_kernels, name, counted(calls, getattr(layer_kernels, name)))
+        monkeypatch.setattr(layers, name, counted(calls, getattr(layers, name)))
     made = engine(slots=True, model=model)
     made._lent = LentWeights(model, made.head, torch.float32)
     calls.clear()
@@ -342,7 +344,7 @@ def test_a_kernel_draws_from_the_logits_that_count(
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
     with torch.no_grad():
         expected_ids, expected_logps = draw(head(hidden_BD), uniform_B, sampling)
-        monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+        monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
         ids_B, logp_B = drawn(head, hidden_BD, uniform_B, sampling)
     assert torch.equal(ids_B, expected_ids)
     torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)

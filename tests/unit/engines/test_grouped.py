@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from courtside.engines.grouped import NAME, grouped
+from courtside.engines.patches.gqa_cpu import NAME, grouped
 
 
 def masked(model, ids, mask):

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from courtside.engines.transformers import TransformersEngine, head_of
+from courtside.engines.local import TransformersEngine, head_of
 from courtside.errors import ModelError
 
 SIZES = dict(

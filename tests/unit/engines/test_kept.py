@@ -11,9 +11,13 @@ from tiny import tiny_model
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from courtside.engines import kept, packing
-from courtside.engines.kept import keeping, kept_branch_hidden, kept_branching_problem
-from courtside.engines.passes import Passes, packing_problem
+from courtside.engines.forward import tree_scoring, varlen
+from courtside.engines.forward.forward import Passes, packing_problem
+from courtside.engines.forward.tree_scoring import (
+    keeping,
+    kept_branch_hidden,
+    kept_branching_problem,
+)
 from courtside.types import Branch
 
 SEQUENCES = [[3 + (7 * i * i + n) % 250 for i in range(n)] for n in (25, 40, 1, 12)]
@@ -67,8 +71,8 @@ def test_every_branch_is_a_sequence_of_its_own(name: str, max_tokens: int | None
 def test_the_kernel_of_a_gpu_is_called_as_it_should_be(
     monkeypatch: pytest.MonkeyPatch, kernel: Any
 ) -> None:
-    monkeypatch.setattr(packing, "varlen_attn", kernel)
-    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     compare(qwen3().double())
 
 
@@ -78,8 +82,8 @@ def test_keys_that_are_picked_by_index_as_on_a_gpu(
 ) -> None:
     model = qwen3().double()
     _, joined = read(model)
-    monkeypatch.setattr(kept, "by_index", lambda device: True)
-    monkeypatch.setattr(kept, "most_keys", lambda device: most)
+    monkeypatch.setattr(tree_scoring, "by_index", lambda device: True)
+    monkeypatch.setattr(tree_scoring, "most_keys", lambda device: most)
     compare(model)
     _, picked = read(model)
     if most > 45:  # the same passes, and so the same numbers
@@ -89,14 +93,14 @@ def test_keys_that_are_picked_by_index_as_on_a_gpu(
 def test_few_keys_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model().double()
     sizes: list[int] = []
-    real = kept.packing_of
+    real = tree_scoring.packing_of
 
     def noted(lengths: Any, keys: Any, **options: Any) -> Any:
         sizes.append(sum(keys))
         return real(lengths, keys, **options)
 
-    monkeypatch.setattr(kept, "packing_of", noted)
-    monkeypatch.setattr(kept, "most_keys", lambda device: 45)
+    monkeypatch.setattr(tree_scoring, "packing_of", noted)
+    monkeypatch.setattr(tree_scoring, "most_keys", lambda device: 45)
     compare(model)
     assert sizes == [29 + 14, 17 + 8 + 2, 41, 10]
 
@@ -148,8 +152,8 @@ def from_the_first_key(*args: Any, window_size: Any, **options: Any) -> Tensor:
 
 def test_a_kernel_that_aligns_the_other_end_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(packing, "varlen_attn", from_the_first_key)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
     assert packing_problem(model) is None
     assert kept_branching_problem(model) == (
         "on a small example its hidden states are not those of separate passes"

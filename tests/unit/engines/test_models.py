@@ -16,10 +16,10 @@ import torch
 from small_runs import digest
 from tiny import save_tiny, tiny_model
 
-from courtside.engines import models
+from courtside.engines import loading
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.models import load_model, load_tokenizer, resolve
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.loading import load_model, load_tokenizer, resolve
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 from courtside.recipe import builtin
 
@@ -265,7 +265,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_bytes(b"weights")
     monkeypatch.setenv("COURTSIDE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COURTSIDE_SMOLLM2_GGUF", str(file))
-    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setattr(loading, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     return file
 
 
@@ -283,7 +283,7 @@ def stand_in(
         sums = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in target.iterdir()}
         (target / "sums.json").write_text(json.dumps(sums))
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(loading, "_convert", convert)
     return calls
 
 
@@ -329,13 +329,13 @@ def test_checksums_are_compared_once_for_each_state_of_a_file(
     stand_in(monkeypatch)
     weights = Path(resolve("smollm2-135m")) / "model.safetensors"
     read: list[str] = []
-    real = models._sha256
+    real = loading._sha256
 
     def watched(path: Path) -> str:
         read.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(models, "_sha256", watched)
+    monkeypatch.setattr(loading, "_sha256", watched)
     resolve("smollm2-135m")
     assert sorted(read) == ["config.json", "model.safetensors"]
     resolve("smollm2-135m")
@@ -394,8 +394,8 @@ def test_a_named_file_that_is_not_there_is_refused(gguf: Path) -> None:
 
 def test_without_the_package_the_hub_is_asked(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    assert resolve("smollm2-135m") == models.HUB_ID
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    assert resolve("smollm2-135m") == loading.HUB_ID
 
 
 def test_a_merged_adapter_can_be_trained_on_and_may_lie_beside_a_recipe(

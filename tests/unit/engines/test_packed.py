@@ -11,8 +11,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.packed import LEAST_STEPS, packed, pays
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
+from courtside.engines.patches.onednn_prepack import LEAST_STEPS, packed, pays
 
 IDS = torch.arange(2, 14).view(3, 4)
 
@@ -54,7 +54,7 @@ def test_afterwards_nothing_is_left_of_it() -> None:
 
 
 def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    from courtside.engines import packed as module
+    from courtside.engines.patches import onednn_prepack as module
 
     how = Sampling(max_new_tokens=LEAST_STEPS)
     requests = [SampleRequest(prompt_ids=tuple(IDS[i % 3].tolist()), seed=i) for i in range(6)]

@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from courtside.engines import packing
 from courtside.engines.base import ScoreRequest
-from courtside.engines.packing import NAME, packed_attention, packing_of
-from courtside.engines.passes import Passes, packing_problem
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.forward import varlen as packing
+from courtside.engines.forward.forward import Passes, packing_problem
+from courtside.engines.forward.varlen import NAME, packed_attention, packing_of
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 
 Make = Callable[..., TransformersEngine]

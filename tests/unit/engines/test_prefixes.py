@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.engines import prefixes
-from courtside.engines.prefixes import BESIDE, Group, groups_of, row_of, shared_batches
+from courtside.engines.forward import prefix_sharing
+from courtside.engines.forward.prefix_sharing import (
+    BESIDE,
+    Group,
+    groups_of,
+    row_of,
+    shared_batches,
+)
 
 Sequences = list[list[int]]
 
@@ -85,8 +91,8 @@ def most_saved(sequences: Sequences) -> int:
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=9))
 def test_all_or_those_that_go_on_alike_whichever_saves_more(sequences: Sequences) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "LEAST_IDS", 1)
-        patch.setattr(prefixes, "LEAST_SHARE", 0)
+        patch.setattr(prefix_sharing, "LEAST_IDS", 1)
+        patch.setattr(prefix_sharing, "LEAST_SHARE", 0)
         found = groups_of(sequences)
     members = [i for group in found for i in group.members]
     assert len(members) == len(set(members))

@@ -11,8 +11,8 @@ import torch
 from tiny import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.sampling import uniforms
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.generation.sampler import uniforms
+from courtside.engines.local import TransformersEngine
 from courtside.errors import ModelError
 from courtside.types import Sample
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from torch import Tensor
 
-from courtside.engines import decode_kernels, layer_parts, scoring
 from courtside.engines.base import ScoreRequest
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.forward import logprobs
+from courtside.engines.kernels import decode
+from courtside.engines.local import TransformersEngine
+from courtside.engines.patches import layer_ops
 from courtside.errors import ModelError
 
 Make = Callable[..., TransformersEngine]
@@ -49,9 +51,9 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
     engine.head.scale = 0.3
     expected = engine.score(VARIOUS)
     called = []
-    kernel = decode_kernels.logps_of
-    monkeypatch.setattr(decode_kernels, "logps_of", lambda *a: (called.append(1), kernel(*a))[1])
-    monkeypatch.setattr(layer_parts, "by_kernel", lambda x: True)
+    kernel = decode.logps_of
+    monkeypatch.setattr(decode, "logps_of", lambda *a: (called.append(1), kernel(*a))[1])
+    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
     for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
     assert called
@@ -63,7 +65,7 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
 def test_scores_are_those_of_a_pass_of_its_own(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, budget: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(scoring, "chunk_size", lambda *_: chunk)
+    monkeypatch.setattr(logprobs, "chunk_size", lambda *_: chunk)
     engine = make_engine(max_batch_tokens=budget)
     for request, scores in zip(VARIOUS, engine.score(VARIOUS, hidden=True, top_k=5), strict=True):
         logp_T, logp_TV = naive(engine, request)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from courtside.engines import slots
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.session import KeptSession, RereadingSession
-from courtside.engines.slots import SlotSession
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.generation import continuous_batching
+from courtside.engines.generation.continuous_batching import SlotSession
+from courtside.engines.generation.session import KeptSession, RereadingSession
+from courtside.engines.local import TransformersEngine
 from courtside.types import Sample
 
 
@@ -34,7 +34,9 @@ EACH = pytest.mark.parametrize("engine", [ENGINE, SLOTS, EAGER], ids=["kept", "s
 
 
 def rounded(num_rows: int, num_tokens: int) -> int:
-    return num_rows * -(-num_tokens // slots.READ_STEP) * slots.READ_STEP
+    return (
+        num_rows * -(-num_tokens // continuous_batching.READ_STEP) * continuous_batching.READ_STEP
+    )
 
 
 def rereading(engine: TransformersEngine, num_rows: int) -> RereadingSession:
@@ -174,7 +176,7 @@ def test_a_reading_that_no_graph_can_hold_is_eager_and_says_so(
     expected = play(rereading(ENGINE, 2), script, sampling)
     engine = engine_of(tiny_model())
     engine.in_slots = True
-    monkeypatch.setattr(slots.Reader, "read", refuse)
+    monkeypatch.setattr(continuous_batching.Reader, "read", refuse)
     with pytest.warns(
         UserWarning, match="not replayed as a graph: operation not permitted"
     ) as told:

@@ -15,13 +15,14 @@ from textbook import double
 from tiny import tiny_model
 from torch import Tensor
 
-from courtside.engines import packing, shown_rows
 from courtside.engines.base import ScoreRequest
-from courtside.engines.kept import keeping, kept_branch_hidden
-from courtside.engines.packing import packed_attention, packing_of, packing_of_row
-from courtside.engines.passes import Passes, sharing_problem, tried_passes
-from courtside.engines.prefixes import row_of
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.forward import varlen
+from courtside.engines.forward.forward import Passes, sharing_problem, tried_passes
+from courtside.engines.forward.prefix_sharing import row_of
+from courtside.engines.forward.tree_scoring import keeping, kept_branch_hidden
+from courtside.engines.forward.varlen import packed_attention, packing_of, packing_of_row
+from courtside.engines.kernels import prefix_gather
+from courtside.engines.local import TransformersEngine
 from courtside.types import Branch
 
 Make = Callable[..., TransformersEngine]
@@ -108,14 +109,14 @@ def test_equal_samples_are_one() -> None:
 def test_the_kernel_of_a_gpu_is_called_as_it_should_be(
     monkeypatch: pytest.MonkeyPatch, kernel: Any
 ) -> None:
-    monkeypatch.setattr(packing, "varlen_attn", kernel)
-    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     compare(exact(qwen3()), two_groups(), NUM_SHARED)
 
 
-def with_kernels(where: packing.Packing) -> packing.Packing:
+def with_kernels(where: varlen.Packing) -> varlen.Packing:
     assert where.joined is not None and where.shown is None
-    found = shown_rows.shown(where.lengths, where.joined, device=torch.device("cpu"))
+    found = prefix_gather.shown(where.lengths, where.joined, device=torch.device("cpu"))
     return replace(where, shown=found)
 
 
@@ -130,7 +131,7 @@ def test_kernels_lay_out_and_sum_as_parts_do(heads: int) -> None:
     push = torch.randn(1, heads, sum(parts.key_lengths), 64)
     for where in (parts, with_kernels(parts)):
         own = state.clone().requires_grad_()
-        laid = packing.laid_out(own, where)
+        laid = varlen.laid_out(own, where)
         laid.backward(push)
         found.append((laid.detach(), own.grad))
     for ours, theirs in zip(*found, strict=True):
@@ -151,10 +152,10 @@ def test_adapters_and_recomputed_layers(checkpointing: bool) -> None:
 @pytest.mark.parametrize("block", [1, 5, 31, 32])
 def test_masks_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Of queries: a mask of all of them would grow with the square of a sequence."""
-    monkeypatch.setattr(packing, "BLOCK", block)
+    monkeypatch.setattr(varlen, "BLOCK", block)
     made: list[Tensor] = []
-    real = packing._corner
-    monkeypatch.setattr(packing, "_corner", lambda *own: made.append(real(*own)) or made[-1])
+    real = varlen._corner
+    monkeypatch.setattr(varlen, "_corner", lambda *own: made.append(real(*own)) or made[-1])
     compare(exact(tiny_model()), two_groups(), NUM_SHARED)
     assert len({mask.data_ptr() for mask in made}) == 1, "all layers have the same"
     assert made[0].shape[0] <= block
@@ -167,7 +168,7 @@ def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
     where = packing_of_row(row, device=torch.device("cpu"))
     where = with_kernels(where) if kernels else where
     state = torch.zeros(1, 1, row.num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
-    laid = packing.laid_out(state, where)
+    laid = varlen.laid_out(state, where)
     gradient = torch.full_like(laid, 1 / 256)
     gradient[:, :, :20] = 1
     laid.backward(gradient)
@@ -188,8 +189,8 @@ def test_arithmetic_is_that_of_autocast() -> None:
 
 def test_the_real_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes, forward and backward, on tensors without numbers."""
-    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(packing, "attended", lambda *states: states)  # knows no such device
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "attended", lambda *states: states)  # knows no such device
     row = row_of(two_groups(), shared=True)
     where = packing_of_row(row, device=torch.device("meta"))
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
@@ -314,8 +315,8 @@ def from_the_first_key(
 def test_where_only_sharing_fails_passes_are_packed_without(
     monkeypatch: pytest.MonkeyPatch, make_engine: Make
 ) -> None:
-    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(packing, "varlen_attn", from_the_first_key)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
     engine = make_engine(tiny_model())
     assert engine.passes.problem is None
     assert engine.passes.unshared == (
@@ -359,14 +360,14 @@ def test_a_gradient_comes_back_through_the_kernels_without_copies(
     row = row_of(two_groups(), shared=True)
     where = with_kernels(packing_of_row(row, device=torch.device("cpu")))
     state = torch.randn(1, row.num_tokens, 2, 16, requires_grad=True)
-    keys_KHD = packing._flat(packing.laid_out(state.transpose(1, 2), where))
+    keys_KHD = varlen._flat(varlen.laid_out(state.transpose(1, 2), where))
     assert keys_KHD.is_contiguous()
 
     def summed(gradient_KHD: Tensor, _: Any) -> Tensor:
         assert gradient_KHD.is_contiguous()
         return gradient_KHD.new_empty(row.num_tokens, 2, 16)
 
-    monkeypatch.setattr(shown_rows, "summed", summed)  # the interpreter has copies of its own
+    monkeypatch.setattr(prefix_gather, "summed", summed)  # the interpreter has copies of its own
     gradient = torch.randn_like(keys_KHD)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         torch.autograd.grad(keys_KHD, state, gradient)

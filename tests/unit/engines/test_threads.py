@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from courtside.engines import threads
-from courtside.engines.threads import bound_threads, usable_cores
+from courtside.engines.cpu import threads
+from courtside.engines.cpu.threads import bound_threads, usable_cores
 
 
 def write(root: Path, path: str, text: str) -> None:

@@ -21,7 +21,7 @@ ROOM = 3500
 def student() -> tuple[Any, Renderer]:
     from tiny import tiny_model, tiny_tokenizer
 
-    from courtside.engines.transformers import TransformersEngine
+    from courtside.engines.local import TransformersEngine
 
     tokenizer = tiny_tokenizer()
     engine = TransformersEngine(tiny_model(), tokenizer, name="tiny")

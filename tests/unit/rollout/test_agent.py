@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.recipe import Limits, Rollout
 from courtside.rollout.episodes import AgentRollout, Start, goes_well
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory

@@ -11,7 +11,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.errors import TaskError
 from courtside.recipe import Ramp, Rollout
 from courtside.rollout.single_turn import SingleTurnRollout

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from courtside.assemble import assemble
-from courtside.engines.batching import pass_tokens
-from courtside.engines.passes import Passes
+from courtside.engines.forward.batching import pass_tokens
+from courtside.engines.forward.forward import Passes
 from courtside.parts import Parts
 from courtside.student.activations import (
     MARGIN,

@@ -10,7 +10,7 @@ import torch
 from small_runs import small_recipe
 
 from courtside.assemble import assemble
-from courtside.engines.models import load_model
+from courtside.engines.loading import load_model
 from courtside.student.batch_tokens import LEAST, MOST, USUAL, batch_tokens, place_bytes
 from courtside.student.weights import StudentWeights
 

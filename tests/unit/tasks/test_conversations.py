@@ -12,7 +12,7 @@ from small_runs import small_recipe, write_jsonl
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.on_policy import surprise
 from courtside.tasks.chat_logs import conversation_tasks

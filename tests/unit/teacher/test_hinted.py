@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.transformers import TransformersEngine
+from courtside.engines.local import TransformersEngine
 from courtside.recipe import Hints
 from courtside.seeds import seed_for
 from courtside.teacher.hint_scoring import HintScorer, Trial, tokens_of_span

@@ -32,17 +32,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from courtside.engines.attention import (
+from courtside.engines.attention_kinds import (
     attention_of,
     refuse_special_attention,
     special_attention,
     windows_of,
 )
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
-from courtside.engines.batching import batches_by_length, pad_right, pass_tokens
-from courtside.engines.grouped import grouped
-from courtside.engines.prefixes import Place
-from courtside.engines.tried import away_from_alone, example_problem
+from courtside.engines.forward.batching import batches_by_length, pad_right, pass_tokens
+from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.patches.gqa_cpu import grouped
+from courtside.engines.probes import away_from_alone, example_problem
 from courtside.errors import ModelError
 from courtside.types import Branch
 

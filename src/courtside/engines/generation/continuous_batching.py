@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.batching import pad_right, pass_tokens
-from courtside.engines.branches import as_taken
-from courtside.engines.drawn import Drawn
-from courtside.engines.graphs import Decoder, Reader
-from courtside.engines.lent import LentWeights
-from courtside.engines.rooms import KEPT, RoomPool, rounded_up
-from courtside.engines.session import portions
+from courtside.engines.forward.batching import pad_right, pass_tokens
+from courtside.engines.forward.padded_tree_scoring import as_taken
+from courtside.engines.generation.cuda_graphs import Decoder, Reader
+from courtside.engines.generation.decode_weights import LentWeights
+from courtside.engines.generation.kv_cache import KEPT, RoomPool, rounded_up
+from courtside.engines.generation.outputs import Drawn
+from courtside.engines.generation.session import portions
 from courtside.types import Sample
 
 READ_STEP = 32

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from courtside.engines.batching import full_batches
+from courtside.engines.forward.batching import full_batches
 
 LEAST_IDS = 16
 """A shorter beginning is not worth laying out keys for."""

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from courtside.engines import layer_kernels
-from courtside.engines.layer_kernels import (
+from courtside.engines.kernels import layers
+from courtside.engines.kernels.layers import (
     BLOCK_GATED,
     dense,
     first_of,
@@ -46,7 +46,7 @@ def rms_norm(
     if _learns(x, weight_D):
         normed: Tensor = _Norm.apply(x, weight_D, eps, dtype, rounds)
         return normed
-    return layer_kernels.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+    return layers.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
 
 
 class _Norm(torch.autograd.Function):
@@ -54,9 +54,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x, weight_D, eps, dtype, rounds):
         scales = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight_D, scales)
-        return layer_kernels.rms_norm(
-            x, weight_D, eps=eps, dtype=dtype, rounds=rounds, scales=scales
-        )
+        return layers.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds, scales=scales)
 
     @staticmethod
     @once_differentiable
@@ -141,7 +139,7 @@ def rotate(
     if _learns(query_BHND, key_BKND):
         turned: tuple[Tensor, Tensor] = _Rotate.apply(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
         return turned
-    return layer_kernels.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtypes=(dtype, dtype))
+    return layers.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtypes=(dtype, dtype))
 
 
 class _Rotate(torch.autograd.Function):
@@ -149,15 +147,13 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, query, key, cos, sin, dtype):
         ctx.save_for_backward(cos, sin)
         ctx.dtypes = query.dtype, key.dtype
-        return layer_kernels.rotate(query, key, cos, sin, dtypes=(dtype, dtype))
+        return layers.rotate(query, key, cos, sin, dtypes=(dtype, dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query_gradient, key_gradient):
         cos, sin = ctx.saved_tensors
-        found = layer_kernels.rotate(
-            query_gradient, key_gradient, cos, sin, dtypes=ctx.dtypes, back=True
-        )
+        found = layers.rotate(query_gradient, key_gradient, cos, sin, dtypes=ctx.dtypes, back=True)
         return *found, None, None, None
 
 
@@ -168,14 +164,14 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     if _learns(gate, up):
         opened: Tensor = _Gated.apply(gate, up)
         return opened
-    return layer_kernels.gated(gate, up)
+    return layers.gated(gate, up)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate, up):
         ctx.save_for_backward(gate, up)
-        return layer_kernels.gated(gate, up)
+        return layers.gated(gate, up)
 
     @staticmethod
     @once_differentiable

@@ -28,10 +28,10 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.arithmetic import attended, uncast
-from courtside.engines.attention import attention_of
-from courtside.engines.batching import placed
-from courtside.engines.prefixes import Row
+from courtside.engines.attention_kinds import attention_of
+from courtside.engines.forward.batching import placed
+from courtside.engines.forward.prefix_sharing import Row
+from courtside.engines.precision import attended, uncast
 from courtside.errors import ModelError
 
 NAME = "courtside_packed"
@@ -135,18 +135,18 @@ def laid_out(state: Tensor, packing: Packing) -> Tensor:
     """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its parts look at them."""
     if packing.shown is None:
         return _joined(state, packing)
-    from courtside.engines import shown_rows
+    from courtside.engines.kernels import prefix_gather
 
-    found_KHD = shown_rows.laid_out(_flat(state), packing.shown)
+    found_KHD = prefix_gather.laid_out(_flat(state), packing.shown)
     return found_KHD.transpose(0, 1)[None]
 
 
 def _shown(lengths: Sequence[int], joined: Sequence[int], device: torch.device) -> Any:
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from courtside.engines import shown_rows
+    from courtside.engines.kernels import prefix_gather
 
-    return shown_rows.shown(lengths, joined, device=device)
+    return prefix_gather.shown(lengths, joined, device=device)
 
 
 class _Joined(torch.autograd.Function):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.graphs import Decoder, Reader
-from courtside.engines.layer_parts import append
+from courtside.engines.generation.cuda_graphs import Decoder, Reader
+from courtside.engines.patches.layer_ops import append
 
 ROW_STEP = 8
 PLACE_STEP = 128

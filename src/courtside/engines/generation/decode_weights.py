@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from courtside.engines.base import Head
-from courtside.engines.few_launches import FewLaunches, Replacement, replaced
-from courtside.engines.traced import Trace
+from courtside.engines.patches.dataflow import Trace
+from courtside.engines.patches.fused_layers import FewLaunches, Replacement, replaced
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that may read the same input, in the order in which they are called."""

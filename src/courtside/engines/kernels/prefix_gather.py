@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from courtside.engines.batching import moved
+from courtside.engines.forward.batching import moved
 
 BLOCK = 1024
 """Numbers of a row that a program sums."""

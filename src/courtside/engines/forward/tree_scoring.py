@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.arithmetic import attended
 from courtside.engines.base import BranchRequest
-from courtside.engines.batching import moved, pass_tokens
-from courtside.engines.branches import Read, evaluating, read_together
-from courtside.engines.packing import packing_of, read_row, switched
-from courtside.engines.passes import Passes, read_packed
-from courtside.engines.prefixes import Place
-from courtside.engines.tried import away_from_alone, example_problem
+from courtside.engines.forward.batching import moved, pass_tokens
+from courtside.engines.forward.forward import Passes, read_packed
+from courtside.engines.forward.padded_tree_scoring import Read, evaluating, read_together
+from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.forward.varlen import packing_of, read_row, switched
+from courtside.engines.precision import attended
+from courtside.engines.probes import away_from_alone, example_problem
 from courtside.types import Branch
 
 

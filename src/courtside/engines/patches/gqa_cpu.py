@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from courtside.engines.arithmetic import attended, uncast
+from courtside.engines.precision import attended, uncast
 
 NAME = "courtside_grouped"
 

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from courtside.engines import layer_parts
 from courtside.engines.base import Head
-from courtside.engines.layer_parts import ROTARY, gated_mlp_of, rms_norm_of, rotary, rotary_modules
-from courtside.engines.traced import Trace
+from courtside.engines.patches import layer_ops
+from courtside.engines.patches.dataflow import Trace
+from courtside.engines.patches.layer_ops import (
+    ROTARY,
+    gated_mlp_of,
+    rms_norm_of,
+    rotary,
+    rotary_modules,
+)
 
 ABSENT: Any = object()
 
@@ -58,7 +64,7 @@ class FewLaunches:
 
 def few_launches(model: Any, head: Head, dtype: torch.dtype | None) -> FewLaunches | None:
     """Where there are kernels; elsewhere a model's own layers are as good."""
-    if not layer_parts.by_kernel(model.get_input_embeddings().weight):
+    if not layer_ops.by_kernel(model.get_input_embeddings().weight):
         return None
     return FewLaunches(model, head, dtype)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines import layer_parts
 from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.batching import placed
-from courtside.engines.prefixes import Place
+from courtside.engines.forward.batching import placed
+from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.patches import layer_ops
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:
@@ -59,8 +59,8 @@ def scores_of(
     for part_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
-        if layer_parts.by_kernel(part_ND) and not top_k and head.softcap is None:
-            from courtside.engines.decode_kernels import logps_of  # needs Triton
+        if layer_ops.by_kernel(part_ND) and not top_k and head.softcap is None:
+            from courtside.engines.kernels.decode import logps_of  # needs Triton
 
             scale_N = head.scale / temperature_N
             logps.append(logps_of(head.products(part_ND), ids_N, scale_N))

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention import attention_of, special_attention, windows_of
-from courtside.engines.batching import batches_by_length, full_batches, pad_right
-from courtside.engines.few_launches import FewLaunches
-from courtside.engines.packing import packing_of_row, read_row, switched
-from courtside.engines.prefixes import LEAST_IDS, Place, row_of, shared_batches
-from courtside.engines.tried import away_from_alone, example_problem
+from courtside.engines.attention_kinds import attention_of, special_attention, windows_of
+from courtside.engines.forward.batching import batches_by_length, full_batches, pad_right
+from courtside.engines.forward.prefix_sharing import LEAST_IDS, Place, row_of, shared_batches
+from courtside.engines.forward.varlen import packing_of_row, read_row, switched
+from courtside.engines.patches.fused_layers import FewLaunches
+from courtside.engines.probes import away_from_alone, example_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Passes:
     ) -> tuple[Tensor, Sequence[Place]]:
         """Last hidden states [positions, D] of one pass, and where each sequence lies there.
 
-        `kept` gets the keys and values of a packed pass: see `engines/kept.py`.
+        `kept` gets the keys and values of a packed pass: see `engines/forward/tree_scoring.py`.
         """
         if self.problem is None:
             return read_packed(self.model, sequences, kept, shared=self.unshared is None)

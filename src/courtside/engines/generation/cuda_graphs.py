@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines import layer_parts
 from courtside.engines.base import Head, Sampling
-from courtside.engines.batching import placed
-from courtside.engines.branches import as_taken
-from courtside.engines.ragged import ragged
-from courtside.engines.sampling import draw, uniforms
+from courtside.engines.forward.batching import placed
+from courtside.engines.forward.padded_tree_scoring import as_taken
+from courtside.engines.generation.decode_attention import ragged
+from courtside.engines.generation.sampler import draw, uniforms
+from courtside.engines.patches import layer_ops
 
 LOOK_EVERY = 4
 """Tokens between looks at which rows have ended: a look waits for the GPU."""
@@ -220,8 +220,8 @@ def drawn(
     head: Head, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """`draw`, by a kernel where there is one for it, which reads the logits as they are."""
-    if layer_parts.by_kernel(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
-        from courtside.engines.decode_kernels import pick  # needs Triton, which CPUs do without
+    if layer_ops.by_kernel(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
+        from courtside.engines.kernels.decode import pick  # needs Triton, which CPUs do without
 
         if head.softcap is None:
             return pick(head.products(hidden_BD), uniform_B, sampling.temperature / head.scale)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.arithmetic import attended
 from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.batching import pad_right, pass_tokens
-from courtside.engines.branches import as_taken
-from courtside.engines.drawn import Drawn
-from courtside.engines.grouped import grouped
-from courtside.engines.packed import packed_where_it_pays
-from courtside.engines.sampling import draw, uniforms
+from courtside.engines.forward.batching import pad_right, pass_tokens
+from courtside.engines.forward.padded_tree_scoring import as_taken
+from courtside.engines.generation.outputs import Drawn
+from courtside.engines.generation.sampler import draw, uniforms
+from courtside.engines.patches.gqa_cpu import grouped
+from courtside.engines.patches.onednn_prepack import packed_where_it_pays
+from courtside.engines.precision import attended
 from courtside.types import Sample
 
 PLACE_STEP = 256

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from courtside.engines import layer_memory
+from courtside.engines.patches import lean_layers
 
 ROTARY = "apply_rotary_pos_emb"
 """What the modules of transformers call their rotary embedding."""
@@ -57,13 +57,13 @@ def rms_norm(
     x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
 ) -> Tensor:
     if by_kernel(x):
-        from courtside.engines import layer_gradients  # needs Triton, which CPUs do without
+        from courtside.engines.kernels import layers_autograd  # needs Triton, which CPUs do without
 
-        return layer_gradients.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+        return layers_autograd.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if y.dtype == x.dtype == weight_D.dtype:  # then nothing is rounded on the way
-        return layer_memory.scaled(y, scale, weight_D).to(dtype)
+        return lean_layers.scaled(y, scale, weight_D).to(dtype)
     y = y * scale
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
 
@@ -95,12 +95,12 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """In the numbers of both; under autocast in those that attention would round them to."""
     if by_kernel(query_BHND) and by_kernel(cos_BND):
-        from courtside.engines import layer_gradients
+        from courtside.engines.kernels import layers_autograd
 
         dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
         if torch.is_autocast_enabled(query_BHND.device.type):
             dtype = torch.get_autocast_dtype(query_BHND.device.type)
-        return layer_gradients.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
+        return layers_autograd.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
     cos, sin = cos_BND[:, None], sin_BND[:, None]
     return _rotated(query_BHND, cos, sin), _rotated(key_BKND, cos, sin)
 
@@ -149,17 +149,17 @@ def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     if by_kernel(gate):
-        from courtside.engines import layer_gradients
+        from courtside.engines.kernels import layers_autograd
 
-        return layer_gradients.gated(gate, up)
-    return layer_memory.gated(gate, up)
+        return layers_autograd.gated(gate, up)
+    return lean_layers.gated(gate, up)
 
 
 def gated_into(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """`layer` of silu(gate) · up."""
     if by_kernel(gate):
         return layer(gated(gate, up))
-    return layer_memory.read_gated(layer, gate, up)
+    return lean_layers.read_gated(layer, gate, up)
 
 
 def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
@@ -199,9 +199,9 @@ def append(
 ) -> None:
     """Write each row's new key and value behind the `length_B` that it has."""
     if by_kernel(keys_BKLD):
-        from courtside.engines import layer_kernels
+        from courtside.engines.kernels import layers
 
-        layer_kernels.append(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
+        layers.append(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
         return
     row_B = torch.arange(len(length_B), device=length_B.device)
     for room, new in ((keys_BKLD, key_BK1D), (values_BKLD, value_BK1D)):

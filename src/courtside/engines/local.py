@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from courtside.engines.attention import windows_of
+from courtside.engines.attention_kinds import windows_of
 from courtside.engines.base import (
     BranchRequest,
     BranchScores,
@@ -29,24 +29,24 @@ from courtside.engines.base import (
     Scores,
     Session,
 )
-from courtside.engines.batching import batches_by_length, pad_left, pass_tokens
-from courtside.engines.branches import (
+from courtside.engines.forward.batching import batches_by_length, pad_left, pass_tokens
+from courtside.engines.forward.forward import Passes, tried_passes
+from courtside.engines.forward.logprobs import scores_of
+from courtside.engines.forward.padded_tree_scoring import (
     Read,
     branching_problem,
     read_padded,
     score_branches_separately,
 )
-from courtside.engines.drawn import Drawn
-from courtside.engines.few_launches import few_launches
-from courtside.engines.kept import kept_branching_problem, read_packed_branches
-from courtside.engines.lent import LentWeights
-from courtside.engines.packed import packed_where_it_pays
-from courtside.engines.passes import Passes, tried_passes
-from courtside.engines.rooms import PLACE_STEP, RoomPool
-from courtside.engines.sampling import draw, uniforms
-from courtside.engines.scoring import scores_of
-from courtside.engines.session import KeptSession, RereadingSession
-from courtside.engines.slots import SlotSession
+from courtside.engines.forward.tree_scoring import kept_branching_problem, read_packed_branches
+from courtside.engines.generation.continuous_batching import SlotSession
+from courtside.engines.generation.decode_weights import LentWeights
+from courtside.engines.generation.kv_cache import PLACE_STEP, RoomPool
+from courtside.engines.generation.outputs import Drawn
+from courtside.engines.generation.sampler import draw, uniforms
+from courtside.engines.generation.session import KeptSession, RereadingSession
+from courtside.engines.patches.fused_layers import few_launches
+from courtside.engines.patches.onednn_prepack import packed_where_it_pays
 from courtside.errors import ModelError
 from courtside.types import Sample
 

@@ -46,7 +46,7 @@ def ragged_attention(
     ((length_B, leaders),) = _rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda:
-        from courtside.engines.decode_kernels import attend  # needs Triton, which CPUs do without
+        from courtside.engines.kernels.decode import attend  # needs Triton, which CPUs do without
 
         return attend(query[:, :, 0], key, value, length_B, scale, leaders)[:, None], None
     place_L = torch.arange(key.shape[2], device=key.device)
