@@ -46,7 +46,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.report import toml
 from courtside.report.folder import RunFolder
-from courtside.student import weights as student_weights
+from courtside.training import weights as student_weights
 from courtside.types import Scored, Update
 
 WORLD = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"

@@ -47,8 +47,8 @@ from courtside.recipe.load import recipe_from
 from courtside.report.folder import RunFolder
 from courtside.report.screen import SilentScreen
 from courtside.run import Run
-from courtside.student.components import components
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 

@@ -26,13 +26,13 @@ from courtside.engines.local import TransformersEngine
 from courtside.recipe import Hints, Limits, Rollout
 from courtside.recipe.load import recipe_from
 from courtside.rollout.episodes import AgentRollout
-from courtside.student import weights as student_weights
-from courtside.student.batch_tokens import batch_tokens, device_bytes
-from courtside.student.step import Student
-from courtside.student.weights import StudentWeights
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import Scoring
 from courtside.teacher.teacher import Teacher
+from courtside.training import weights as student_weights
+from courtside.training.memory.kv_budget import batch_tokens, device_bytes
+from courtside.training.student import Student
+from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Observation, Sample, Task, Trajectory
 
 NO_END = -1

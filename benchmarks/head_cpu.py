@@ -98,10 +98,10 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
     import torch
 
     from courtside.engines.base import Head
-    from courtside.student.components import Component
-    from courtside.student.fused_head import backward_through_head
-    from courtside.student.rows import Rows
-    from courtside.student.tally import Tally
+    from courtside.training.head.fused import backward_through_head
+    from courtside.training.loss_terms import Component
+    from courtside.training.metrics import Tally
+    from courtside.training.token_batch import Rows
 
     def head(weight_VD: Tensor) -> Head:
         module: Any = SimpleNamespace(weight=weight_VD, bias=None)

@@ -10,7 +10,7 @@ n hints are the first n of any larger number. Timed, on random weights of a give
     separate   each branch as a sequence of its own
 
 With a teacher that is the live student, `branches` is all that hints cost: the update's pass keeps
-its keys and values, and hints are read over them inside it (`student/live_hints.py`). With other
+its keys and values, and hints are read over them inside it (`training/hint_branches.py`). With other
 weights, or where hints are dropped by their shift, it is `before`. Log-probs of all three ways are
 compared before anything is timed.
 

@@ -33,13 +33,13 @@ from courtside.chat.template import Renderer
 from courtside.engines.local import TransformersEngine
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
-from courtside.student import weights as student_weights
-from courtside.student.live_hints import why_before
-from courtside.student.step import Student
-from courtside.student.weights import StudentWeights
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import Scoring
 from courtside.teacher.teacher import Teacher
+from courtside.training import weights as student_weights
+from courtside.training.hint_branches import why_before
+from courtside.training.student import Student
+from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
 
 TEMPLATE = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from courtside.parts import Parts
-from courtside.student.components import components
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Scored
 
 

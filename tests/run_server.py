@@ -116,7 +116,7 @@ def around(owner: Any, name: str, number: int, moment: str) -> None:
 def in_checkpoint(what: str, number: int, moment: str) -> None:
     import shutil
 
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     owner = {"save_file": checkpoints, "rename": Path, "rmtree": shutil, "fsync": os}[what]
     around(owner, what, number, moment)
@@ -124,7 +124,7 @@ def in_checkpoint(what: str, number: int, moment: str) -> None:
 
 def half_file(number: int) -> None:
     """The n-th tensor file of a checkpoint is half written."""
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     real, here = checkpoints.save_file, 0
 
@@ -173,7 +173,7 @@ def read_only(number: int) -> None:
 
 
 def before_save(number: int, act: Callable[[Path], None]) -> None:
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     real, here = checkpoints.save, 0
 

@@ -42,11 +42,6 @@ from courtside.rollout.episodes import AgentRollout, goes_well
 from courtside.rollout.mixing import sampling_of
 from courtside.rollout.replay import StoredRollout
 from courtside.rollout.single_turn import SingleTurnRollout
-from courtside.student.activations import FreeBytes, choose_activations, free_bytes
-from courtside.student.batch_tokens import batch_tokens, device_bytes
-from courtside.student.live_hints import why_before
-from courtside.student.step import Student
-from courtside.student.weights import MovingAverage, StudentWeights
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import Room, task_source
@@ -55,6 +50,11 @@ from courtside.teacher.hint_scoring import HintScorer, Trial
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.stage import Scoring
 from courtside.teacher.teacher import Teacher
+from courtside.training.hint_branches import why_before
+from courtside.training.memory.checkpointing_auto import FreeBytes, choose_activations, free_bytes
+from courtside.training.memory.kv_budget import batch_tokens, device_bytes
+from courtside.training.student import Student
+from courtside.training.weights import MovingAverage, StudentWeights
 from courtside.types import Task, Trajectory
 
 

@@ -19,11 +19,11 @@ from courtside.rollout.chat_logs import RecordedRollout
 from courtside.rollout.episodes import AgentRollout, Start
 from courtside.rollout.replay import StoredRollout
 from courtside.rollout.single_turn import SingleTurnRollout
-from courtside.student.step import Student
-from courtside.student.weights import MovingAverage
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
 from courtside.teacher.stage import Scoring
+from courtside.training.student import Student
+from courtside.training.weights import MovingAverage
 from courtside.types import Evaluation, Split, Trajectory
 
 

@@ -29,8 +29,8 @@ from courtside.report.html import before_and_after, write_report
 from courtside.report.parquet import read_trajectories, write_trajectories
 from courtside.report.screen import Screen
 from courtside.report.sinks import open_sinks
-from courtside.student import checkpoints
-from courtside.student.weights import StudentWeights
+from courtside.training import checkpoints
+from courtside.training.weights import StudentWeights
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 

@@ -74,8 +74,8 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
     from courtside.engines.loading import load_tokenizer, merge_adapter
     from courtside.report.folder import RunFolder
     from courtside.run import restore_weights
-    from courtside.student import checkpoints
-    from courtside.student.weights import StudentWeights
+    from courtside.training import checkpoints
+    from courtside.training.weights import StudentWeights
 
     config = RunFolder.read(run).recipe().student
     if adapter and config.lora is None:
@@ -111,9 +111,9 @@ def rescore(
     The student is as the run's last checkpoint has it; no weight is changed.
     """
     from courtside.report.folder import RunFolder
-    from courtside.student import checkpoints
-    from courtside.student.components import components
-    from courtside.student.tally import Tally
+    from courtside.training import checkpoints
+    from courtside.training.loss_terms import components
+    from courtside.training.metrics import Tally
 
     folder = RunFolder.read(run)
     stored = folder.trajectory_steps()
@@ -147,7 +147,7 @@ def rescore(
 
 def _checkpoint(run: Path, step: int | None) -> Path:
     from courtside.report.folder import RunFolder
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     folder = RunFolder.read(run).checkpoints
     path = checkpoints.at(folder, step) if step is not None else checkpoints.latest(folder)
@@ -161,7 +161,7 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
     from courtside.assemble import assemble
     from courtside.report.folder import RunFolder
     from courtside.run import average_groups, restore
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     own = RunFolder.read(run).recipe().student
     for field in ("model", "adapter", "lora", "keep_layers"):
@@ -188,7 +188,7 @@ def _forget_failed_start(path: Path, recipe: Recipe) -> None:
     from courtside.report.disk import replace_file
     from courtside.report.folder import RunFolder
     from courtside.report.opening import RECIPE, recipe_tree, refuse_differences, take_lock
-    from courtside.student import checkpoints
+    from courtside.training import checkpoints
 
     if not (path / RECIPE).is_file():
         return

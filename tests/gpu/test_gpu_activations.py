@@ -15,7 +15,11 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student.activations import free_bytes, kept_bytes, student_bytes_per_token
+from courtside.training.memory.checkpointing_auto import (
+    free_bytes,
+    kept_bytes,
+    student_bytes_per_token,
+)
 
 LENGTH = 512
 

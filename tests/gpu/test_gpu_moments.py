@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from courtside.student.checkpoints import optimiser_tensors, restore_optimiser
-from courtside.student.host_moments import HostMoments
+from courtside.training.checkpoints import optimiser_tensors, restore_optimiser
+from courtside.training.offloaded_adamw import HostMoments
 
 SHAPES = ((300, 257), (513,), (64, 64), (7,), (1, 1000), (2,))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}

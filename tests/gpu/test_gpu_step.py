@@ -18,9 +18,9 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student import fused_head
-from courtside.student.components import components
-from courtside.student.tally import Tally
+from courtside.training.head import fused
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
 TOP_K = {"kind": "divergence", "support": {"kind": "top_k", "k": 20, "of": "teacher"}}
@@ -171,7 +171,7 @@ def test_gradients_in_bfloat16(
         parameter.grad = None
     right, _ = textbook_gradients(parts, scored, LOSSES[losses])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fused_head, "_groups", lambda rows, components: None)
+        patched.setattr(fused, "_groups", lambda rows, components: None)
         plain, _ = our_gradients(parts, scored)
     error, usual = (off(together(found), together(right)) for found in (ours, plain))
     # Which 20 words of a random teacher are the likeliest is itself a matter of rounding.

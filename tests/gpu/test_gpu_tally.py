@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from courtside.student.tally import Tally
+from courtside.training.metrics import Tally
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student import fused_head, step
+from courtside.training import student as step
+from courtside.training.head import fused
 
 CAPPED = [{"kind": "divergence", "clip": 0.5}]
 """A loss that goes through autograd, a chunk at a time."""
@@ -106,13 +107,13 @@ def test_both_heads_are_rounded_once_a_step(
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder)
     scored, rounding = batch_of(parts), []
-    real = fused_head._in_arithmetic
+    real = fused._in_arithmetic
 
     def in_arithmetic(*head: Any) -> Any:
         rounding.append(head)
         return real(*head)
 
-    monkeypatch.setattr(fused_head, "_in_arithmetic", in_arithmetic)
+    monkeypatch.setattr(fused, "_in_arithmetic", in_arithmetic)
     for number in range(2):
         parts.student.step(number, scored)
         assert len(rounding) == 2 * (number + 1), "the student's and the teacher's"

@@ -15,8 +15,8 @@ from small_runs import small_recipe
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.load import recipe_from
-from courtside.student.components import components
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Hint, Scored
 from courtside.verbs import rescore, train
 

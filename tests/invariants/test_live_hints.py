@@ -17,9 +17,9 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student.components import components
-from courtside.student.live_hints import drops_out
-from courtside.student.tally import Tally
+from courtside.training.hint_branches import drops_out
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Hint, Scored, Trajectory
 from courtside.verbs import rescore, train
 
@@ -256,7 +256,7 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
 @pytest.mark.parametrize(
     "where",
     ["courtside.engines.forward.forward.packing_problem", "courtside.engines.local.branching_problem",
-     "courtside.student.live_hints.kept_branching_problem"],
+     "courtside.training.hint_branches.kept_branching_problem"],
 )  # fmt: skip
 def test_models_that_cannot_are_scored_before(
     roomy_folder: Path, where: str, monkeypatch: pytest.MonkeyPatch

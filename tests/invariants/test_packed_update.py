@@ -21,9 +21,9 @@ from courtside.engines.forward.forward import Passes
 from courtside.engines.forward.prefix_sharing import row_of
 from courtside.engines.forward.varlen import NAME
 from courtside.parts import Parts
-from courtside.student import step
-from courtside.student.components import components, trained_tokens
-from courtside.student.tally import Tally
+from courtside.training import student as step
+from courtside.training.loss_terms import components, trained_tokens
+from courtside.training.metrics import Tally
 from courtside.types import Scored
 
 Gradients = dict[str, Tensor]

@@ -18,7 +18,7 @@ from small_runs import contents, digest, small_tree, write_jsonl
 
 from courtside.recipe.load import recipe_from
 from courtside.report.folder import RunFolder
-from courtside.student import checkpoints
+from courtside.training import checkpoints
 from courtside.verbs import train
 
 Tree = dict[str, Any]

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.student.components import components, trained_tokens
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components, trained_tokens
+from courtside.training.metrics import Tally
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
 Gradients = dict[str, Tensor]

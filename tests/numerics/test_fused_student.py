@@ -13,10 +13,10 @@ from torch.testing import assert_close
 
 from courtside.engines.base import Head
 from courtside.recipe import Loss
-from courtside.student import fused_head, head
-from courtside.student.components import Component
-from courtside.student.rows import Rows
-from courtside.student.tally import Tally
+from courtside.training.head import autograd, fused
+from courtside.training.loss_terms import Component
+from courtside.training.metrics import Tally
+from courtside.training.token_batch import Rows
 
 N, WORDS = 11, 29
 ALL, FIRST, LAST, SOME = [1.0] * N, [1.0] * 6 + [0.0] * 5, [0.0] * 6 + [1.0] * 5, [0.5, 0, 2] * 4
@@ -123,7 +123,7 @@ def run(
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "scale": 1.3}], ids=["plain", "capped"])
 def test_the_same_as_autograd(losses: str, options: dict[str, float]) -> None:
     mix = {**FUSED, **NOT_FUSED}[losses]
-    ours, right = (run(module, mix, **options) for module in (fused_head, head))
+    ours, right = (run(module, mix, **options) for module in (fused, autograd))
     assert ours["values"].keys() == right["values"].keys()
     assert ours["metrics"].keys() == right["metrics"].keys()
     assert_close(ours, right, rtol=1e-8, atol=1e-10)
@@ -132,28 +132,28 @@ def test_the_same_as_autograd(losses: str, options: dict[str, float]) -> None:
 @pytest.mark.parametrize("losses", [*FUSED, *NOT_FUSED])
 def test_what_is_covered(losses: str) -> None:
     parts = components({**FUSED, **NOT_FUSED}[losses])
-    assert (fused_head._groups(make_rows(parts), parts) is not None) == (losses in FUSED)
+    assert (fused._groups(make_rows(parts), parts) is not None) == (losses in FUSED)
 
 
 def test_a_teacher_that_is_silent_on_some_positions() -> None:
     """Its log-prob is NaN there and its hidden states are anything; no loss is taken there."""
     mix = [(KL, [1.0, 1.0, 0.0] + [1.0] * 8), ({"kind": "cross_entropy"}, ALL)]
-    ours, right = (run(module, mix, silent=True) for module in (fused_head, head))
+    ours, right = (run(module, mix, silent=True) for module in (fused, autograd))
     assert_close(ours, right, rtol=1e-8, atol=1e-10)
 
 
 def test_chunks_are_chosen_where_none_are_given() -> None:
     parts = components(FUSED["reverse KL"])
-    whole = fused_head.backward_through_head(
+    whole = fused.backward_through_head(
         make_rows(parts), make_head(5, 0), parts, chunk=None, tally=Tally()
     )
-    assert_close(whole[0], run(head, FUSED["reverse KL"])["hidden"], rtol=1e-8, atol=1e-10)
+    assert_close(whole[0], run(autograd, FUSED["reverse KL"])["hidden"], rtol=1e-8, atol=1e-10)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     parts, own = components(FUSED["reverse KL"]), make_head(5, 0)
     own.module.requires_grad_(False)
-    fused_head.backward_through_head(make_rows(parts), own, parts, chunk=4, tally=Tally())
+    fused.backward_through_head(make_rows(parts), own, parts, chunk=4, tally=Tally())
     assert own.module.weight.grad is None
 
 
@@ -162,9 +162,9 @@ def test_autocast_makes_bfloat16_logits_and_float32_gradients() -> None:
     own.module.float()
     rows = make_rows(parts)
     rows.teacher_head.module.float()
-    right = run(head, FUSED["reverse KL"])
+    right = run(autograd, FUSED["reverse KL"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        gradient_ND, _ = fused_head.backward_through_head(rows, own, parts, chunk=4, tally=Tally())
+        gradient_ND, _ = fused.backward_through_head(rows, own, parts, chunk=4, tally=Tally())
     assert own.module.weight.grad.dtype == torch.float32
     for found, exact in ((gradient_ND, right["hidden"]), (own.module.weight.grad, right["head"])):
         assert 1e-4 < float((found - exact).norm() / exact.norm()) < 3e-2

@@ -21,7 +21,7 @@ from courtside.report.folder import RunFolder
 from courtside.report.parquet import read_trajectories
 from courtside.report.screen import SilentScreen
 from courtside.run import Run, _file_name
-from courtside.student import checkpoints
+from courtside.training import checkpoints
 from courtside.verbs import train
 
 

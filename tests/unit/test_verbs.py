@@ -15,7 +15,7 @@ from courtside.assemble import assemble
 from courtside.errors import CheckpointError, UserError
 from courtside.report.folder import RunFolder
 from courtside.run import restore
-from courtside.student import checkpoints
+from courtside.training import checkpoints
 from courtside.verbs import evaluate_student, export, rescore, train
 
 IDS = torch.tensor([[5, 9, 33, 80, 7]])

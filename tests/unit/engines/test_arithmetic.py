@@ -21,8 +21,8 @@ from courtside.engines.local import TransformersEngine
 from courtside.engines.patches import onednn_prepack
 from courtside.engines.precision import arithmetic, has_instructions
 from courtside.parts import Parts
-from courtside.student.components import components
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
 from courtside.types import Scored
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from courtside.assemble import assemble
 from courtside.engines.forward.batching import pass_tokens
 from courtside.engines.forward.forward import Passes
 from courtside.parts import Parts
-from courtside.student.activations import (
+from courtside.training.memory.checkpointing_auto import (
     MARGIN,
     free_bytes,
     kept_bytes,

@@ -11,8 +11,8 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.engines.loading import load_model
-from courtside.student.batch_tokens import LEAST, MOST, USUAL, batch_tokens, place_bytes
-from courtside.student.weights import StudentWeights
+from courtside.training.memory.kv_budget import LEAST, MOST, USUAL, batch_tokens, place_bytes
+from courtside.training.weights import StudentWeights
 
 
 def made(folder: Path, **parts: Any) -> tuple[Any, StudentWeights]:

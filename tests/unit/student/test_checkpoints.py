@@ -10,7 +10,7 @@ import torch
 from small_runs import contents
 
 from courtside.errors import CheckpointError, UserError
-from courtside.student import checkpoints
+from courtside.training import checkpoints
 from courtside.types import SCHEMA_VERSION
 
 

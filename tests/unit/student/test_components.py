@@ -5,8 +5,8 @@ import torch
 
 from courtside.errors import TaskError
 from courtside.recipe import CrossEntropyLoss, DivergenceLoss, PolicyGradientLoss, PreferenceLoss
-from courtside.student.components import components, pairs
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components, pairs
+from courtside.training.metrics import Tally
 from courtside.types import (
     Event,
     Grade,

@@ -17,9 +17,9 @@ from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.errors import ModelError
 from courtside.parts import Parts
 from courtside.recipe import Lora, Student
-from courtside.student.components import components
-from courtside.student.tally import Tally
-from courtside.student.weights import StudentWeights
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
+from courtside.training.weights import StudentWeights
 from courtside.types import Scored
 
 LORA = {"rank": 3, "targets": ["q_proj", "up_proj", "lm_head"]}

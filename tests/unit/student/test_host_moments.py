@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from courtside.assemble import assemble
 from courtside.run import restore
-from courtside.student import checkpoints
-from courtside.student.activations import reserved_bytes
-from courtside.student.batch_tokens import LEAST, batch_tokens, place_bytes
-from courtside.student.host_moments import NUM_ROOMS, PIECE, HostMoments
+from courtside.training import checkpoints
+from courtside.training.memory.checkpointing_auto import reserved_bytes
+from courtside.training.memory.kv_budget import LEAST, batch_tokens, place_bytes
+from courtside.training.offloaded_adamw import NUM_ROOMS, PIECE, HostMoments
 
 SHAPES = ((7, 5), (3,), (16, 16), (1,), (40, 3))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95)}

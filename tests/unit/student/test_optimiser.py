@@ -8,9 +8,9 @@ from small_runs import small_recipe
 from torch import nn
 
 from courtside.assemble import assemble
-from courtside.student.components import components
-from courtside.student.optimiser import learning_rate_at, make_optimiser
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import components
+from courtside.training.metrics import Tally
+from courtside.training.optimizer import learning_rate_at, make_optimiser
 
 
 def recipe_with(tiny_folder, **train):

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.engines.base import Head
 from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
-from courtside.student import head as autograd
-from courtside.student.components import Component
-from courtside.student.rows import Rows
-from courtside.student.sampled import watch
-from courtside.student.tally import Tally
+from courtside.training.head import autograd as autograd
+from courtside.training.loss_terms import Component
+from courtside.training.metrics import Tally
+from courtside.training.token_batch import Rows
+from courtside.training.token_losses import watch
 
 N, WORDS, SIZE = 23, 11, 5
 

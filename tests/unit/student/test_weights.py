@@ -7,7 +7,7 @@ from small_runs import small_recipe
 from courtside.assemble import assemble
 from courtside.errors import ModelError
 from courtside.recipe import Lora, Student
-from courtside.student.weights import MovingAverage, StudentWeights
+from courtside.training.weights import MovingAverage, StudentWeights
 
 IDS = torch.tensor([[5, 9, 33, 80]])
 

@@ -22,16 +22,16 @@ from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.student.components import Component, components, pairs, trained_tokens
-from courtside.student.fused_head import Heads, backward_through_head
-from courtside.student.gradients import Rooms, gradients_in_place
-from courtside.student.head import chunk_size
-from courtside.student.live_hints import awaits, drops_out, read_hints, said_of_branches
-from courtside.student.optimiser import learning_rate_at, make_optimiser
-from courtside.student.products import rounded_products
-from courtside.student.rows import rows_of
-from courtside.student.tally import Tally
-from courtside.student.weights import StudentWeights
+from courtside.training.cpu.bf16_linear import rounded_products
+from courtside.training.cpu.gradient_buffers import Rooms, gradients_in_place
+from courtside.training.head.autograd import chunk_size
+from courtside.training.head.fused import Heads, backward_through_head
+from courtside.training.hint_branches import awaits, drops_out, read_hints, said_of_branches
+from courtside.training.loss_terms import Component, components, pairs, trained_tokens
+from courtside.training.metrics import Tally
+from courtside.training.optimizer import learning_rate_at, make_optimiser
+from courtside.training.token_batch import rows_of
+from courtside.training.weights import StudentWeights
 from courtside.types import Scored, Trajectory, Update
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from courtside.engines.patches.fused_layers import Replacement, has_class_forward, replaced
-from courtside.student.gradients import Rooms
+from courtside.training.cpu.gradient_buffers import Rooms
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from courtside.recipe import Recipe
-from courtside.student.activations import num_twins
-from courtside.student.weights import StudentWeights
+from courtside.training.memory.checkpointing_auto import num_twins
+from courtside.training.weights import StudentWeights
 
 USUAL, LEAST, MOST = 65536, 4096, 2**19
 SHARE = 0.5

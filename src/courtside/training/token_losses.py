@@ -7,9 +7,9 @@ from torch import Tensor
 
 from courtside.losses.cross_entropy import cross_entropy
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
-from courtside.student.components import Component
-from courtside.student.rows import Rows
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import Component
+from courtside.training.metrics import Tally
+from courtside.training.token_batch import Rows
 
 
 def sampled_loss(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.forward.batching import placed
-from courtside.student.components import Component
+from courtside.training.loss_terms import Component
 from courtside.types import Scored, Target
 
 

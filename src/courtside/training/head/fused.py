@@ -33,11 +33,11 @@ from courtside.losses.fused.types import (
 )
 from courtside.losses.reduce import reduce_sum_over
 from courtside.recipe import DivergenceLoss, Loss
-from courtside.student import head as autograd
-from courtside.student.components import Component
-from courtside.student.rows import Rows
-from courtside.student.sampled import sampled_loss, watch
-from courtside.student.tally import Tally
+from courtside.training.head import autograd as autograd
+from courtside.training.loss_terms import Component
+from courtside.training.metrics import Tally
+from courtside.training.token_batch import Rows
+from courtside.training.token_losses import sampled_loss, watch
 
 Heads = dict[tuple[int, int], tuple[Tensor, Tensor | None]]
 """Weight and bias by module and number of words, in the dtype of the arithmetic."""

@@ -20,9 +20,9 @@ from courtside.losses.fused.linear_divergence import make_plan
 from courtside.losses.fused.matmuls import padded
 from courtside.losses.fused.types import Projection
 from courtside.recipe import Recipe, SelfTeacher, teachers_of
-from courtside.student.head import chunk_size
-from courtside.student.host_moments import HostMoments
-from courtside.student.step import Student
+from courtside.training.head.autograd import chunk_size
+from courtside.training.offloaded_adamw import HostMoments
+from courtside.training.student import Student
 
 MARGIN = 0.1
 """Of what is left for activations: the way back has temporaries, and allocators waste some."""

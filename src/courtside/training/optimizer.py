@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from courtside.recipe import Recipe
-from courtside.student.host_moments import HostMoments
+from courtside.training.offloaded_adamw import HostMoments
 
 
 def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:

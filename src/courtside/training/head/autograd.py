@@ -25,10 +25,10 @@ from courtside.losses.divergences import (
 from courtside.losses.reduce import reduce_sum_over
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 from courtside.recipe import DivergenceLoss, Loss
-from courtside.student.components import Component
-from courtside.student.rows import Rows
-from courtside.student.sampled import sampled_loss, watch
-from courtside.student.tally import Tally
+from courtside.training.loss_terms import Component
+from courtside.training.metrics import Tally
+from courtside.training.token_batch import Rows
+from courtside.training.token_losses import sampled_loss, watch
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:

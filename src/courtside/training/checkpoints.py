@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
-from courtside.student.host_moments import HostMoments
+from courtside.training.offloaded_adamw import HostMoments
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
