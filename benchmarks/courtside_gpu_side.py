@@ -44,8 +44,8 @@ from courtside.loop import train_loop
 from courtside.parts import Parts
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
-from courtside.report import toml
-from courtside.report.folder import RunFolder
+from courtside.report.folder import toml
+from courtside.report.folder.folder import RunFolder
 from courtside.training import weights as student_weights
 from courtside.types import Scored, Update
 

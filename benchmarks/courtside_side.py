@@ -44,8 +44,8 @@ from courtside.loop import train_loop
 from courtside.parts import Parts
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
-from courtside.report.folder import RunFolder
-from courtside.report.screen import SilentScreen
+from courtside.report.console import SilentScreen
+from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from courtside.report.svg import step_ticks
+from courtside.report.page.svg import step_ticks
 
 WIDTH, HEIGHT = 208, 168
 LEFT, TOP, GAP_X, GAP_Y = 48, 84, 52, 74

@@ -141,7 +141,7 @@ def half_file(number: int) -> None:
 
 def half_line(number: int) -> None:
     """The n-th line of a log is half written."""
-    from courtside.report import jsonl
+    from courtside.report.folder import jsonl
 
     here = 0
 
@@ -215,7 +215,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 def child(request: dict[str, Any]) -> int:
     from courtside.errors import Interrupted, RunError, UserError
     from courtside.recipe.load import recipe_from
-    from courtside.report.screen import PlainScreen
+    from courtside.report.console import PlainScreen
     from courtside.verbs import train
 
     recipe = recipe_from(request["recipe"])

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from courtside.report.svg import ticks
+from courtside.report.page.svg import ticks
 
 ARMS = {
     "hint": ("hint on that turn", "#1f5fbf", ""),

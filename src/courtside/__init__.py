@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from courtside import errors
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, recipe_from
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
     from courtside.verbs import evaluate_student, export, rescore, train
 
@@ -42,7 +42,7 @@ _HOMES = {
     "Grade": "courtside.types",
     "Message": "courtside.types",
     "Recipe": "courtside.recipe",
-    "RunFolder": "courtside.report.folder",
+    "RunFolder": "courtside.report.folder.folder",
     "Task": "courtside.types",
     "Trajectory": "courtside.types",
     "Turn": "courtside.types",

@@ -9,7 +9,7 @@ from courtside.chat.incremental import Turns
 from courtside.engines.local import TransformersEngine
 from courtside.environments.tool_calls import write_call
 from courtside.errors import RecipeError, TaskError
-from courtside.evaluate.on_policy import surprise
+from courtside.evaluate.surprise import surprise
 from courtside.reader.human import hinted_names
 from courtside.recipe import ConversationTasks, Recipe, persons_of
 from courtside.rollout.chat_logs import RecordedRollout

@@ -13,16 +13,16 @@ from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
     from courtside.parts import Parts
-    from courtside.report.folder import RunFolder
-    from courtside.report.screen import Screen
+    from courtside.report.console import Screen
+    from courtside.report.folder.folder import RunFolder
 
 
 def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -> RunFolder:
     """Run a recipe in a folder, or go on with the run that is there. Returns it, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
-    from courtside.report.folder import RunFolder
-    from courtside.report.screen import SilentScreen
+    from courtside.report.console import SilentScreen
+    from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
     path = Path(folder)
@@ -72,7 +72,7 @@ def evaluate_student(
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
     """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
     from courtside.engines.loading import load_tokenizer, merge_adapter
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
     from courtside.run import restore_weights
     from courtside.training import checkpoints
     from courtside.training.weights import StudentWeights
@@ -110,7 +110,7 @@ def rescore(
 
     The student is as the run's last checkpoint has it; no weight is changed.
     """
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
     from courtside.training.loss_terms import components
     from courtside.training.metrics import Tally
@@ -146,7 +146,7 @@ def rescore(
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
 
     folder = RunFolder.read(run).checkpoints
@@ -159,7 +159,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[Parts, int]:
     """A recipe's parts with a run's numbers in them, and how many steps are behind those."""
     from courtside.assemble import assemble
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
     from courtside.run import average_groups, restore
     from courtside.training import checkpoints
 
@@ -184,10 +184,10 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
 
 def _forget_failed_start(path: Path, recipe: Recipe) -> None:
     """A start that trained nothing must not hold its folder against a corrected recipe."""
-    from courtside.report import toml
-    from courtside.report.disk import replace_file
-    from courtside.report.folder import RunFolder
-    from courtside.report.opening import RECIPE, recipe_tree, refuse_differences, take_lock
+    from courtside.report.folder import toml
+    from courtside.report.folder.atomic_files import replace_file
+    from courtside.report.folder.folder import RunFolder
+    from courtside.report.folder.locking import RECIPE, recipe_tree, refuse_differences, take_lock
     from courtside.training import checkpoints
 
     if not (path / RECIPE).is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 NONE_FOUND = (
@@ -41,7 +41,7 @@ def browser() -> Iterator[object]:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Starts a viewer and gives its address; `serve.stop()` ends it before the test does."""
-    from courtside.viewer.serve import Listening, listen
+    from courtside.viewer.server import Listening, listen
 
     running: list[tuple[Listening, threading.Thread]] = []
 

@@ -15,7 +15,7 @@ from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_ru
 
 from courtside.reader.human import ByPerson
 from courtside.recipe.reader import PersonReader
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.types import Hint, Message
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner, Result
 
 from courtside.cli.app import app
-from courtside.report import toml
-from courtside.report.folder import RunFolder
+from courtside.report.folder import toml
+from courtside.report.folder.folder import RunFolder
 from courtside.verbs import train
 
 Tree = dict[str, Any]

@@ -186,7 +186,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(roomy_folder: Path, tmp_path: Pa
     whole = train(tree(roomy_folder), tmp_path / "whole")
     pid = os.fork()
     if pid == 0:
-        from courtside.report.folder import RunFolder
+        from courtside.report.folder.folder import RunFolder
 
         recorded = RunFolder.record
 

@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 
 from courtside.assemble import assemble
 from courtside.parts import Parts
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.types import Update
 from courtside.verbs import train
 

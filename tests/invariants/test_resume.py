@@ -17,7 +17,7 @@ from run_server import RunServer
 from small_runs import contents, digest, small_tree, write_jsonl
 
 from courtside.recipe.load import recipe_from
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.training import checkpoints
 from courtside.verbs import train
 

@@ -15,9 +15,9 @@ from courtside.assemble import assemble
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
-from courtside.report.folder import RunFolder
-from courtside.report.hints_file import write_hint
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.hints_file import write_hint
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.types import Hint, Scored
 from courtside.verbs import evaluate_student, rescore, train
 

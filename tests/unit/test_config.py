@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Ramp, Recipe, SelfTeacher, Train, teachers_of
 from courtside.recipe.load import recipe_from
-from courtside.report import toml
+from courtside.report.folder import toml
 
 DIVERGENCE = {"kind": "divergence"}
 GAP = {"kind": "policy_gradient"}

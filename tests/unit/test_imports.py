@@ -60,7 +60,7 @@ def test_recipes_and_records_load_no_torch(module: str) -> None:
 
 
 def test_the_viewer_loads_no_models() -> None:
-    code = "from courtside.viewer.app import viewer_app; import courtside.viewer.serve"
+    code = "from courtside.viewer.app import viewer_app; import courtside.viewer.server"
     assert not {"torch", "transformers", "peft"} & set(loaded(code))
 
 

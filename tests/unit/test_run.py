@@ -17,9 +17,9 @@ from small_runs import small_recipe, write_jsonl
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
-from courtside.report.folder import RunFolder
-from courtside.report.parquet import read_trajectories
-from courtside.report.screen import SilentScreen
+from courtside.report.console import SilentScreen
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.parquet import read_trajectories
 from courtside.run import Run, _file_name
 from courtside.training import checkpoints
 from courtside.verbs import train

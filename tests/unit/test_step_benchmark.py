@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.loading import load_environment
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from courtside.assemble import assemble
 from courtside.errors import CheckpointError, UserError
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.run import restore
 from courtside.training import checkpoints
 from courtside.verbs import evaluate_student, export, rescore, train

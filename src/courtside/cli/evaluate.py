@@ -46,8 +46,8 @@ def evaluate(
 
     from courtside import verbs
     from courtside.cli.tables import evaluation_table, print_json, print_table
-    from courtside.report.records import evaluation_tree
-    from courtside.report.screen import screen_for
+    from courtside.report.console import screen_for
+    from courtside.report.folder.serialize import evaluation_tree
 
     evaluations = verbs.evaluate_student(
         recipe,

@@ -27,7 +27,7 @@ def rescore(
 
     from courtside import verbs
     from courtside.cli.tables import number_table, print_json, print_table
-    from courtside.report.screen import screen_for
+    from courtside.report.console import screen_for
 
     rows = verbs.rescore(run, overrides or (), steps=wanted, screen=screen_for(sys.stderr))
     if json:

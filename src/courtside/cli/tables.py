@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from courtside.report.jsonl import finite
+from courtside.report.folder.jsonl import finite
 from courtside.report.summary import compact
 
 if TYPE_CHECKING:

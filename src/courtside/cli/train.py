@@ -35,7 +35,7 @@ def train(
     folder = run or Path("runs") / recipe_name(file)
 
     from courtside import verbs
-    from courtside.report.screen import screen_for
+    from courtside.report.console import screen_for
 
     done = verbs.train(tree, folder, screen=screen_for(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")

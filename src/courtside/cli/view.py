@@ -41,12 +41,12 @@ def view(
 ) -> None:
     """Read a run's trajectories in a browser, and write hints above their turns."""
     from courtside.errors import UserError
-    from courtside.report.folder import RunFolder
+    from courtside.report.folder.folder import RunFolder
 
     folder = RunFolder.read(run)
     file = hints or run / "hints.jsonl"
     try:
-        from courtside.viewer.serve import listen, open_browser
+        from courtside.viewer.server import listen, open_browser
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
@@ -54,7 +54,7 @@ def view(
             f"the viewer needs {error.name}, which is not installed: pip install "
             "'courtside[viewer]'"
         ) from None
-    from courtside.viewer.viewed import recipe_lines
+    from courtside.viewer.service import recipe_lines
 
     listening = listen(folder, file, host=host, port=port)
     typer.echo(f"Viewer: {listening.url} (Ctrl-C ends it)")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reading, total
 from courtside.recipe.reader import PersonReader
-from courtside.report.hints_file import hinted_id, parse_hints
+from courtside.report.folder.hints_file import hinted_id, parse_hints
 from courtside.types import Hint, Trajectory
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from courtside.report.screen import Screen
+from courtside.report.console import Screen
 from courtside.types import PhaseCost
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from courtside.report.jsonl import Row
+from courtside.report.folder.jsonl import Row
 from courtside.types import Judged, Scored, Trajectory, Update
 
 

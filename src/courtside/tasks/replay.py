@@ -11,9 +11,9 @@ from pathlib import Path
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe import TrajectoryTasks
-from courtside.report.folder import RunFolder
-from courtside.report.hints_file import hinted_id
-from courtside.report.outlines import Outline
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.hints_file import hinted_id
+from courtside.report.folder.outlines import Outline
 from courtside.tasks.base import FiniteSource
 from courtside.types import Source, Task, Trajectory
 

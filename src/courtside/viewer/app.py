@@ -11,11 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from courtside.report.folder import RunFolder
-from courtside.report.jsonl import encode
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.jsonl import encode
 from courtside.viewer.guard import Guard
-from courtside.viewer.shown import Tree
-from courtside.viewer.viewed import Refused, Viewed
+from courtside.viewer.serialize import Tree
+from courtside.viewer.service import Refused, Viewed
 
 FILES = {
     "report.css": ("courtside.report", "text/css"),

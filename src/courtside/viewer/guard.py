@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from courtside.report.jsonl import encode
+from courtside.report.folder.jsonl import encode
 
 TOKEN = "x-courtside-token"
 """The header in which the page sends back its token."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from courtside.report.folder import RunFolder
-from courtside.report.outlines import StepTable, read_texts
-from courtside.report.parquet import StoredTrajectory
-from courtside.viewer.shown import Tree, listed
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.outlines import StepTable, read_texts
+from courtside.report.folder.parquet import StoredTrajectory
+from courtside.viewer.serialize import Tree, listed
 
 Stamp = tuple[int, int]
 """When a file was changed, and its size."""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from unit.viewer.viewed_runs import write_run
 
 from courtside.cli.app import app
-from courtside.viewer import serve
+from courtside.viewer import server
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in with one run, and a server that ends at once."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "first", steps=1)
-    monkeypatch.setattr(serve.Listening, "run", lambda self: [one.close() for one in self.sockets])
+    monkeypatch.setattr(server.Listening, "run", lambda self: [one.close() for one in self.sockets])
     return tmp_path
 
 
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Addresses that a browser was asked to open."""
     seen: list[str] = []
-    monkeypatch.setattr(serve.webbrowser, "open", seen.append)
+    monkeypatch.setattr(server.webbrowser, "open", seen.append)
     monkeypatch.setenv("DISPLAY", ":0")
     return seen
 
@@ -64,7 +64,7 @@ def test_another_file_and_no_browser(opened: list[str]) -> None:
 def test_a_machine_without_a_screen(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(serve.sys, "platform", "linux")
+    monkeypatch.setattr(server.sys, "platform", "linux")
     assert view("runs/first").exit_code == 0 and opened == []
 
 
@@ -82,11 +82,11 @@ def test_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
         done = view("runs/first", "--port", str(port))
         assert done.exit_code == 2
         assert f"--port {port}: another program uses it. Give another" in done.stderr
-        monkeypatch.setattr(serve, "PORT", port)
+        monkeypatch.setattr(server, "PORT", port)
         # Without --port, the next one that is free.
         found = re.search(r"127\.0\.0\.1:(\d+)/", view("runs/first").stdout)
-        assert found and port < int(found[1]) < port + serve.NUM_PORTS
-        monkeypatch.setattr(serve, "NUM_PORTS", 1)
+        assert found and port < int(found[1]) < port + server.NUM_PORTS
+        monkeypatch.setattr(server, "NUM_PORTS", 1)
         assert "are all taken. Give a --port" in view("runs/first").stderr
 
 

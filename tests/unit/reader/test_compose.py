@@ -16,7 +16,7 @@ from courtside.reader.base import Reading
 from courtside.reader.combine import Composed
 from courtside.reader.loading import reader_for
 from courtside.recipe.reader import PersonReader, Rule, RulesReader, SeveralReaders
-from courtside.report.hints_file import write_hint
+from courtside.report.folder.hints_file import write_hint
 from courtside.types import Hint, Trajectory
 
 OK = tool("fine")

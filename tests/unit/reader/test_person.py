@@ -15,7 +15,7 @@ from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, Reading
 from courtside.reader.loading import reader_for
 from courtside.recipe.reader import PersonReader
-from courtside.report.hints_file import hinted_id, parse_hints, write_hint
+from courtside.report.folder.hints_file import hinted_id, parse_hints, write_hint
 from courtside.types import Hint, Trajectory
 
 TWO = [play("a", id="x"), play("b", id="y")]

@@ -21,7 +21,7 @@ from courtside.recipe.reader import (
     SeveralReaders,
     slots_of,
 )
-from courtside.report import toml
+from courtside.report.folder import toml
 
 READER: TypeAdapter[Any] = TypeAdapter(Reader)
 

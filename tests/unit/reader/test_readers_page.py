@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from courtside.recipe.reader import HINTS, Detect, Hints, Reader
-from courtside.report.hints_file import parse_hints
+from courtside.report.folder.hints_file import parse_hints
 from courtside.tasks.chat_logs import conversation_tasks
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")

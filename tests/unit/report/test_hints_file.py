@@ -10,7 +10,13 @@ import pytest
 from unit.report.made_up import make_recipe, make_trajectory
 
 from courtside.errors import UserError
-from courtside.report.hints_file import Limits, hinted_id, parse_hints, remove_hint, write_hint
+from courtside.report.folder.hints_file import (
+    Limits,
+    hinted_id,
+    parse_hints,
+    remove_hint,
+    write_hint,
+)
 from courtside.types import Hint
 
 ONE = b'{"trajectory": "x", "turn": 1, "text": "one"}\n'

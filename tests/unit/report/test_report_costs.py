@@ -2,8 +2,8 @@
 
 import pytest
 
+from courtside.report.console import SilentScreen
 from courtside.report.costs import Meter, forward_flops, training_flops
-from courtside.report.screen import SilentScreen
 from courtside.types import PhaseCost
 
 

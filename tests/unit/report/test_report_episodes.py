@@ -19,15 +19,15 @@ from unit.report.played import (
     make_hinted_update,
 )
 
-from courtside.report.curves import error_figure, evaluation_figure
-from courtside.report.folder import RunFolder
-from courtside.report.gaps import MAX_CHARS, MAX_TOKENS, Gap, plain, words
-from courtside.report.hints import Given, best, useless
-from courtside.report.html import write_report
-from courtside.report.moved import moved_tokens
-from courtside.report.parquet import read_trajectories, write_trajectories
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.parquet import read_trajectories, write_trajectories
+from courtside.report.page.curves import error_figure, evaluation_figure
+from courtside.report.page.hints import Given, best, useless
+from courtside.report.page.moved_tokens import moved_tokens
+from courtside.report.page.page import write_report
+from courtside.report.page.token_gaps import MAX_CHARS, MAX_TOKENS, Gap, plain, words
+from courtside.report.page.transcript import MAX_TURNS, Conversation, transcript
 from courtside.report.summary import summary
-from courtside.report.transcript import MAX_TURNS, Conversation, transcript
 
 
 @pytest.fixture

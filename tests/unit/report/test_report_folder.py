@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from courtside.errors import RecipeError, RunError, UserError
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.types import PhaseCost
 
 
@@ -133,7 +133,7 @@ def test_the_lock_holds_until_the_other_process_is_killed(folder, recipe):
         RunFolder.open(folder.path, recipe())
     folder.close()
     hold = (
-        "import sys, pathlib; from courtside.report.folder import RunFolder as R;"
+        "import sys, pathlib; from courtside.report.folder.folder import RunFolder as R;"
         "p = pathlib.Path(sys.argv[1]); f = R.open(p, R.read(p).recipe());"
         "print('held', flush=True); sys.stdin.read()"
     )
@@ -238,8 +238,8 @@ def test_steps_without_trajectories_say_which_have_some(folder, batch, update):
 
 
 def test_a_newer_schema_is_refused(folder, batch, update, evaluation, monkeypatch):
-    monkeypatch.setattr("courtside.report.parquet.SCHEMA_VERSION", 99)
-    monkeypatch.setattr("courtside.report.records.SCHEMA_VERSION", 99)
+    monkeypatch.setattr("courtside.report.folder.parquet.SCHEMA_VERSION", 99)
+    monkeypatch.setattr("courtside.report.folder.serialize.SCHEMA_VERSION", 99)
     record(folder, 0, batch, update)
     folder.record_evaluation(evaluation(0))
     monkeypatch.undo()
@@ -390,8 +390,8 @@ def test_a_folder_that_became_read_only(open_place, recipe, batch, update):
 
 def test_reading_and_writing_load_no_torch():
     check = (
-        "import sys; import courtside.report.folder, courtside.report.html;"
-        "import courtside.report.screen, courtside.report.sinks, courtside.report.costs;"
+        "import sys; import courtside.report.folder.folder, courtside.report.page.page;"
+        "import courtside.report.console, courtside.report.trackers, courtside.report.costs;"
         "print(sorted({'torch', 'pyarrow', 'rich', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

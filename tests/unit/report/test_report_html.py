@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from unit.report.pages import read
 
-from courtside.report.folder import RunFolder
-from courtside.report.gaps import shade
-from courtside.report.html import before_and_after, write_report
-from courtside.report.svg import Series, line_chart, moving_average, thin_out, ticks
+from courtside.report.folder.folder import RunFolder
+from courtside.report.page.page import before_and_after, write_report
+from courtside.report.page.svg import Series, line_chart, moving_average, thin_out, ticks
+from courtside.report.page.token_gaps import shade
 from courtside.types import PhaseCost
 
 

@@ -7,9 +7,9 @@ import pytest
 from unit.report.made_up import make_batch, make_update
 from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
 
-from courtside.report.curves import metric_figures
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.report.metrics import event_columns, hint_columns, metrics_row
+from courtside.report.page.curves import metric_figures
 from courtside.types import Event
 
 NEW = ("turns", "errors", "events/", "hints/", "reader/")

@@ -8,8 +8,8 @@ import pytest
 from unit.report.made_up import VERSION_1, make_batch, make_update
 from unit.report.played import make_hinted_batch, make_hinted_update
 
-from courtside.report.outlines import StepTable, read_outlines, read_texts
-from courtside.report.parquet import read_trajectories, write_trajectories
+from courtside.report.folder.outlines import StepTable, read_outlines, read_texts
+from courtside.report.folder.parquet import read_trajectories, write_trajectories
 
 
 @pytest.fixture(params=["hinted", "single", "version 1"])

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from courtside.report.screen import Pace, PlainScreen, RichScreen, key_numbers, screen_for
+from courtside.report.console import Pace, PlainScreen, RichScreen, key_numbers, screen_for
 from courtside.report.summary import compact, duration, summary
 
 ROW = {

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from courtside.errors import UserError
-from courtside.report.sinks import open_sinks
+from courtside.report.trackers import open_sinks
 
 
 def log_steps(name, folder, first, last):

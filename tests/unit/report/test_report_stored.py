@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from unit.report.made_up import VERSION_1, Logps, make_batch, make_evaluation, make_update
 from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
 
-from courtside.report.folder import RunFolder
-from courtside.report.jsonl import encode, read_lines
-from courtside.report.parquet import read_hints, read_trajectories, write_trajectories
-from courtside.report.records import evaluation_from, evaluation_tree
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.jsonl import encode, read_lines
+from courtside.report.folder.parquet import read_hints, read_trajectories, write_trajectories
+from courtside.report.folder.serialize import evaluation_from, evaluation_tree
 from courtside.types import Event, Hint, Judged, Message, Scored, Target, Turn
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.recipe import Recipe
-from courtside.report.toml import dumps
+from courtside.report.folder.toml import dumps
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 PLAIN = (

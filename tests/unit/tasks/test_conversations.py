@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_tokenizer
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import TransformersEngine
 from courtside.errors import RecipeError, TaskError
-from courtside.evaluate.on_policy import surprise
+from courtside.evaluate.surprise import surprise
 from courtside.tasks.chat_logs import conversation_tasks
 from courtside.types import Message, Task, Trajectory, Turn
 from courtside.verbs import train

@@ -13,7 +13,7 @@ from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.recipe.load import recipe_from
-from courtside.report.toml import dumps
+from courtside.report.folder.toml import dumps
 from courtside.tasks.loading import task_source
 
 REPOSITORY = Path(__file__).resolve().parents[3]

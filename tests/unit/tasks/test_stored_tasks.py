@@ -15,7 +15,7 @@ from courtside.assemble import assemble
 from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
 from courtside.recipe.load import recipe_from
-from courtside.report.parquet import write_trajectories
+from courtside.report.folder.parquet import write_trajectories
 from courtside.tasks.replay import StoredSource, stored_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
 from courtside.verbs import evaluate_student
@@ -139,7 +139,7 @@ def test_what_is_no_run_with_trajectories_is_refused(tmp_path: Path) -> None:
 
 def test_a_newer_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr("courtside.report.parquet.SCHEMA_VERSION", 99)
+        newer.setattr("courtside.report.folder.parquet.SCHEMA_VERSION", 99)
         run = store(tmp_path / "run", STEPS[0])
     with pytest.raises(UserError, match=r"step-000000.parquet: .*schema version 99.*Update cour"):
         source(run)

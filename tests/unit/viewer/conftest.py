@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 from unit.viewer.viewed_runs import opened, write_run
 
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from unit.viewer.viewed_runs import (
     TOKEN,
 )
 
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.viewer.app import FILES
 from courtside.viewer.guard import HEADERS, is_ours
 

@@ -21,7 +21,7 @@ from unit.viewer.viewed_runs import (
     store,
 )
 
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.types import Event, Scored
 
 
@@ -146,7 +146,7 @@ def test_files_are_read_once(client: TestClient, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise AssertionError("a file that has not changed is read again")
 
-    monkeypatch.setattr("courtside.report.outlines.read_table", fail)
+    monkeypatch.setattr("courtside.report.folder.outlines.read_table", fail)
     assert [get(client, path) for path in paths] == before
 
 

@@ -24,8 +24,8 @@ from unit.viewer.viewed_runs import (
     write_run,
 )
 
-from courtside.report.folder import RunFolder
-from courtside.report.hints_file import parse_hints
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.hints_file import parse_hints
 from courtside.types import Hint
 
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from unit.report.made_up import make_recipe
 from unit.report.played import make_hinted_batch, make_hinted_update
 
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.types import Message, Scored
 from courtside.viewer.app import viewer_app
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 from courtside.errors import RunError, UserError
 from courtside.plain_text import one_line
 from courtside.recipe import PersonReader, Recipe, persons_of
-from courtside.report.disk import replace_file
+from courtside.report.folder.atomic_files import replace_file
 from courtside.types import Hint, Trajectory
 
 KEYS = ("trajectory", "turn", "text", "reason")

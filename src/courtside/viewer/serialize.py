@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from courtside.report.gaps import Gaps, gaps_of
-from courtside.report.hints_file import hinted_id
-from courtside.report.outlines import Outline
-from courtside.report.parquet import StoredTrajectory
-from courtside.report.records import grade_tree, judged_tree, messages_tree
+from courtside.report.folder.hints_file import hinted_id
+from courtside.report.folder.outlines import Outline
+from courtside.report.folder.parquet import StoredTrajectory
+from courtside.report.folder.serialize import grade_tree, judged_tree, messages_tree
+from courtside.report.page.token_gaps import Gaps, gaps_of
 from courtside.report.summary import shortened
 from courtside.types import Hint, Judged, Trajectory
 

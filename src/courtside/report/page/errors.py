@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from html import escape
 
+from courtside.report.page.svg import Interval, interval_plot
+from courtside.report.page.tables import table
 from courtside.report.summary import compact, percent
-from courtside.report.svg import Interval, interval_plot
-from courtside.report.tables import table
 from courtside.types import Evaluation
 
 Pair = tuple[Evaluation, Evaluation | None]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from courtside.report.svg import Point, Series, line_chart
+from courtside.report.page.svg import Point, Series, line_chart
 from courtside.types import Evaluation
 
 Rows = Sequence[Mapping[str, Any]]

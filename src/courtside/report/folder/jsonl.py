@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import UserError
-from courtside.report.disk import append_bytes, replace_file
+from courtside.report.folder.atomic_files import append_bytes, replace_file
 
 Row = dict[str, Any]
 

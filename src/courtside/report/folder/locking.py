@@ -10,7 +10,7 @@ from typing import Any
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.report.disk import TEMPORARY
+from courtside.report.folder.atomic_files import TEMPORARY
 
 RECIPE = "recipe.toml"
 LOCK = ".lock"

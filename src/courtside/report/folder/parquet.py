@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import UserError
-from courtside.report.disk import replace_file
-from courtside.report.records import (
+from courtside.report.folder.atomic_files import replace_file
+from courtside.report.folder.serialize import (
     Tree,
     check_schema,
     floats,

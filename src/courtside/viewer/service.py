@@ -10,13 +10,13 @@ from pathlib import Path
 from threading import RLock
 
 from courtside.errors import UserError
-from courtside.report import toml
-from courtside.report.folder import RunFolder
-from courtside.report.hints_file import Limits, hinted_id
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.folder import toml
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.hints_file import Limits, hinted_id
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.summary import summary
-from courtside.viewer.own_hints import OwnHints
-from courtside.viewer.shown import Tree, conversation, mine_tree
+from courtside.viewer.hints import OwnHints
+from courtside.viewer.serialize import Tree, conversation, mine_tree
 from courtside.viewer.steps import StoredSteps
 
 

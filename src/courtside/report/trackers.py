@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from courtside.errors import UserError
-from courtside.report.disk import replace_file
-from courtside.report.jsonl import encode
+from courtside.report.folder.atomic_files import replace_file
+from courtside.report.folder.jsonl import encode
 
 Numbers = Mapping[str, float | int | None]
 

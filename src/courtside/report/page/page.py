@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from courtside.recipe import Recipe
-from courtside.report import toml
-from courtside.report.curves import error_figure, evaluation_figure, is_student, metric_figures
-from courtside.report.disk import replace_file
-from courtside.report.folder import RunFolder
-from courtside.report.gaps import Decode, legend
-from courtside.report.hints import hints_section
+from courtside.report.folder import toml
+from courtside.report.folder.atomic_files import replace_file
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.locking import recipe_tree
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.mistakes import Pair, error_rates
-from courtside.report.moved import moved_table, moved_tokens
-from courtside.report.opening import recipe_tree
-from courtside.report.parquet import StoredTrajectory
-from courtside.report.samples import before_after, choose, coloured, telling
+from courtside.report.page.curves import error_figure, evaluation_figure, is_student, metric_figures
+from courtside.report.page.errors import Pair, error_rates
+from courtside.report.page.hints import hints_section
+from courtside.report.page.moved_tokens import moved_table, moved_tokens
+from courtside.report.page.samples import before_after, choose, coloured, telling
+from courtside.report.page.svg import SMOOTH_FROM, Interval, interval_plot
+from courtside.report.page.tables import table
+from courtside.report.page.token_gaps import Decode, legend
+from courtside.report.page.transcript import episode
 from courtside.report.summary import compact, duration, percent, points, summary
-from courtside.report.svg import SMOOTH_FROM, Interval, interval_plot
-from courtside.report.tables import table
-from courtside.report.transcript import episode
 from courtside.types import Evaluation, PhaseCost
 
 NUM_SAMPLES = 4

@@ -19,26 +19,26 @@ from typing import Any, Self
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
-from courtside.report import toml
-from courtside.report.disk import replace_file, writing
-from courtside.report.environment import environment
-from courtside.report.jsonl import Row, append_line, encode, finite, keep_lines, read_lines
-from courtside.report.metrics import metrics_row
-from courtside.report.opening import (
+from courtside.report.folder import toml
+from courtside.report.folder.atomic_files import replace_file, writing
+from courtside.report.folder.jsonl import Row, append_line, encode, finite, keep_lines, read_lines
+from courtside.report.folder.locking import (
     RECIPE,
     recipe_tree,
     refuse_differences,
     refuse_strangers,
     take_lock,
 )
-from courtside.report.outlines import Outline, read_outlines
-from courtside.report.parquet import (
+from courtside.report.folder.outlines import Outline, read_outlines
+from courtside.report.folder.parquet import (
     StoredTrajectory,
     read_hints,
     read_trajectories,
     write_trajectories,
 )
-from courtside.report.records import evaluation_from, evaluation_tree
+from courtside.report.folder.serialize import evaluation_from, evaluation_tree
+from courtside.report.metrics import metrics_row
+from courtside.report.versions import environment
 from courtside.types import Evaluation, Judged, PhaseCost, Scored, Update
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")

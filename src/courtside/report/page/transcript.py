@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from courtside.report.gaps import Decode, Gaps, gaps_of, plain, words
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.page.token_gaps import Decode, Gaps, gaps_of, plain, words
 from courtside.report.summary import shortened, signed
 from courtside.types import Event, Grade, Judged, Message, Trajectory, Turn
 

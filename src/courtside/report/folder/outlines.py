@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from courtside.report.parquet import StoredTrajectory, read_table, stored_from
-from courtside.report.records import judged_from, task_from
+from courtside.report.folder.parquet import StoredTrajectory, read_table, stored_from
+from courtside.report.folder.serialize import judged_from, task_from
 from courtside.types import Event, Grade, Judged, Trajectory, Turn
 
 TURN = "turns.list.element"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from itertools import islice
 
-from courtside.report.gaps import Decode, Gap, gaps_of, plain, words
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.parquet import StoredTrajectory
-from courtside.report.summary import shortened, signed
-from courtside.report.transcript import (
+from courtside.report.page.token_gaps import Decode, Gap, gaps_of, plain, words
+from courtside.report.page.transcript import (
     Conversation,
     badge,
     counted,
@@ -19,6 +18,7 @@ from courtside.report.transcript import (
     teachers_context,
     transcript,
 )
+from courtside.report.summary import shortened, signed
 from courtside.types import Evaluation, Message, Trajectory
 
 FOLD_FROM = 240

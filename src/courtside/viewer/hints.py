@@ -7,7 +7,7 @@ from pathlib import Path
 
 from courtside.errors import UserError
 from courtside.plain_text import one_line
-from courtside.report.hints_file import Limits, parse_hints, remove_hint, write_hint
+from courtside.report.folder.hints_file import Limits, parse_hints, remove_hint, write_hint
 from courtside.types import Hint
 
 Place = tuple[str, int]

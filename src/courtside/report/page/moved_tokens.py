@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from courtside.report.gaps import Decode, Gap, gaps_of, shade, shade_class
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.folder.parquet import StoredTrajectory
+from courtside.report.page.tables import table
+from courtside.report.page.token_gaps import Decode, Gap, gaps_of, shade, shade_class
 from courtside.report.summary import signed
-from courtside.report.tables import table
 
 NUM_TOKENS = 10
 """Of each step."""

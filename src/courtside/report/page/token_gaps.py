@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.summary import signed
 from courtside.types import Turn
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from courtside.errors import UserError
-from courtside.report.folder import RunFolder
+from courtside.report.folder.folder import RunFolder
 from courtside.viewer.app import viewer_app
 
 PORT = 8765

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from courtside.report.folder import RunFolder
-from courtside.report.gaps import Decode
-from courtside.report.parquet import StoredTrajectory
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.parquet import StoredTrajectory
+from courtside.report.page.tables import table
+from courtside.report.page.token_gaps import Decode
+from courtside.report.page.transcript import Conversation, counted, said_to, spoken
 from courtside.report.summary import signed
-from courtside.report.tables import table
-from courtside.report.transcript import Conversation, counted, said_to, spoken
 from courtside.types import Judged
 
 NUM_BEST, NUM_USELESS = 4, 3
