@@ -41,11 +41,11 @@ from courtside import assemble as assembling
 from courtside.assemble import assemble
 from courtside.engines.forward.batching import pass_tokens
 from courtside.loop import train_loop
-from courtside.parts import Parts
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
+from courtside.runtime import Parts
 from courtside.training import weights as student_weights
 from courtside.types import Scored, Update
 

@@ -41,12 +41,12 @@ import courtside
 from courtside.assemble import assemble
 from courtside.chat.trajectories import answered
 from courtside.loop import train_loop
-from courtside.parts import Parts
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
 from courtside.report.console import SilentScreen
 from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
+from courtside.runtime import Parts
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.types import Message, Sample, Scored, Task, Trajectory, Update

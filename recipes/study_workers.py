@@ -130,10 +130,10 @@ def work(jobs: Connection) -> None:
 
 def do(job: Job) -> None:
     """Train, measure and write the outcome; the run is finished when that file is there."""
+    from courtside.api import export, train
     from courtside.recipe.load import load_recipe
     from courtside.report.console import PlainScreen
     from courtside.report.folder.atomic_files import replace_file
-    from courtside.verbs import export, train
 
     began = time.monotonic()
     if job.run.exists() and not any((job.run / "checkpoints").glob("step-*")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.types import Scored

@@ -213,10 +213,10 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 
 def child(request: dict[str, Any]) -> int:
+    from courtside.api import train
     from courtside.errors import Interrupted, RunError, UserError
     from courtside.recipe.load import recipe_from
     from courtside.report.console import PlainScreen
-    from courtside.verbs import train
 
     recipe = recipe_from(request["recipe"])
     if request["fault"]:
@@ -256,10 +256,10 @@ def serve() -> None:
     import pyarrow.parquet  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import courtside.api  # noqa: F401
     import courtside.assemble
     import courtside.loop
     import courtside.run
-    import courtside.verbs  # noqa: F401
 
     with suppress(ImportError):  # where it is installed, pyarrow imports it when a table is made
         import pandas  # noqa: F401

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
+    from courtside.api import evaluate_student, export, rescore, train
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, recipe_from
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
-    from courtside.verbs import evaluate_student, export, rescore, train
 
 __version__ = "0.1.0"
 
@@ -46,12 +46,12 @@ _HOMES = {
     "Task": "courtside.types",
     "Trajectory": "courtside.types",
     "Turn": "courtside.types",
-    "evaluate_student": "courtside.verbs",
-    "export": "courtside.verbs",
+    "evaluate_student": "courtside.api",
+    "export": "courtside.api",
     "load_recipe": "courtside.recipe.load",
     "recipe_from": "courtside.recipe.load",
-    "rescore": "courtside.verbs",
-    "train": "courtside.verbs",
+    "rescore": "courtside.api",
+    "train": "courtside.api",
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from courtside.parts import Parts
 from courtside.run import Run
+from courtside.runtime import Parts
 
 
 def train_loop(parts: Parts, run: Run) -> None:

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import drift
 from courtside.evaluate.intervals import paired_difference
-from courtside.parts import Parts
 from courtside.report.alarms import nothing_trained
 from courtside.report.console import Screen
 from courtside.report.costs import Meter, forward_flops, training_flops
@@ -29,6 +28,7 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
 from courtside.report.page.page import before_and_after, write_report
 from courtside.report.trackers import open_sinks
+from courtside.runtime import Parts
 from courtside.training import checkpoints
 from courtside.training.weights import StudentWeights
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update

@@ -14,7 +14,7 @@ from small_runs import small_recipe
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.memory.checkpointing_auto import (
     free_bytes,
     kept_bytes,

@@ -17,7 +17,7 @@ from textbook import naive_loss
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.head import fused
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally

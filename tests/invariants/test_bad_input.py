@@ -17,10 +17,10 @@ from small_runs import contents, small_recipe, small_tree, write_jsonl
 from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner, Result
 
+from courtside.api import train
 from courtside.cli.app import app
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
-from courtside.verbs import train
 
 Tree = dict[str, Any]
 

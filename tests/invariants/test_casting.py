@@ -14,7 +14,7 @@ from small_runs import small_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training import student as step
 from courtside.training.head import fused
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from small_runs import small_recipe
 
+from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.load import recipe_from
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.types import Hint, Scored
-from courtside.verbs import rescore, train
 
 
 def tree(folder: Path, **changes: Any) -> Any:

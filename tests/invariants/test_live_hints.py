@@ -15,13 +15,13 @@ from small_runs import small_recipe
 from textbook import double
 from torch import Tensor
 
+from courtside.api import rescore, train
 from courtside.assemble import assemble
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.hint_branches import drops_out
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.types import Hint, Scored, Trajectory
-from courtside.verbs import rescore, train
 
 EVERY = -1e9
 """A threshold that keeps every hint, but asks for its shift before the update."""

@@ -11,7 +11,7 @@ from small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
 from courtside.chat.privileged_context import with_context
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.types import Trajectory, Update
 
 CONTEXT = "ANSWER LOUDLY"

@@ -20,7 +20,7 @@ from courtside.assemble import assemble
 from courtside.engines.forward.forward import Passes
 from courtside.engines.forward.prefix_sharing import row_of
 from courtside.engines.forward.varlen import NAME
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training import student as step
 from courtside.training.loss_terms import components, trained_tokens
 from courtside.training.metrics import Tally

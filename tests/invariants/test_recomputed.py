@@ -11,11 +11,11 @@ from model_kinds import qwen
 from small_runs import small_recipe
 from tiny import tiny_tokenizer
 
+from courtside.api import train
 from courtside.assemble import assemble
-from courtside.parts import Parts
 from courtside.report.folder.folder import RunFolder
+from courtside.runtime import Parts
 from courtside.types import Update
-from courtside.verbs import train
 
 PLENTY = 2**50
 

@@ -16,10 +16,10 @@ import torch
 from run_server import RunServer
 from small_runs import contents, digest, small_tree, write_jsonl
 
+from courtside.api import train
 from courtside.recipe.load import recipe_from
 from courtside.report.folder.folder import RunFolder
 from courtside.training import checkpoints
-from courtside.verbs import train
 
 Tree = dict[str, Any]
 

@@ -12,8 +12,8 @@ import torch
 
 from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
-from courtside.parts import Parts
 from courtside.recipe.load import recipe_from
+from courtside.runtime import Parts
 from courtside.types import Trajectory
 
 Prepare = Callable[..., Parts]

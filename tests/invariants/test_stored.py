@@ -11,6 +11,7 @@ import torch
 from one_step import gradients
 from small_runs import digest, small_recipe
 
+from courtside.api import evaluate_student, rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
@@ -19,7 +20,6 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.hints_file import write_hint
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.types import Hint, Scored
-from courtside.verbs import evaluate_student, rescore, train
 
 LIVE = {"kind": "self", "weights": "live"}
 HINTED = [{"kind": "divergence", "on": "hinted_turns"}]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.loss_terms import components, trained_tokens
 from courtside.training.metrics import Tally
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.engines.patches import lean_layers
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.cpu.gradient_buffers import Rooms, add_rows
 from courtside.types import Scored
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from courtside.api import train
 from courtside.chat.template import Renderer
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import TransformersEngine
 from courtside.recipe.load import load_recipe
 from courtside.types import Message
-from courtside.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 

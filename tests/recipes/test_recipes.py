@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from courtside.api import train
 from courtside.recipe.load import load_recipe
-from courtside.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "study.toml")

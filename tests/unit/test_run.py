@@ -14,6 +14,7 @@ import pytest
 import torch
 from small_runs import small_recipe, write_jsonl
 
+from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
@@ -22,7 +23,6 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories
 from courtside.run import Run, _file_name
 from courtside.training import checkpoints
-from courtside.verbs import train
 
 
 class Recorder(SilentScreen):

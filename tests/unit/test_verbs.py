@@ -11,12 +11,12 @@ import torch
 from small_runs import contents, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from courtside.api import evaluate_student, export, rescore, train
 from courtside.assemble import assemble
 from courtside.errors import CheckpointError, UserError
 from courtside.report.folder.folder import RunFolder
 from courtside.run import restore
 from courtside.training import checkpoints
-from courtside.verbs import evaluate_student, export, rescore, train
 
 IDS = torch.tensor([[5, 9, 33, 80, 7]])
 

@@ -44,12 +44,12 @@ def evaluate(
         raise UserError(f"--step {step}: {target} is a recipe and has no checkpoints. Give a run")
     recipe = load_recipe(run / RECIPE if run else find_recipe(target), overrides or ())
 
-    from courtside import verbs
+    from courtside import api
     from courtside.cli.tables import evaluation_table, print_json, print_table
     from courtside.report.console import screen_for
     from courtside.report.folder.serialize import evaluation_tree
 
-    evaluations = verbs.evaluate_student(
+    evaluations = api.evaluate_student(
         recipe,
         run=run,
         step=step,

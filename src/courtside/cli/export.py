@@ -22,6 +22,6 @@ def export(
 
     The folder holds safetensors, config and tokenizer.
     """
-    from courtside import verbs
+    from courtside import api
 
-    typer.echo(f"Written: {verbs.export(run, to, step=step, adapter=adapter)}")
+    typer.echo(f"Written: {api.export(run, to, step=step, adapter=adapter)}")

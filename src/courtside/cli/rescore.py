@@ -25,11 +25,11 @@ def rescore(
     """
     wanted = None if steps is None else _numbers(steps)
 
-    from courtside import verbs
+    from courtside import api
     from courtside.cli.tables import number_table, print_json, print_table
     from courtside.report.console import screen_for
 
-    rows = verbs.rescore(run, overrides or (), steps=wanted, screen=screen_for(sys.stderr))
+    rows = api.rescore(run, overrides or (), steps=wanted, screen=screen_for(sys.stderr))
     if json:
         print_json(rows)
     else:

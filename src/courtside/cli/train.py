@@ -34,10 +34,10 @@ def train(
     tree = load_recipe(file, overrides or ())
     folder = run or Path("runs") / recipe_name(file)
 
-    from courtside import verbs
+    from courtside import api
     from courtside.report.console import screen_for
 
-    done = verbs.train(tree, folder, screen=screen_for(sys.stdout))
+    done = api.train(tree, folder, screen=screen_for(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
     name = shlex.quote(str(done.path))
     typer.echo(f"Trajectories, and hints of your own: courtside view {name}")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from courtside.errors import UserError
-from courtside.plain_text import one_line
 from courtside.report.folder.hints_file import Limits, parse_hints, remove_hint, write_hint
+from courtside.sanitize import one_line
 from courtside.types import Hint
 
 Place = tuple[str, int]

@@ -51,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Stands in for the verbs; each answers with what `answers` has for it."""
     seen: Calls = []
-    verbs = ModuleType("courtside.verbs")
+    verbs = ModuleType("courtside.api")
     one = Evaluation(
         step=20, who="student", split="test", scores={"a": 1.0, "b": 0.0}, rate=0.5, low=0.1,
         high=0.9, metrics={"length": float("nan")},
@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             return answer(*args, **kwargs)
 
         setattr(verbs, name, verb)
-    monkeypatch.setitem(sys.modules, "courtside.verbs", verbs)
+    monkeypatch.setitem(sys.modules, "courtside.api", verbs)
     monkeypatch.setattr(courtside, "verbs", verbs, raising=False)
     return seen
 
@@ -260,7 +260,7 @@ def test_errors_of_a_verb_end_with_their_code_and_their_words(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["courtside.verbs"], "train", fail)
+    monkeypatch.setattr(sys.modules["courtside.api"], "train", fail)
     done = run("train", "mine.toml")
     assert done.exit_code == code
     assert done.stderr == f"{says}{error}\n"
@@ -272,7 +272,7 @@ def test_long_messages_are_not_wrapped(calls: Calls, monkeypatch: pytest.MonkeyP
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ModelError(message)
 
-    monkeypatch.setattr(sys.modules["courtside.verbs"], "train", fail)
+    monkeypatch.setattr(sys.modules["courtside.api"], "train", fail)
     monkeypatch.setenv("COLUMNS", "40")
     assert run("train", "mine.toml").stderr == f"error: {message}\n"
 
@@ -281,6 +281,6 @@ def test_our_own_mistakes_are_not_dressed_up(calls: Calls, monkeypatch: pytest.M
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("broken invariant")
 
-    monkeypatch.setattr(sys.modules["courtside.verbs"], "train", fail)
+    monkeypatch.setattr(sys.modules["courtside.api"], "train", fail)
     done = run("train", "mine.toml")
     assert isinstance(done.exception, AssertionError)

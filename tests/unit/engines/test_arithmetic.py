@@ -20,7 +20,7 @@ from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.local import TransformersEngine
 from courtside.engines.patches import onednn_prepack
 from courtside.engines.precision import arithmetic, has_instructions
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.types import Scored

@@ -12,7 +12,6 @@ from episodes import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.plain_text import one_line
 from courtside.reader.base import Reading
 from courtside.reader.loading import reader_for
 from courtside.reader.model.client import Reply
@@ -24,6 +23,7 @@ from courtside.recipe.reader import (
     RulesReader,
     SeveralReaders,
 )
+from courtside.sanitize import one_line
 from courtside.types import Event, Grade, Message, Task, Trajectory, Turn
 
 NASTY = ["", " ", "\n", "{", "}", "{tool}", "[]", '"', "\\", "<|im_end|>", CLOSE, "Error: x", "a()",

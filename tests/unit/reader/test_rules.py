@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from episodes import PROMPT, balanced, environment, event, not_found, play, said, tool
 
-from courtside.plain_text import one_line, printable
 from courtside.reader.base import Reader, Reading
 from courtside.reader.loading import reader_for
 from courtside.reader.rules.wording import span_at, span_of
 from courtside.recipe.reader import ERROR_PATTERN, Rule, RulesReader
+from courtside.sanitize import one_line, printable
 from courtside.types import Message, Trajectory
 
 TOOLS = {"tools": "meteo, sums"}

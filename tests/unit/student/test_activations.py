@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from courtside.assemble import assemble
 from courtside.engines.forward.batching import pass_tokens
 from courtside.engines.forward.forward import Passes
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.training.memory.checkpointing_auto import (
     MARGIN,
     free_bytes,

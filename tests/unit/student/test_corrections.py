@@ -10,10 +10,10 @@ import pytest
 import torch
 from small_runs import small_recipe
 
+from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RunError
-from courtside.parts import Parts
-from courtside.verbs import rescore, train
+from courtside.runtime import Parts
 
 WORLD = '''
 from courtside.types import Event, Grade, Message, Observation, Task

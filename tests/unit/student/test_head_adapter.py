@@ -15,8 +15,8 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.errors import ModelError
-from courtside.parts import Parts
 from courtside.recipe import Lora, Student
+from courtside.runtime import Parts
 from courtside.training.loss_terms import components
 from courtside.training.metrics import Tally
 from courtside.training.weights import StudentWeights

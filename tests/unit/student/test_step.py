@@ -12,7 +12,7 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
-from courtside.parts import Parts
+from courtside.runtime import Parts
 from courtside.types import Scored
 
 

@@ -11,13 +11,13 @@ import torch
 from small_runs import small_recipe, write_jsonl
 from tiny import tiny_model, tiny_tokenizer
 
+from courtside.api import train
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import TransformersEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
 from courtside.tasks.chat_logs import conversation_tasks
 from courtside.types import Message, Task, Trajectory, Turn
-from courtside.verbs import train
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:

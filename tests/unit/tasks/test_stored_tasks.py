@@ -11,6 +11,7 @@ import pytest
 from small_runs import small_recipe, small_tree
 from tiny import tiny_model, tiny_tokenizer
 
+from courtside.api import evaluate_student
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
@@ -18,7 +19,6 @@ from courtside.recipe.load import recipe_from
 from courtside.report.folder.parquet import write_trajectories
 from courtside.tasks.replay import StoredSource, stored_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
-from courtside.verbs import evaluate_student
 
 ASK = (Message(role="user", content="Is it?"),)
 

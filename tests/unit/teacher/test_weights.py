@@ -14,8 +14,8 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
-from courtside.parts import Parts
 from courtside.recipe.load import recipe_from
+from courtside.runtime import Parts
 from courtside.teacher.teacher import Teacher
 from courtside.types import Target, Trajectory
 

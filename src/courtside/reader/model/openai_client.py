@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from courtside.errors import RecipeError, RunError
-from courtside.plain_text import one_line
 from courtside.reader.model.client import Reply
 from courtside.reader.rules.wording import shortened
 from courtside.recipe.reader import ModelReader
+from courtside.sanitize import one_line
 from courtside.types import Message
 
 LONGEST_WAIT = 60.0

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from courtside.plain_text import one_line
 from courtside.reader.model.prompt import Window
 from courtside.reader.rules.wording import shortened
 from courtside.recipe.reader import ModelReader
+from courtside.sanitize import one_line
 from courtside.types import Hint, Trajectory
 
 MAX_TRIES = 200

@@ -7,12 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from courtside.plain_text import one_line, printable
 from courtside.reader.base import Reading, targets, total
 from courtside.reader.rules.detectors import found
 from courtside.reader.rules.episode import Episode
 from courtside.reader.rules.wording import FACT_CHARS, shortened
 from courtside.recipe.reader import ERROR_PATTERN, RulesReader, slots_of
+from courtside.sanitize import one_line, printable
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 

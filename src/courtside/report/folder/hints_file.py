@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from courtside.errors import RunError, UserError
-from courtside.plain_text import one_line
 from courtside.recipe import PersonReader, Recipe, persons_of
 from courtside.report.folder.atomic_files import replace_file
+from courtside.sanitize import one_line
 from courtside.types import Hint, Trajectory
 
 KEYS = ("trajectory", "turn", "text", "reason")

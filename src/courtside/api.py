@@ -12,9 +12,9 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
-    from courtside.parts import Parts
     from courtside.report.console import Screen
     from courtside.report.folder.folder import RunFolder
+    from courtside.runtime import Parts
 
 
 def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -> RunFolder:

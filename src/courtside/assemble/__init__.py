@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from courtside.assemble.offline import named_by_hints, recorded_rollout
 from courtside.chat.chat_logs import recorded
 from courtside.chat.incremental import Turns
 from courtside.chat.template import Renderer
@@ -24,7 +25,6 @@ from courtside.engines.precision import arithmetic
 from courtside.environments.base import Environment
 from courtside.environments.loading import environment_of
 from courtside.errors import ModelError, RecipeError
-from courtside.parts import Parts
 from courtside.reader.base import Reader, Reading
 from courtside.reader.loading import reader_for
 from courtside.reader.model.student_client import own_ask
@@ -36,12 +36,12 @@ from courtside.recipe import (
     tasks_with,
     teachers_of,
 )
-from courtside.recordings import named_by_hints, recorded_rollout
 from courtside.rollout.chat_logs import RecordedRollout
 from courtside.rollout.episodes import AgentRollout, goes_well
 from courtside.rollout.mixing import sampling_of
 from courtside.rollout.replay import StoredRollout
 from courtside.rollout.single_turn import SingleTurnRollout
+from courtside.runtime import Parts
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import Room, task_source
