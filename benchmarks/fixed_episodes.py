@@ -14,7 +14,7 @@ from pathlib import Path
 
 from opd_step_job import HINTS_PER_EPISODE, NUM_TURNS, read_lines
 
-from courtside.tasks.base import task_id
+from courtside.hashing import task_id
 from courtside.types import Event, Grade, Message, Observation, Task
 
 OFF_COURSE = "off_course"

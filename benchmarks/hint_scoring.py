@@ -10,8 +10,8 @@ n hints are the first n of any larger number. Timed, on random weights of a give
     separate   each branch as a sequence of its own
 
 With a teacher that is the live student, `branches` is all that hints cost: the update's pass keeps
-its keys and values, and hints are read over them inside it (`training/hint_branches.py`). With other
-weights, or where hints are dropped by their shift, it is `before`. Log-probs of all three ways are
+its KV cache, and hints are scored over it (`training/hint_branches.py`). With other weights, or
+where hints are dropped by their shift, it is `before`. Log-probs of all three ways are
 compared before anything is timed.
 
     python benchmarks/hint_scoring.py                                     # on a CPU

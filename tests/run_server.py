@@ -256,11 +256,6 @@ def serve() -> None:
     import pyarrow.parquet  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import courtside.api  # noqa: F401
-    import courtside.assemble
-    import courtside.loop
-    import courtside.run
-
     with suppress(ImportError):  # where it is installed, pyarrow imports it when a table is made
         import pandas  # noqa: F401
 

@@ -255,9 +255,12 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
 
 @pytest.mark.parametrize(
     "where",
-    ["courtside.engines.forward.forward.packing_problem", "courtside.engines.local.branching_problem",
-     "courtside.training.hint_branches.kept_branching_problem"],
-)  # fmt: skip
+    [
+        "courtside.engines.forward.forward.packing_problem",
+        "courtside.engines.local.branching_problem",
+        "courtside.training.hint_branches.kept_branching_problem",
+    ],
+)
 def test_models_that_cannot_are_scored_before(
     roomy_folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

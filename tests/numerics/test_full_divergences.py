@@ -97,8 +97,8 @@ def test_entropy_aware(pair: tuple[Tensor, Tensor], threshold: float) -> None:
 def test_entropy_aware_is_zero_where_the_teacher_is_sure_even_if_the_kl_is_infinite() -> None:
     student = torch.tensor([[0.0, -torch.inf]], dtype=torch.float64)
     teacher = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
-    value_T, gradient_TV = of_ours(partial(divergences.entropy_aware, threshold=0.1, weight=1.0), student,
-                                   teacher)  # fmt: skip
+    loss = partial(divergences.entropy_aware, threshold=0.1, weight=1.0)
+    value_T, gradient_TV = of_ours(loss, student, teacher)
     close(value_T, torch.zeros(1, dtype=torch.float64))
     close(gradient_TV, torch.zeros(1, 2, dtype=torch.float64))
 

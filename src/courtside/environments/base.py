@@ -6,12 +6,10 @@ started again by another process, from a stored trajectory, or for another sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from courtside.errors import TaskError
-from courtside.tasks.base import Space
-from courtside.types import Grade, Observation, Split, Task
+from courtside.types import Grade, Observation, Task
 
 
 class Episode(Protocol):
@@ -41,27 +39,10 @@ class Environment(Protocol):
 
         `messages` are what the student reads first and end with a user's; `privileged` are named
         facts for hints and teachers; `grader_args` whatever `start` needs, as plain JSON values;
-        `grader` stays None. `courtside.tasks.base` has `task_id` and `split_of` for the rest."""
+        `grader` stays None. `courtside.hashing` has `task_id` and `split_of` for the rest."""
 
     def start(self, task: Task) -> Episode:
         """A fresh episode, from the task alone. `task.messages` may have got a system prompt."""
-
-
-def environment_space(
-    environment: Environment, name: str, split: Callable[[int], Split] | None = None
-) -> Space:
-    """The tasks of a world, each looked at before it is used. `name` is how errors call it;
-    `split` is for worlds that know the split of a number without making its task."""
-
-    def task(index: int) -> Task:
-        return checked_task(environment.task(index), f"{name}: task({index})")
-
-    return Space(
-        name=name,
-        size=environment.size,
-        split=split or (lambda index: task(index).split),
-        task=task,
-    )
 
 
 def checked_task(task: object, where: str) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from courtside.tasks.base import digest
+from courtside.hashing import digest
 
 T = TypeVar("T")
 

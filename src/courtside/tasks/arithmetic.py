@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from courtside.hashing import choose, split_of, task_id
 from courtside.recipe import ArithmeticTasks
-from courtside.tasks.base import Space, choose, split_of, task_id
+from courtside.tasks.base import Space
 from courtside.types import Message, Split, Task
 
 QUESTIONS = {

@@ -6,16 +6,14 @@ process and on every machine. Nothing is remembered between batches, so resuming
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from courtside.errors import TaskError
+from courtside.hashing import digest
 from courtside.types import Message, Split, Task
-
-T = TypeVar("T")
 
 
 class TaskSource(Protocol):
@@ -28,28 +26,6 @@ class TaskSource(Protocol):
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
         """The first `size` tasks of a split, in an order that no seed changes; all if fewer."""
-
-
-# ── identity ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def digest(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def split_of(content: str) -> Split:
-    """80 / 10 / 10 by content: the same content is never in two splits."""
-    tenth = int(digest(content)[:8], 16) % 10
-    return "train" if tenth < 8 else "validation" if tenth == 8 else "test"
-
-
-def task_id(kind: str, content: str) -> str:
-    return f"{kind}-{digest(content)[:12]}"
-
-
-def choose(options: Sequence[T], key: str) -> T:
-    """One of the options, the same one for the same key."""
-    return options[int(digest(key)[:16], 16) % len(options)]
 
 
 def with_system(task: Task, text: str | None) -> Task:

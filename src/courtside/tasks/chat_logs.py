@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.tasks.base import task_id
+from courtside.hashing import task_id
 from courtside.tasks.jsonl import json_lines
 from courtside.types import Message, Role, Task
 

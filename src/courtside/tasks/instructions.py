@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from courtside.hashing import choose, split_of, task_id
 from courtside.recipe import InstructionTasks
-from courtside.tasks.base import Space, choose, split_of, task_id
+from courtside.tasks.base import Space
 from courtside.tasks.request_templates import REQUESTS
 from courtside.types import Message, Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from courtside.environments.base import Environment, environment_space
+from courtside.environments.base import Environment, checked_task
 from courtside.environments.loading import load_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.toolbox.plan import split_of_number
@@ -28,7 +28,7 @@ from courtside.tasks.hf_datasets import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
 from courtside.tasks.replay import stored_source
-from courtside.types import Task
+from courtside.types import Split, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,4 +107,21 @@ def _too_long(task: Task, room: Room, name: str) -> TaskError:
         "its completion has beyond rollout.max_new_tokens; with max_new_tokens the model's context "
         f"leaves {room.max_tokens}. Shorten it or max_new_tokens, or set tasks.overlong = 'drop' "
         "to leave such prompts out and count them"
+    )
+
+
+def environment_space(
+    environment: Environment, name: str, split: Callable[[int], Split] | None = None
+) -> Space:
+    """The tasks of an environment, each validated before it is used. `name` is how errors call it;
+    `split` is for environments that know the split of a number without making its task."""
+
+    def task(index: int) -> Task:
+        return checked_task(environment.task(index), f"{name}: task({index})")
+
+    return Space(
+        name=name,
+        size=environment.size,
+        split=split or (lambda index: task(index).split),
+        task=task,
     )

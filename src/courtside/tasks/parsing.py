@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.tasks.base import split_of, task_id
+from courtside.hashing import split_of, task_id
 from courtside.tasks.graders import require_gradable
 from courtside.types import Message, Role, Split, Task
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.forward.batching import pass_tokens, placed
+from courtside.engines.forward.batching import pass_tokens
 from courtside.engines.forward.forward import Passes, tried_passes
 from courtside.engines.forward.tree_scoring import keeping
 from courtside.engines.patches.fused_layers import Replacement, few_launches, lean_layers, replaced
+from courtside.engines.transfer import tensor_on
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.recipe import Recipe
@@ -248,7 +249,7 @@ class Student:
         places = [_places(s, trained) for s in micro]
         assert all(its[0] > 0 for its in places), "nothing predicts the first token"
         before = (place.of(i - 1 for i in its) for place, its in zip(lying, places, strict=True))
-        before_N = placed([*chain(*before)], dtype=torch.long, device=hidden_ND.device)
+        before_N = tensor_on([*chain(*before)], dtype=torch.long, device=hidden_ND.device)
         return hidden_ND.index_select(0, before_N), micro
 
     @torch.no_grad()
@@ -289,7 +290,7 @@ class Student:
 
     def _log_likelihood(self, trajectory: Trajectory, hidden_TD: Tensor) -> Tensor:
         """Σ log π of its chosen tokens."""
-        ids_T = placed(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
+        ids_T = tensor_on(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
         total = hidden_TD.new_zeros((), dtype=torch.float64)
         for part_ND, ids_N in zip(
             hidden_TD.split(self.chunk), ids_T.split(self.chunk), strict=True

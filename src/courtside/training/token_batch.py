@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.forward.batching import placed
+from courtside.engines.transfer import tensor_on
 from courtside.training.loss_terms import Component
 from courtside.types import Scored, Target
 
@@ -75,14 +75,14 @@ def rows_of(
     counts = [s.trajectory.num_chosen for s in group]
     # Columns are made on the host and travel together: a GPU is waited for nowhere here.
     columns = _columns(group, components, counts)
-    values_KN = placed(list(columns.values()), dtype=dtype, device=device)
+    values_KN = tensor_on(list(columns.values()), dtype=dtype, device=device)
     column = dict(zip(columns, values_KN.unbind(), strict=True))
     ids = [token for s in group for token in s.trajectory.chosen_ids]
     targets = [s.target for s in group]
     references = [s.reference for s in group]
     rows = Rows(
         hidden_ND=hidden_ND[:0],  # put in when the others are picked
-        ids_N=placed(ids, dtype=torch.long, device=device),
+        ids_N=tensor_on(ids, dtype=torch.long, device=device),
         temperature_N=column["temperature", ""],
         sampler_logp_N=column["sampler", ""],
         by_student_N=column["by_student", ""] > 0,
@@ -98,7 +98,7 @@ def rows_of(
     wanted = [wanted for s in group for wanted in trained[s.trajectory.id]]
     if not all(wanted):
         kept = [i for i, looked_at in enumerate(wanted) if looked_at]
-        rows = rows.only(placed(kept, dtype=torch.long, device=device))
+        rows = rows.only(tensor_on(kept, dtype=torch.long, device=device))
     return replace(rows, hidden_ND=hidden_ND)
 
 
@@ -170,7 +170,7 @@ def _spread(values: Tensor, where: tuple[int, ...] | None, count: int, fill: flo
         assert len(values) == count
         return values
     spread = values.new_full((count, *values.shape[1:]), fill)
-    spread[placed(where, dtype=torch.long, device=values.device)] = values
+    spread[tensor_on(where, dtype=torch.long, device=values.device)] = values
     return spread
 
 

@@ -18,7 +18,7 @@ from courtside.viewer.serialize import Tree
 from courtside.viewer.service import Refused, Viewed
 
 FILES = {
-    "report.css": ("courtside.report", "text/css"),
+    "report.css": ("courtside.report.page", "text/css"),
     "page.css": ("courtside.viewer", "text/css"),
     **{
         f"{name}.js": ("courtside.viewer", "text/javascript")

@@ -4,12 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.engines.forward.batching import (
-    batches_by_length,
-    full_batches,
-    pad_left,
-    pad_right,
-)
+from courtside.engines.forward.batching import batches_by_length, full_batches, pad_left, pad_right
 
 CPU = torch.device("cpu")
 

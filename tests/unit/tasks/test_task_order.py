@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from courtside.errors import TaskError
-from courtside.tasks.base import (
-    FiniteSource,
-    GeneratedSource,
-    Space,
-    choose,
-    shuffled,
-    split_of,
-    task_id,
-    with_system,
-)
+from courtside.hashing import choose, split_of, task_id
+from courtside.tasks.base import FiniteSource, GeneratedSource, Space, shuffled, with_system
 from courtside.types import Message, Split, Task
 
 

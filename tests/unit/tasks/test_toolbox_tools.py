@@ -18,8 +18,8 @@ from courtside.environments.toolbox.tools.base import ToolFailure, World, invali
 from courtside.environments.toolbox.tools.expression import evaluate, written
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.environments.toolbox.tools.notes import MAX_NOTE, MAX_NOTES
+from courtside.hashing import split_of
 from courtside.recipe import CapabilityName
-from courtside.tasks.base import split_of
 
 
 def use(capability: str, world: World | None = None, **arguments: Any) -> str:

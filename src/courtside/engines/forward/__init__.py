@@ -1,0 +1,1 @@
+"""Forward passes: packed (varlen) batches, prefix sharing, tree scoring, log-probs."""

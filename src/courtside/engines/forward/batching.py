@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from courtside.engines.transfer import tensor_on
 
 
 def pass_tokens(device: torch.device) -> int:
@@ -50,23 +51,11 @@ def full_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def placed(values: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor on the device, without waiting for what that is doing."""
-    return moved(torch.tensor(values, dtype=dtype), device)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, likewise."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
     """Under causal attention no real token sees what stands to its right: no mask is needed."""
     longest = max(len(ids) for ids in sequences)
     rows = [list(ids) + [pad_id] * (longest - len(ids)) for ids in sequences]
-    return placed(rows, dtype=torch.long, device=device)
+    return tensor_on(rows, dtype=torch.long, device=device)
 
 
 def pad_left(

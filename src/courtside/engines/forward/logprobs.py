@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.forward.batching import placed
 from courtside.engines.forward.prefix_sharing import Place
 from courtside.engines.patches import layer_ops
+from courtside.engines.transfer import tensor_on
 
 
 def chunk_size(num_words: int, device: torch.device) -> int:
@@ -39,7 +39,7 @@ def scores_of(
     device = hidden_ND.device
     places = [[i for i, scored in enumerate(r.scored) if scored] for r in requests]
     counts = [len(its) for its in places]
-    before_T, ids_T = placed(
+    before_T, ids_T = tensor_on(
         [
             [*chain(*(p.of(i - 1 for i in its) for p, its in zip(lying, places, strict=True)))],
             [r.token_ids[i] for r, its in zip(requests, places, strict=True) for i in its],
@@ -48,7 +48,7 @@ def scores_of(
         device=device,
     )
     hidden_TD = hidden_ND[before_T]
-    temperature_T = placed(
+    temperature_T = tensor_on(
         [r.temperature for r, count in zip(requests, counts, strict=True) for _ in range(count)],
         dtype=torch.promote_types(hidden_ND.dtype, torch.float32),
         device=device,

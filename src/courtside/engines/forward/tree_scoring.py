@@ -19,13 +19,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import BranchRequest
-from courtside.engines.forward.batching import moved, pass_tokens
+from courtside.engines.forward.batching import pass_tokens
 from courtside.engines.forward.forward import Passes, read_packed
 from courtside.engines.forward.padded_tree_scoring import Read, evaluating, read_together
 from courtside.engines.forward.prefix_sharing import Place
 from courtside.engines.forward.varlen import packing_of, read_row, switched
 from courtside.engines.precision import attended
 from courtside.engines.probes import away_from_alone, example_problem
+from courtside.engines.transfer import copy_to_device
 from courtside.types import Branch
 
 
@@ -93,7 +94,7 @@ class Layout:
             start += sum(its.stop - its.start for its in trunks)
             own.append(torch.arange(start, start + size))
             start += size
-        return moved(torch.cat(rows), device), moved(torch.cat(own), device)
+        return copy_to_device(torch.cat(rows), device), copy_to_device(torch.cat(own), device)
 
     def laid_out(self, trunk: Tensor, new: Tensor) -> Tensor:
         """[1, heads, N, D] of the trunks' row and of the branches' to [1, heads, K, D]."""

@@ -29,9 +29,9 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from courtside.engines.attention_kinds import attention_of
-from courtside.engines.forward.batching import placed
 from courtside.engines.forward.prefix_sharing import Row
 from courtside.engines.precision import attended, uncast
+from courtside.engines.transfer import tensor_on
 from courtside.errors import ModelError
 
 NAME = "courtside_packed"
@@ -66,7 +66,7 @@ def packing_of(
     assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
     keys = lengths if key_lengths is None else key_lengths
     ends = [[0, *accumulate(its)] for its in (lengths, keys)]
-    ends_S, key_ends_S = placed(ends, dtype=torch.int32, device=device)
+    ends_S, key_ends_S = tensor_on(ends, dtype=torch.int32, device=device)
     return Packing(
         lengths=tuple(lengths),
         ends_S=ends_S,
@@ -344,7 +344,7 @@ def read_row(
 ) -> Tensor:
     """Last hidden states [N, D] of one packed row."""
     assert attention_of(model) == NAME, "packed passes stand inside `Passes.attention`"
-    ids_N, position_N = placed([ids, position], dtype=torch.long, device=model.device)
+    ids_N, position_N = tensor_on([ids, position], dtype=torch.long, device=model.device)
     keeping: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     out = model.base_model(
         input_ids=ids_N[None],

@@ -1,0 +1,1 @@
+"""Decoding: sessions, continuous batching, KV cache, CUDA graphs, sampler."""

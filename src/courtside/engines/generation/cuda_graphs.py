@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import Head, Sampling
-from courtside.engines.forward.batching import placed
 from courtside.engines.forward.padded_tree_scoring import as_taken
 from courtside.engines.generation.decode_attention import ragged
 from courtside.engines.generation.sampler import draw, uniforms
 from courtside.engines.patches import layer_ops
+from courtside.engines.transfer import tensor_on
 
 LOOK_EVERY = 4
 """Tokens between looks at which rows have ended: a look waits for the GPU."""
@@ -169,7 +169,7 @@ class Reader:
         for row, ids in reads.items():
             padding = (0,) * (self.num_tokens - len(ids))
             table[row] = [has[row], len(ids) - 1, *ids, *padding]
-        self.given_RT.copy_(placed(table, dtype=torch.long, device=self.given_RT.device))
+        self.given_RT.copy_(tensor_on(table, dtype=torch.long, device=self.given_RT.device))
         if self._replay is None:
             self._replay = replayed(self._step, (), self._pool)
         self._replay()

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from courtside.engines.forward.batching import moved
+from courtside.engines.transfer import copy_to_device
 
 BLOCK = 1024
 """Numbers of a row that a program sums."""
@@ -43,9 +43,9 @@ def shown(lengths: Sequence[int], joined: Sequence[int], *, device: torch.device
     counts_N = torch.bincount(rows_K, minlength=starts[-1])
     firsts_N = torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)])
     return Shown(
-        rows_K=moved(rows_K, device),
-        places_K=moved(rows_K.argsort(stable=True).int(), device),
-        firsts_N=moved(firsts_N.int(), device),
+        rows_K=copy_to_device(rows_K, device),
+        places_K=copy_to_device(rows_K.argsort(stable=True).int(), device),
+        firsts_N=copy_to_device(firsts_N.int(), device),
     )
 
 

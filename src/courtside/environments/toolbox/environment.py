@@ -12,8 +12,8 @@ from courtside.environments.toolbox.prompt import FORMATS, first_messages, signa
 from courtside.environments.toolbox.reminders import reminder
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.errors import TaskError
+from courtside.hashing import task_id
 from courtside.recipe import ToolboxTasks
-from courtside.tasks.base import task_id
 from courtside.types import Message, Split, Task
 
 

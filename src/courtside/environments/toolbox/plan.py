@@ -13,8 +13,8 @@ from courtside.environments.seeded_random import Dice
 from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
 from courtside.environments.toolbox.tools.base import Drawn, Request, Tool, World
 from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
+from courtside.hashing import split_of
 from courtside.recipe import ToolboxTasks
-from courtside.tasks.base import split_of
 from courtside.types import Split
 
 TOOLS: Mapping[str, Tool] = {

@@ -1,0 +1,1 @@
+"""A model as the reader: prompt, client, parsing of its answer."""

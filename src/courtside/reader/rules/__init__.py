@@ -1,0 +1,1 @@
+"""Declared rules as the reader: detectors, and the words of a hint."""

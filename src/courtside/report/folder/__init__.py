@@ -1,0 +1,1 @@
+"""The run folder on disk: atomic writes, lock, metrics, trajectories, hints."""

@@ -71,7 +71,7 @@ def write_report(
         title=escape(folder.path.resolve().name),
         summary=escape(summary(recipe)),
         progress=f"{done} of {recipe.train.steps} steps",
-        style=resources.files("courtside.report").joinpath("report.css").read_text("utf-8"),
+        style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
         body="\n".join(section for section in sections if section),
     )
     path = folder.path / "report.html"

@@ -1,0 +1,1 @@
+"""What makes an update cheaper on a CPU: gradient buffers, bf16 linear layers."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.forward.batching import placed
+from courtside.engines.transfer import tensor_on
 from courtside.losses.divergences import (
     divergence,
     entropy,
@@ -95,7 +95,7 @@ def _places(on_N: Sequence[bool], device: torch.device) -> Tensor | None:
     """None: all, which needs no copy, and [N, V] is large."""
     if all(on_N):
         return None
-    return placed([i for i, on in enumerate(on_N) if on], dtype=torch.long, device=device)
+    return tensor_on([i for i, on in enumerate(on_N) if on], dtype=torch.long, device=device)
 
 
 def _only(values_N: Tensor, places_M: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Head
-from courtside.engines.forward.batching import placed
+from courtside.engines.transfer import tensor_on
 from courtside.losses.fused.linear_divergence import Plan, divergence_head
 from courtside.losses.fused.types import (
     Asked,
@@ -156,7 +156,7 @@ def _groups(rows: Rows, components: Sequence[Component]) -> list[_Group] | None:
 def _places(on_N: Tensor, device: torch.device) -> Tensor | None:
     if bool(on_N.all()):
         return None
-    return placed(on_N.nonzero().squeeze(-1).tolist(), dtype=torch.long, device=device)
+    return tensor_on(on_N.nonzero().squeeze(-1).tolist(), dtype=torch.long, device=device)
 
 
 def _asked(rows: Rows, group: _Group) -> Asked:

@@ -1,0 +1,1 @@
+"""How much memory a step takes: gradient checkpointing, the KV budget of a rollout."""

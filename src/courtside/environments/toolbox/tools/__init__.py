@@ -1,0 +1,1 @@
+"""The tools of the toolbox, and what each may be called."""

@@ -16,7 +16,7 @@ from courtside.environments.toolbox.tools.base import (
     ToolFailure,
     World,
 )
-from courtside.tasks.base import digest
+from courtside.hashing import digest
 
 CITY_WORDS = """
     Accra Algiers Amsterdam Ankara Athens Baghdad Bangkok Barcelona Belgrade Berlin Bogota Boston
