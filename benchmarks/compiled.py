@@ -38,8 +38,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from workload import SEED
 
-from courtside.engines.forward.forward import Passes
-from courtside.engines.patches.fused_layers import FewLaunches, replaced
+from courtside.engines.forward.forward import ForwardPasses
+from courtside.engines.patches.fused_layers import FusedLayers, apply_patches
 
 VARIANTS = ("own", "few", "layers", "parts")
 COMPILER_ERRORS = (
@@ -63,9 +63,9 @@ class Job:
         if found.problem is not None:
             raise SystemExit(f"{args.model} is not packed: {found.problem}")
         with self.engine.casting():
-            parts = FewLaunches(self.model, self.engine.head, self.engine.autocast)
-        self.plain: Passes = replace(found, parts=None)
-        self.few: Passes = replace(found, parts=parts)
+            parts = FusedLayers(self.model, self.engine.head, self.engine.autocast)
+        self.plain: ForwardPasses = replace(found, parts=None)
+        self.few: ForwardPasses = replace(found, parts=parts)
         self.model.train()
         self.reference: dict[str, Tensor] | None = None
 
@@ -75,7 +75,7 @@ class Job:
         found: Sequences = torch.randint(1, words, (count, length), generator=generator).tolist()
         return found
 
-    def one_pass(self, passes: Passes, sequences: Sequences) -> Tensor:
+    def one_pass(self, passes: ForwardPasses, sequences: Sequences) -> Tensor:
         """Adds to the gradients; the last hidden states."""
         hidden_ND, _ = passes.hidden(sequences)
         gradient_ND = torch.linspace(-1, 1, hidden_ND.numel(), device=hidden_ND.device).sin()
@@ -85,7 +85,7 @@ class Job:
     # ── variants ─────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def variant(self, name: str) -> Iterator[Passes]:
+    def variant(self, name: str) -> Iterator[ForwardPasses]:
         """A fresh start: no gradients, nothing compiled, weights rounded in the first pass only."""
         self.model.zero_grad(set_to_none=True)
         torch._dynamo.reset()
@@ -97,7 +97,7 @@ class Job:
             for m in modules
         ]
         passes = self.few if name == "few" else self.plain
-        with replaced(compiled), self.engine.casting(), passes.attention():
+        with apply_patches(compiled), self.engine.casting(), passes.attention():
             yield passes
 
     def _layers(self) -> list[Any]:
@@ -120,7 +120,7 @@ class Job:
         found["graph_breaks"] = {why[:300]: n for why, n in counters["graph_break"].items()}
         return found
 
-    def _timed(self, passes: Passes, sequences: Sequences) -> dict[str, Any]:
+    def _timed(self, passes: ForwardPasses, sequences: Sequences) -> dict[str, Any]:
         device = self.engine.device
         times = []
         for number in range(1 + self.args.repeats):
@@ -141,7 +141,7 @@ class Job:
             "graphs_compiled": counters["stats"]["unique_graphs"],
         }
 
-    def _further(self, passes: Passes) -> list[dict[str, Any]]:
+    def _further(self, passes: ForwardPasses) -> list[dict[str, Any]]:
         """Other lengths, as many sequences; then other lengths and half as many sequences."""
         count, length = self.size
         shapes = ((count, length - length // 16), (max(1, count // 2), 2 * length - length // 8))
@@ -152,7 +152,7 @@ class Job:
             rows.append({**row, "graphs_compiled": row["graphs_compiled"] - before})
         return rows
 
-    def _differs(self, passes: Passes) -> dict[str, float]:
+    def _differs(self, passes: ForwardPasses) -> dict[str, float]:
         """From the first variant, `own` if nothing else is asked for, in relative norms."""
         self.model.zero_grad(set_to_none=True)
         hidden_ND = self.one_pass(passes, self.sequences(*self.size))

@@ -39,13 +39,13 @@ from workload import (
 import courtside
 from courtside import assemble as assembling
 from courtside.assemble import assemble
-from courtside.engines.forward.batching import pass_tokens
+from courtside.engines.forward.batching import default_pass_tokens
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.training import weights as student_weights
 from courtside.types import Scored, Update
 
@@ -56,7 +56,7 @@ REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kin
 class GpuRun(TimedRun):
     """Waits for the GPU where a phase ends, and notes how much memory it took."""
 
-    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, parts: Runtime, folder: RunFolder) -> None:
         self.spent = PhaseClock()
         self.peaks = Peaks(parts.engine.device.type)
         super().__init__(parts, folder)
@@ -82,7 +82,9 @@ class GpuRun(TimedRun):
             gpu_peaks=self.peaks.take(),
             num_device_allocs=self.peaks.take_allocs(),
             num_sampled_tokens=sum(s.trajectory.num_chosen for s in scored),
-            num_hints=sum(judged.dropped is None for s in scored for judged in s.hints),
+            num_hints=sum(
+                hint_outcomes.dropped is None for s in scored for hint_outcomes in s.hints
+            ),
         )
         # Looking at memory is no part of the next step.
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
@@ -129,7 +131,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
     return load_recipe(file, args.set)
 
 
-def drawn_parts(plan: Recipe) -> Parts:
+def drawn_parts(plan: Recipe) -> Runtime:
     with ExitStack() as stack:
         for place in (assembling, student_weights):
             stack.enter_context(patch.object(place, "load_model", draw))
@@ -138,14 +140,14 @@ def drawn_parts(plan: Recipe) -> Parts:
     return parts
 
 
-def checked(parts: Parts, shape: str, folder: Path) -> CheckResult:
+def checked(parts: Runtime, shape: str, folder: Path) -> CheckResult:
     """Loss and gradients of the fixed batch; leaves no trace."""
     rows = read_lines(folder / "batch.jsonl")
     trajectories = given_answers(
         parts, [row["text"] for row in rows], [row["completion"] for row in rows]
     )
     found = loss_and_gradients(parts, trajectories, checked_tensors(shape))
-    parts.student.optimiser.zero_grad(set_to_none=True)
+    parts.student.optimizer.zero_grad(set_to_none=True)
     return found
 
 
@@ -177,9 +179,9 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
             "overrides": args.set,
             "max_batch_tokens": parts.engine.max_batch_tokens,
             "micro_batch_tokens": parts.student.micro_batch_tokens
-            or pass_tokens(parts.engine.device),
+            or default_pass_tokens(parts.engine.device),
             "gradient_checkpointing": parts.student.weights.recomputes,
-            "optimizer": type(parts.student.optimiser).__name__,
+            "optimizer": type(parts.student.optimizer).__name__,
             "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
             "autocast": str(parts.student.weights.autocast),
             "notes": list(parts.notes),

@@ -39,30 +39,30 @@ from workload import (
 
 import courtside
 from courtside.assemble import assemble
-from courtside.chat.trajectories import answered
+from courtside.chat.trajectories import make_trajectory
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
-from courtside.report.console import SilentScreen
+from courtside.report.console import SilentConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
-from courtside.runtime import Parts
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.runtime import Runtime
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 
 class TimedRun(Run):
     """A run that also notes where the time of each step goes."""
 
-    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, parts: Runtime, folder: RunFolder) -> None:
         self.clock = PhaseClock()
         self.steps: list[StepResult] = []
         self.prompt_ids: list[tuple[int, ...]] = []
         self.load_peak_rss = 0
         self._since = 0.0
         self._cpu_since = 0.0
-        super().__init__(parts, folder, SilentScreen())
+        super().__init__(parts, folder, SilentConsole())
 
     def remaining_steps(self) -> Iterator[int]:
         for step in super().remaining_steps():
@@ -157,7 +157,7 @@ def measure(args: Any, work: Path) -> None:
                 **{name: version(name) for name in ("torch", "transformers", "peft")},
             },
             settings={
-                "optimizer": type(parts.student.optimiser).__name__,
+                "optimizer": type(parts.student.optimizer).__name__,
                 "chunk_tokens": parts.student.chunk,
                 "micro_batch_tokens": plan.train.micro_batch_tokens,
                 "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
@@ -178,14 +178,14 @@ def check(args: Any, work: Path) -> None:
 
 
 def given_answers(
-    parts: Parts, prompts: Sequence[str], completions: Sequence[Sequence[int]]
+    parts: Runtime, prompts: Sequence[str], completions: Sequence[Sequence[int]]
 ) -> list[Trajectory]:
     """Trajectories whose answers were not sampled now."""
     trajectories = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         messages = (Message(role="user", content=prompt),)
         trajectories.append(
-            answered(
+            make_trajectory(
                 Task(id=f"check-{index}", split="train", messages=messages),
                 parts.renderer.prompt_ids(messages),
                 Sample(token_ids=tuple(completion), logp=(), stop="dataset", text=""),
@@ -200,12 +200,12 @@ def given_answers(
 
 
 def loss_and_gradients(
-    parts: Parts, trajectories: Sequence[Trajectory], names: Sequence[str]
+    parts: Runtime, trajectories: Sequence[Trajectory], names: Sequence[str]
 ) -> CheckResult:
     """Of the recipe's divergence; the gradients stay in place."""
     scored = parts.teacher(trajectories)
-    streams = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    tally = Tally()
+    streams = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = MetricAccumulator()
     parts.student.accumulate(0, scored, streams, tally)
     gradients = {
         n: p.grad for n, p in parts.student.weights.trained().items() if p.grad is not None

@@ -194,8 +194,8 @@ def grown(series: Series, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     memory = [max(row["memory_bytes"], FLOOR) for row in rows]
     memory_factors = [b / a for a, b in pairwise(memory)]
     counted = [counted_factor(a["counts"], b["counts"]) for a, b in pairwise(rows)]
-    judged = [factor <= COUNTED_LIMIT for factor in counted]
-    times = [factor for factor, counts in zip(time_factors, judged, strict=True) if counts]
+    hint_outcomes = [factor <= COUNTED_LIMIT for factor in counted]
+    times = [factor for factor, counts in zip(time_factors, hint_outcomes, strict=True) if counts]
     return {
         "series": series.name,
         "unit": series.unit,
@@ -204,7 +204,7 @@ def grown(series: Series, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "time_factors": time_factors,
         "memory_factors": memory_factors,
         "counted_factors": counted,
-        "judged": judged,
+        "judged": hint_outcomes,
         "time_exponent": slope([(row["size"], row["seconds"]) for row in rows]),
         "memory_exponent": slope([(r["size"], m) for r, m in zip(rows, memory, strict=True)]),
         "worst_time": max(times, default=None),

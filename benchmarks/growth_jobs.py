@@ -1,7 +1,7 @@
 """What `growth.py` measures: the stages of a run at growing sizes, on random weights.
 
 The classes are those of a run: the engine, `Teacher` with its `HintScorer`, `Student.step`,
-`AgentRollout`. Only the model is drawn instead of loaded, trajectories are made up, and no row ends
+`EpisodeRollout`. Only the model is drawn instead of loaded, trajectories are made up, and no row ends
 early.
 """
 
@@ -19,18 +19,18 @@ from shapes import shape
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import SEED
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.local import TransformersEngine
-from courtside.recipe import Hints, Limits, Rollout
+from courtside.engines.local import LocalEngine
+from courtside.recipe import HintsConfig, LimitsConfig, RolloutConfig
 from courtside.recipe.load import recipe_from
-from courtside.rollout.episodes import AgentRollout
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.training import weights as student_weights
-from courtside.training.memory.kv_budget import batch_tokens, device_bytes
+from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Observation, Sample, Task, Trajectory
@@ -98,8 +98,8 @@ class Parts:
         with patch.object(student_weights, "load_model", draw):
             self.weights = StudentWeights(recipe.student, seed=SEED)
         self.tokenizer = byte_tokenizer()
-        self.renderer = Renderer(self.tokenizer, name=model, eos_ids={END})
-        self.turns = Turns(self.renderer)
+        self.renderer = ChatTemplate(self.tokenizer, name=model, eos_ids={END})
+        self.turns = IncrementalTemplate(self.renderer)
         self.random = random.Random(SEED)
         self.renew()
         head, pad_id = self.engine.head, self.engine.pad_id
@@ -111,24 +111,24 @@ class Parts:
     def renew(self) -> None:
         """Without the room and the graphs that an engine keeps from one batch to the next."""
         weights = self.weights
-        self.engine = TransformersEngine(
+        self.engine = LocalEngine(
             weights.model, self.tokenizer, name="growth", autocast=weights.autocast,
-            max_batch_tokens=batch_tokens(
+            max_batch_tokens=kv_cache_tokens(
                 self.recipe, weights, (), total=device_bytes(weights.device)
             ),
         )  # fmt: skip
         self.engine.eos_ids = frozenset({NO_END})
 
     def ids(self, count: int) -> tuple[int, ...]:
-        return tuple(self.random.choices(range(END + 1, self.engine.head.num_words), k=count))
+        return tuple(self.random.choices(range(END + 1, self.engine.head.vocab_size), k=count))
 
-    def scoring(self, hints: HintScorer | None = None) -> Scoring:
+    def scoring(self, hints: HintScorer | None = None) -> TeacherStage:
         length = self.engine.context_length
         teacher = Teacher(
             name="self:live", engine=self.engine, renderer=self.renderer, context_length=length,
             hidden=True, hints=hints,
         )  # fmt: skip
-        return Scoring(teacher, None, hinted=hints is not None)
+        return TeacherStage(teacher, None, hinted=hints is not None)
 
     def trajectory(self, number: int, num_tokens: int) -> Trajectory:
         """One question and one answer, so many tokens together."""
@@ -223,11 +223,11 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
     heard = parts.turns.environment_turn((_said(OBSERVED),), closing=True)
     length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
     length += turns * (new + len(heard.token_ids))
-    rollout = AgentRollout(
+    rollout = EpisodeRollout(
         engine=parts.engine,
         turns=parts.turns,
-        config=Rollout(
-            samples=1, max_new_tokens=new, limits=Limits(turns=turns, tokens=length)
+        config=RolloutConfig(
+            samples=1, max_new_tokens=new, limits=LimitsConfig(turns=turns, tokens=length)
         ),  # so many tokens are what room is made for
         begin=lambda task: Echo(),
         demonstrate=None,
@@ -252,7 +252,7 @@ def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
     spoken = [i for i, turn in enumerate(one.turns) if turn.role == "assistant"]
     places = [spoken[(2 * n + 1) * len(spoken) // (2 * hints)] for n in range(hints)]
     given = [Hint(trajectory=one.id, turn=turn, text=HINT, source="made up") for turn in places]
-    rules = Hints(min_shift=-1e9)  # of random weights: none is dropped
+    rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
     length = parts.engine.context_length
     score = parts.scoring(HintScorer(parts.engine, parts.turns, rules, context_length=length))
 

@@ -114,8 +114,8 @@ def _panel(
     yield _line(placed(memory), MEMORY)
     yield from (_dot(x, y, MEMORY) for x, y in placed(memory))
     yield _line(placed(times), TIME)
-    judged = [True, *panel["judged"]]
-    for (x, y), counts in zip(placed(times), judged, strict=True):
+    hint_outcomes = [True, *panel["judged"]]
+    for (x, y), counts in zip(placed(times), hint_outcomes, strict=True):
         yield _dot(x, y, TIME, filled=counts)
     longest = rows[-1]
     words = f"{_seconds(longest['seconds'])}, {longest['memory_bytes'] / 2**20:,.0f} MiB at the end"

@@ -13,15 +13,20 @@ from torch import Tensor
 from workload import SEED
 
 from courtside.losses.divergences import divergence as full
-from courtside.losses.fused.linear_divergence import Plan, choose_backend, divergence_head, words_of
+from courtside.losses.fused.linear_divergence import (
+    ChunkPlan,
+    choose_backend,
+    fused_linear_divergence,
+    words_of,
+)
 from courtside.losses.fused.types import (
-    Asked,
     Backend,
-    Divergence,
+    DivergenceSpec,
     HeadGradient,
     HeadLoss,
+    HeadLossSpec,
     Projection,
-    Raw,
+    RawLogits,
     Support,
 )
 from courtside.losses.top_k import top_k_divergence
@@ -35,17 +40,19 @@ SHAPES = {
     "tiny": (48, 16, 200),
 }
 """Rows, hidden size, words."""
-REVERSE = Divergence(name="reverse_kl")
+REVERSE = DivergenceSpec(name="reverse_kl")
 KINDS = {
     "reverse KL": REVERSE,
-    "forward KL": Divergence(name="forward_kl"),
-    "JSD 0.5": Divergence(name="jsd", beta=0.5),
-    "top 64, tail": Divergence(name="reverse_kl", support=Support(k=64, of="teacher", form="tail")),
+    "forward KL": DivergenceSpec(name="forward_kl"),
+    "JSD 0.5": DivergenceSpec(name="jsd", beta=0.5),
+    "top 64, tail": DivergenceSpec(
+        name="reverse_kl", support=Support(k=64, of="teacher", form="tail")
+    ),
 }
 MORE_KINDS = {
-    "skewed reverse 0.1": Divergence(name="skew_reverse_kl", alpha=0.1),
-    "skewed forward 0.1": Divergence(name="skew_forward_kl", alpha=0.1),
-    "top 64 of both, tail": Divergence(
+    "skewed reverse 0.1": DivergenceSpec(name="skew_reverse_kl", alpha=0.1),
+    "skewed forward 0.1": DivergenceSpec(name="skew_forward_kl", alpha=0.1),
+    "top 64 of both, tail": DivergenceSpec(
         name="reverse_kl", support=Support(k=64, of="joint", form="tail")
     ),
 }
@@ -67,9 +74,9 @@ class Inputs:
     ids_N: Tensor
     backend: Backend
 
-    def asked(self, divergence: Divergence | None) -> Asked:
+    def asked(self, divergence: DivergenceSpec | None) -> HeadLossSpec:
         ones_N = torch.ones(len(self.ids_N), device=self.ids_N.device)
-        return Asked(
+        return HeadLossSpec(
             ids_N=self.ids_N,
             temperature_N=ones_N,
             divergence=divergence,
@@ -104,7 +111,7 @@ def make_inputs(
     shape: tuple[int, int, int], device: torch.device, backend: Backend | None = None
 ) -> Inputs:
     """Logits of a standard deviation of 2; a teacher that is another head on other states."""
-    num_rows, size, num_words = shape
+    num_rows, size, vocab_size = shape
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -114,11 +121,11 @@ def make_inputs(
     student, teacher = (
         Projection(
             hidden_ND=normal(num_rows, size, scale=1.0),
-            weight_VD=normal(num_words, size, scale=2.0 / size**0.5),
+            weight_VD=normal(vocab_size, size, scale=2.0 / size**0.5),
         )
         for _ in range(2)
     )
-    ids_N = torch.randint(num_words, (num_rows,), generator=generator, device=device)
+    ids_N = torch.randint(vocab_size, (num_rows,), generator=generator, device=device)
     backend = backend or choose_backend(student.weight_VD)
     return Inputs(student=student, teacher=teacher, ids_N=ids_N, backend=backend)
 
@@ -145,9 +152,9 @@ def products(inputs: Inputs, *, trained: bool = True) -> Callable[[], None]:
 
 def ours(
     inputs: Inputs,
-    divergence: Divergence | None = REVERSE,
+    divergence: DivergenceSpec | None = REVERSE,
     *,
-    plan: Plan | None = None,
+    plan: ChunkPlan | None = None,
     trained: bool = True,
     narrow: bool = False,
 ) -> tuple[HeadLoss, HeadGradient | None]:
@@ -162,7 +169,7 @@ def ours(
     elif trained:
         dtype = weight_VD.dtype if narrow else torch.float32
         into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=dtype))
-    return divergence_head(
+    return fused_linear_divergence(
         inputs.student,
         None if divergence is None else inputs.teacher,
         inputs.asked(divergence),
@@ -240,7 +247,7 @@ def low_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def gradient_by_logits(
-    logits_NV: Tensor, teacher_NV: Tensor, inputs: Inputs, divergence: Divergence | None
+    logits_NV: Tensor, teacher_NV: Tensor, inputs: Inputs, divergence: DivergenceSpec | None
 ) -> Tensor:
     """In float64, by autograd, on the support that low precision chooses: the other may differ."""
     leaf_NV = logits_NV.double().requires_grad_()
@@ -268,7 +275,7 @@ def gradient_by_logits(
     return gradient_NV
 
 
-def reference(inputs: Inputs, divergence: Divergence | None) -> tuple[Tensor, Tensor]:
+def reference(inputs: Inputs, divergence: DivergenceSpec | None) -> tuple[Tensor, Tensor]:
     """Gradients by hidden states and head in float64."""
     logits_NV, teacher_NV = (
         side.hidden_ND.double() @ side.weight_VD.double().t()
@@ -297,27 +304,27 @@ def relative(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right).norm() / right.norm())
 
 
-def off_from_logits(inputs: Inputs, divergence: Divergence | None) -> float:
+def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
     """Of the pass over the words alone, from the very same logits."""
     logits_NV, teacher_NV = low_logits(inputs)
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
-    raws = [Raw(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
+    raws = [RawLogits(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
     whole = slice(0, len(inputs.ids_N))
     words_of(inputs.backend)(raws[0], [(whole, raws[1])], inputs.asked(divergence), whole)
     return relative(logits_NV, right_NV)
 
 
-def errors_of(inputs: Inputs, kinds: dict[str, Divergence]) -> dict[str, dict[str, float]]:
+def errors_of(inputs: Inputs, kinds: dict[str, DivergenceSpec]) -> dict[str, dict[str, float]]:
     """‖found − float64‖ / ‖float64‖ of the gradients of a few rows, by kind."""
     few = inputs.first(CHECKED_ROWS)
     right, found = reference(few, REVERSE), plain(few)
     errors = {
         "plain": {"hidden": relative(found[0], right[0]), "head": relative(found[1], right[1])}
     }
-    checked: dict[str, Divergence | None] = {**kinds, "cross-entropy": None}
+    checked: dict[str, DivergenceSpec | None] = {**kinds, "cross-entropy": None}
     for name, divergence in checked.items():
         # Chunks that do not divide the rows: the seams are checked too.
-        mine, into = ours(few, divergence, plan=Plan(chunk=96, part=40))
+        mine, into = ours(few, divergence, plan=ChunkPlan(chunk=96, part=40))
         assert into is not None and into.weight_VD is not None
         right = reference(few, divergence)
         errors[name] = {
@@ -326,7 +333,7 @@ def errors_of(inputs: Inputs, kinds: dict[str, Divergence]) -> dict[str, dict[st
             "from the same logits": off_from_logits(few, divergence),
         }
     adapted = few.adapted()
-    mine, into = ours(adapted, REVERSE, plan=Plan(chunk=96, part=40))
+    mine, into = ours(adapted, REVERSE, plan=ChunkPlan(chunk=96, part=40))
     assert into is not None and into.down_RD is not None and into.up_VR is not None
     for who, gradients in (
         ("plain, adapter", plain_adapted(adapted)),
@@ -354,7 +361,7 @@ def too_far(errors: dict[str, dict[str, float]]) -> list[str]:
 def far_rows_error(device: torch.device) -> float:
     """Rows that begin past 2^31 logits, against the same rows alone."""
     inputs = make_inputs((16384, 64, 151936), device)
-    whole, _ = ours(inputs, plan=Plan(chunk=16384, part=16384), trained=False)
+    whole, _ = ours(inputs, plan=ChunkPlan(chunk=16384, part=16384), trained=False)
     last = replace(
         inputs,
         student=replace(inputs.student, hidden_ND=inputs.student.hidden_ND[-64:]),

@@ -97,20 +97,20 @@ def full(inputs: Inputs) -> float:
 def _courtside(inputs: Inputs, loss: Any) -> float:
     import torch
 
-    from courtside.engines.base import Head
+    from courtside.engines.base import LMHead
     from courtside.training.head.fused import backward_through_head
-    from courtside.training.loss_terms import Component
-    from courtside.training.metrics import Tally
-    from courtside.training.token_batch import Rows
+    from courtside.training.loss_terms import LossTerm
+    from courtside.training.metrics import MetricAccumulator
+    from courtside.training.token_batch import TokenBatch
 
-    def head(weight_VD: Tensor) -> Head:
+    def head(weight_VD: Tensor) -> LMHead:
         module: Any = SimpleNamespace(weight=weight_VD, bias=None)
-        return Head(module, num_words=len(weight_VD), softcap=None, scale=1.0)
+        return LMHead(module, vocab_size=len(weight_VD), softcap=None, scale=1.0)
 
     num_tokens = len(inputs.ids_T)
     # Any log-probs will do: they change the numbers of the sampled loss, not its memory.
     logp_T = torch.full((num_tokens,), -math.log(WORDS))
-    rows = Rows(
+    rows = TokenBatch(
         hidden_ND=inputs.hidden_TD,
         ids_N=inputs.ids_T,
         temperature_N=torch.ones(num_tokens),
@@ -125,8 +125,8 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
         teacher_head=head(inputs.teacher_VD),
         reference_head=None,
     )
-    component = Component(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
-    tally = Tally()
+    component = LossTerm(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
+    tally = MetricAccumulator()
     gradient_TD, _ = backward_through_head(
         rows, head(inputs.weight_VD), [component], chunk=None, tally=tally
     )

@@ -6,7 +6,7 @@ Qwen3-8B, 0.6B, 1.7B and SmolLM2-135M. Every time is a multiple of
     floor      logits of student and teacher, gradient by hidden states, gradient by the head:
                four matrix products (three for a frozen head), the whole shape at once, nothing else
 
-    ours       `divergence_head`, the zeroing of the head's float32 gradient included
+    ours       `fused_linear_divergence`, the zeroing of the head's float32 gradient included
     plain      whole logits, log_softmax, autograd
     liger      Liger's chunked loss, where `liger_kernel` can be imported, compiled as it comes
 
@@ -53,7 +53,7 @@ from head_cases import (
 )
 from workload import SEED
 
-from courtside.losses.fused.linear_divergence import make_plan
+from courtside.losses.fused.linear_divergence import plan_chunks
 
 TARGETS = {"qwen3-8b": 1.20, "qwen3-0.6b": 1.50}
 """Over the floor, of these."""
@@ -63,11 +63,11 @@ LIGER_CHUNKS = (1024, 4096)
 
 def checked(inputs: Inputs, *, more: bool) -> tuple[dict[str, Any], list[str]]:
     """`more`: also the kinds that are not timed; each takes kernels of its own."""
-    num_words = len(inputs.student.weight_VD)
+    vocab_size = len(inputs.student.weight_VD)
     kinds = {
         name: kind
         for name, kind in {**KINDS, **(MORE_KINDS if more else {})}.items()
-        if kind.support is None or kind.support.k < num_words
+        if kind.support is None or kind.support.k < vocab_size
     }
     errors = errors_of(inputs, kinds)
     for name, error in errors.items():
@@ -108,7 +108,7 @@ def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, An
     shape = SHAPES[name]
     print(f"{name}: {shape[0]} rows, hidden size {shape[1]}, {shape[2]} words", flush=True)
     inputs = make_inputs(shape, clock.device, args.backend)
-    plan = make_plan(inputs.student, teacher=True, trained=True)
+    plan = plan_chunks(inputs.student, teacher=True, trained=True)
     print(f"  {plan}")
     errors, wrong = checked(inputs, more=name == args.shapes[0])
     _tidy(clock)

@@ -27,8 +27,8 @@ import torch
 from gpu_machine import HERE, Clock, header
 from head_cases import KINDS, REVERSE, SHAPES, Inputs, make_inputs, ours, products
 
-from courtside.losses.fused.linear_divergence import Plan, make_plan
-from courtside.losses.fused.types import Raw
+from courtside.losses.fused.linear_divergence import ChunkPlan, plan_chunks
+from courtside.losses.fused.types import RawLogits
 
 TILINGS = [(warps, lanes) for lanes in (1, 2) for warps in (4, 8, 16, 32)]
 PASSES = {"reverse KL": 5, "JSD 0.5": 7}
@@ -43,7 +43,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
     """The pass over the words alone, on one part."""
     from courtside.losses.fused import triton_backend
 
-    part = make_plan(inputs.student, teacher=True, trained=True).part
+    part = plan_chunks(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits = [side.hidden_ND @ side.weight_VD.t() for side in (few.student, few.teacher)]
     student_NV = torch.empty_like(logits[0])
@@ -56,11 +56,13 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
 
         def run(tiling: Any = tiling) -> None:
             student, teacher = (
-                Raw(values_NV=values_NV, scale=1.0, softcap=None)
+                RawLogits(values_NV=values_NV, scale=1.0, softcap=None)
                 for values_NV in (student_NV, logits[1])
             )
             whole = slice(0, len(student_NV))
-            triton_backend.words_in_triton(student, [(whole, teacher)], asked, whole, tiling=tiling)
+            triton_backend.vocabulary_pass_triton(
+                student, [(whole, teacher)], asked, whole, tiling=tiling
+            )
 
         found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
         moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()
@@ -79,7 +81,7 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
     from courtside.losses.fused import triton_backend
     from courtside.losses.fused.topk_select import pick, room_for, room_for_tops, warps_for
 
-    part = make_plan(inputs.student, teacher=True, trained=True).part
+    part = plan_chunks(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
     found = room_for(len(logits_NV), SELECTED, logits_NV.device)
@@ -134,11 +136,11 @@ def support(inputs: Inputs, clock: Clock) -> dict[str, Any]:
 
 def chunks(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
     floor = clock.measure(products(inputs))["ms"]
-    chosen = make_plan(inputs.student, teacher=True, trained=True)
+    chosen = plan_chunks(inputs.student, teacher=True, trained=True)
     plans = [chosen] + [
         plan
         for chunk, part in PLANS
-        if chunk <= len(inputs.ids_N) and (plan := Plan(chunk=chunk, part=part)) != chosen
+        if chunk <= len(inputs.ids_N) and (plan := ChunkPlan(chunk=chunk, part=part)) != chosen
     ]
     rows = []
     for plan in plans:

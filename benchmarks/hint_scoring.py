@@ -35,11 +35,11 @@ from transformers.cache_utils import Cache
 from workload import SEED
 
 from courtside.engines.base import BranchRequest, ScoreRequest
-from courtside.engines.forward.logprobs import scores_of
+from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.padded_tree_scoring import score_branches_separately
-from courtside.engines.forward.prefix_sharing import Place
-from courtside.engines.forward.tree_scoring import keeping, kept_branch_hidden
-from courtside.engines.patches.fused_layers import lean_layers, replaced
+from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.forward.tree_scoring import forward_branches, make_retaining_cache
+from courtside.engines.patches.fused_layers import apply_patches, find_lean_layers
 from courtside.types import Branch
 
 
@@ -50,15 +50,15 @@ class Job:
         self.device = torch.device(args.device)
         self.engine = drawn_engine(args)
         generator = torch.Generator().manual_seed(SEED)
-        num_words = self.engine.model.config.vocab_size
-        ids = torch.randint(1, num_words, (args.tokens,), generator=generator).tolist()
+        vocab_size = self.engine.model.config.vocab_size
+        ids = torch.randint(1, vocab_size, (args.tokens,), generator=generator).tolist()
         turns = range(args.turn_tokens, args.tokens - args.turn_tokens + 1, 2 * args.turn_tokens)
         if len(turns) < max(args.hints):
             raise SystemExit(f"--tokens {args.tokens}: only {len(turns)} turns for the hints")
         branches = []
         for number in range(max(args.hints)):
             splice = turns[int(_spread(number) * len(turns))]
-            hint = torch.randint(1, num_words, (args.hint_tokens,), generator=generator).tolist()
+            hint = torch.randint(1, vocab_size, (args.hint_tokens,), generator=generator).tolist()
             turn = ids[splice : splice + args.turn_tokens]
             scored = (False,) * len(hint) + (True,) * len(turn)
             branches.append(Branch(trajectory="t", turn=1, splice=splice,
@@ -73,9 +73,9 @@ class Job:
 
     def training(self) -> None:
         model = self.engine.model
-        lean = lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
+        lean = find_lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
         model.train()
-        with self.engine.casting(), self.engine.passes.attention(), replaced(lean):
+        with self.engine.casting(), self.engine.passes.attention(), apply_patches(lean):
             hidden_LD, _ = self.engine.passes.hidden([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
             ids_N = self.ids_1L[0, self.chosen_N]
@@ -86,7 +86,7 @@ class Job:
     @torch.no_grad()
     def trunk(self) -> Cache:
         """The keys and values that a training pass would leave behind."""
-        kept = keeping()
+        kept = make_retaining_cache()
         with self.engine.casting(), self.engine.passes.attention():
             self.engine.passes.hidden([self.request.token_ids], kept=kept)
         return kept
@@ -95,13 +95,13 @@ class Job:
     def branches(self, kept: Cache, num_hints: int) -> list[Tensor]:
         its = self.first(num_hints)
         with self.engine.casting(), self.engine.passes.attention():
-            found = kept_branch_hidden(
-                self.engine.model, kept, [(Place(start=0), branch) for branch in its],
+            found = forward_branches(
+                self.engine.model, kept, [(SequenceSpan(start=0), branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,
             )  # fmt: skip
             requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]
-            starts = [Place(start=n) for n in [0, *accumulate(map(len, found))][:-1]]
-            scores = scores_of(
+            starts = [SequenceSpan(start=n) for n in [0, *accumulate(map(len, found))][:-1]]
+            scores = score_positions(
                 self.engine.head, torch.cat(found), starts, requests, hidden=True, top_k=0
             )
         return [score.logp_T for score in scores]

@@ -28,16 +28,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workload import SEED
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
-from courtside.engines.local import TransformersEngine
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
+from courtside.engines.local import LocalEngine
 from courtside.recipe import Recipe
 from courtside.recipe.load import recipe_from
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.training import weights as student_weights
-from courtside.training.hint_branches import why_before
+from courtside.training.hint_branches import reason_to_score_before_update
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
@@ -100,15 +100,17 @@ class Job:
         with patch.object(student_weights, "load_model", draw):
             self.weights = StudentWeights(recipe.student, seed=SEED)
         tokenizer = byte_tokenizer()
-        self.engine = TransformersEngine(
+        self.engine = LocalEngine(
             self.weights.model, tokenizer, name=args.model, autocast=self.weights.autocast
         )
-        renderer = Renderer(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
-        turns = Turns(renderer)
+        renderer = ChatTemplate(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
+        turns = IncrementalTemplate(renderer)
         length = self.engine.context_length
         self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
         with self.engine.casting():
-            self.scored_before = why_before(recipe, self.weights.model, self.student.passes.problem)
+            self.scored_before = reason_to_score_before_update(
+                recipe, self.weights.model, self.student.passes.problem
+            )
         teacher = Teacher(
             name="self:live",
             engine=self.engine,
@@ -120,7 +122,7 @@ class Job:
                 in_update=self.scored_before is None,
             ),
         )  # fmt: skip
-        self.scoring = Scoring(teacher, None, hinted=True)
+        self.scoring = TeacherStage(teacher, None, hinted=True)
         self.trajectory = episode(turns, args.tokens, args.turns)
         spoken = [i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"]
         every = [spoken[(2 * n + 1) * len(spoken) // (2 * args.hints)] for n in range(args.hints)]
@@ -137,7 +139,7 @@ class Job:
         return scored
 
 
-def episode(turns: Turns, num_tokens: int, num_turns: int) -> Trajectory:
+def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Trajectory:
     """About so many tokens, in so many turns of the assistant, by the real renderer."""
     draw = random.Random(SEED)
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from workload import SEED, peak_rss
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.forward.batching import pass_tokens
-from courtside.engines.forward.forward import Passes
+from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.forward import ForwardPasses
 
 M_MMAP_THRESHOLD = -3
 WAYS = ("shared", "separate")
@@ -60,11 +60,11 @@ class Job:
         """As many as have the wanted number of tokens with a prompt for each sample, at least one;
         the samples of all of them, one group behind the other."""
         generator = torch.Generator().manual_seed(SEED)
-        num_words = self.engine.model.config.vocab_size
+        vocab_size = self.engine.model.config.vocab_size
         size = num_prompt + num_samples * self.num_answer
         found: list[tuple[int, ...]] = []
         for _ in range(max(1, self.num_tokens // (num_samples * (num_prompt + self.num_answer)))):
-            ids = torch.randint(1, num_words, (size,), generator=generator).tolist()
+            ids = torch.randint(1, vocab_size, (size,), generator=generator).tolist()
             prompt, rest = ids[:num_prompt], ids[num_prompt:]
             starts = range(0, len(rest), self.num_answer)
             found += [(*prompt, *rest[start : start + self.num_answer]) for start in starts]
@@ -78,11 +78,11 @@ class Job:
 
     def update(self, way: str, group: list[tuple[int, ...]]) -> None:
         """Leaves its gradients in the weights."""
-        passes: Passes = self.passes[way]
+        passes: ForwardPasses = self.passes[way]
         read = [ids[:-1] for ids in group]
         self.engine.model.train()
         with self.engine.casting(), passes.attention():
-            for batch in passes.batches([[ids] for ids in read], pass_tokens(self.device)):
+            for batch in passes.batches([[ids] for ids in read], default_pass_tokens(self.device)):
                 hidden_ND, places = passes.hidden([read[i] for i in batch])
                 before = range(len(read[0]) - self.num_answer, len(read[0]))
                 where = [i for place in places for i in place.of(before)]

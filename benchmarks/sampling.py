@@ -30,7 +30,7 @@ from shapes import NAMES, shape
 from workload import SEED
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 
 NO_EOS = -1
 WARMUP_TOKENS = 16
@@ -140,7 +140,7 @@ def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, A
     made = torch.Generator().manual_seed(SEED)
     size = (case.prompts, case.prompt_tokens)
     prompts_PN = torch.randint(0, model.config.vocab_size, size, generator=made)
-    engine = TransformersEngine(
+    engine = LocalEngine(
         model,
         Words(),
         name=case.model,
@@ -163,7 +163,7 @@ def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, A
 
 
 def generated(
-    engine: TransformersEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
+    engine: LocalEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
 ) -> dict[str, Any]:
     ids_BN = prompts_PN.repeat_interleave(case.samples, 0)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, "pad_token_id": 0}
@@ -189,7 +189,7 @@ def generated(
 
 
 def sampled(
-    engine: TransformersEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
+    engine: LocalEngine, prompts_PN: torch.Tensor, case: Case, args: argparse.Namespace
 ) -> dict[str, Any]:
     requests = [
         SampleRequest(prompt_ids=tuple(prompt), seed=case.samples * i + n)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from workload import SEED
 
-from courtside.engines.local import TransformersEngine
-from courtside.losses.fused.linear_divergence import divergence_head
-from courtside.losses.fused.types import Asked, HeadGradient, Projection
+from courtside.engines.local import LocalEngine
+from courtside.losses.fused.linear_divergence import fused_linear_divergence
+from courtside.losses.fused.types import HeadGradient, HeadLossSpec, Projection
 
 NAMES = ("smollm2-135m", "smollm2-4-layers", "qwen3-0.6b", "llama-1b", "tiny")
 
@@ -41,7 +41,7 @@ def shape(kind: str) -> Any:
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, **longest))  # fmt: skip
 
 
-def drawn_engine(args: argparse.Namespace) -> TransformersEngine:
+def drawn_engine(args: argparse.Namespace) -> LocalEngine:
     """As a student in training has it: bfloat16 autocast over float32 weights on a GPU. `args` has
     `device`, `model` and, as a rank or 0, `lora`."""
     device = torch.device(args.device)
@@ -55,7 +55,7 @@ def drawn_engine(args: argparse.Namespace) -> TransformersEngine:
         # As the student does: only weights that are stepped stay in float32.
         model = model.to(torch.bfloat16) if device.type == "cuda" else model
         get_peft_model(model, settings)
-    return TransformersEngine(
+    return LocalEngine(
         model.eval(),
         SimpleNamespace(eos_token_id=0),
         name=args.model,
@@ -63,7 +63,7 @@ def drawn_engine(args: argparse.Namespace) -> TransformersEngine:
     )
 
 
-def gradient_of_sampled(engine: TransformersEngine, hidden_ND: Tensor, ids_N: Tensor) -> Tensor:
+def gradient_of_sampled(engine: LocalEngine, hidden_ND: Tensor, ids_N: Tensor) -> Tensor:
     """Of a loss on the sampled tokens, by the hidden states, as the student's step has it."""
     weight_VD, _ = engine.head.parameters()
     into = None
@@ -71,10 +71,10 @@ def gradient_of_sampled(engine: TransformersEngine, hidden_ND: Tensor, ids_N: Te
         into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
     dtype = engine.autocast or weight_VD.dtype
     ones_N = torch.ones(len(hidden_ND), device=hidden_ND.device)
-    found = divergence_head(
+    found = fused_linear_divergence(
         Projection(hidden_ND=hidden_ND, weight_VD=weight_VD.detach().to(dtype)),
         None,
-        Asked(ids_N=ids_N, temperature_N=ones_N, sampled=-ones_N),
+        HeadLossSpec(ids_N=ids_N, temperature_N=ones_N, sampled=-ones_N),
         into=into,
     )
     return found.hidden_gradient_ND.to(hidden_ND.dtype)

@@ -132,13 +132,13 @@ def do(job: Job) -> None:
     """Train, measure and write the outcome; the run is finished when that file is there."""
     from courtside.api import export, train
     from courtside.recipe.load import load_recipe
-    from courtside.report.console import PlainScreen
+    from courtside.report.console import PlainConsole
     from courtside.report.folder.atomic_files import replace_file
 
     began = time.monotonic()
     if job.run.exists() and not any((job.run / "checkpoints").glob("step-*")):
         shutil.rmtree(job.run)  # there is nothing to go on from, and its costs would count twice
-    train(load_recipe(job.recipe, job.overrides), job.run, screen=PlainScreen(sys.stdout))
+    train(load_recipe(job.recipe, job.overrides), job.run, screen=PlainConsole(sys.stdout))
     _free_memory()
     found: dict[str, Any] = {}
     if job.export is None:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from courtside.recipe import Recipe, Refused
-from courtside.recipe.schema import is_section, kind_of, kinds, options, plain
+from courtside.recipe import Recipe, RefusedValue
+from courtside.recipe.schema import is_section, kind_of, kinds, options, unwrap
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 WORDS = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
@@ -88,10 +88,10 @@ def recipe_page() -> str:
 
 def _sections(path: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     """All sections at and below a key, with the titles they get."""
-    annotation = plain(annotation)
+    annotation = unwrap(annotation)
     if tagged := kinds(annotation):
         for kind, section in tagged.items():
-            if not issubclass(section, Refused):
+            if not issubclass(section, RefusedValue):
                 yield from _one_section(f"{path}, kind {kind}", path, section)
     elif is_section(annotation):
         yield from _one_section(path, path, annotation)
@@ -134,7 +134,7 @@ def _words(annotation: Any, metadata: Sequence[Any], headings: Headings) -> str:
     limits = _limits(metadata)
     members = [member for member in get_args(annotation) if member is not NoneType]
     if tagged := kinds(annotation):
-        usable = [one for one in tagged.values() if not issubclass(one, Refused)]
+        usable = [one for one in tagged.values() if not issubclass(one, RefusedValue)]
         return f"section of kind {', '.join(headings.link(one) for one in usable)}"
     if options(annotation) or (NoneType in get_args(annotation)):
         return " or ".join(_words(member, metadata, headings) for member in members)

@@ -19,7 +19,7 @@ def any_cpu() -> Iterator[None]:
     """dtype = "auto" is float32 on every CPU: what a machine has must not decide what tests see.
     Those of bfloat16 ask for it, or for the choice itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("courtside.engines.precision.multiplies_bfloat16", lambda: False)
+        patch.setattr("courtside.engines.precision.has_native_bf16", lambda: False)
         yield
 
 

@@ -216,14 +216,14 @@ def child(request: dict[str, Any]) -> int:
     from courtside.api import train
     from courtside.errors import Interrupted, RunError, UserError
     from courtside.recipe.load import recipe_from
-    from courtside.report.console import PlainScreen
+    from courtside.report.console import PlainConsole
 
     recipe = recipe_from(request["recipe"])
     if request["fault"]:
         name, *arguments = request["fault"]
         FAULTS[name](*arguments)
     try:
-        train(recipe, request["folder"], screen=PlainScreen(sys.stdout))
+        train(recipe, request["folder"], screen=PlainConsole(sys.stdout))
     except UserError as error:
         print(f"{type(error).__name__}: {error}")
         return 2
@@ -262,7 +262,7 @@ def serve() -> None:
     from courtside.engines import precision
 
     # As in other tests; and a forked process has no threads to turn weights into bfloat16 with.
-    precision.multiplies_bfloat16 = lambda: False
+    precision.has_native_bf16 = lambda: False
 
     def answer(**tree: Any) -> None:
         print(json.dumps(tree), flush=True)

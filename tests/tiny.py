@@ -40,10 +40,12 @@ def tiny_tokenizer(
     return tokenizer
 
 
-def tiny_model(*, seed: int = 0, num_words: int = 258, layers: int = 2, spread: float = 0.3) -> Any:
+def tiny_model(
+    *, seed: int = 0, vocab_size: int = 258, layers: int = 2, spread: float = 0.3
+) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=num_words,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,

@@ -12,16 +12,16 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
-    from courtside.report.console import Screen
+    from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
-    from courtside.runtime import Parts
+    from courtside.runtime import Runtime
 
 
-def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -> RunFolder:
+def train(recipe: Recipe, folder: Path | str, *, screen: RunConsole | None = None) -> RunFolder:
     """Run a recipe in a folder, or go on with the run that is there. Returns it, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
-    from courtside.report.console import SilentScreen
+    from courtside.report.console import SilentConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
@@ -29,7 +29,7 @@ def train(recipe: Recipe, folder: Path | str, *, screen: Screen | None = None) -
     _forget_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
-        run = Run(parts, opened, screen or SilentScreen())
+        run = Run(parts, opened, screen or SilentConsole())
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)
@@ -43,7 +43,7 @@ def evaluate_student(
     split: Split = "test",
     num_tasks: int | None = None,
     teacher: bool = False,
-    screen: Screen | None = None,
+    screen: RunConsole | None = None,
 ) -> list[Evaluation]:
     """Measure the student of a recipe, untrained or as a checkpoint of `run` has it."""
     from courtside.assemble import assemble
@@ -104,7 +104,7 @@ def rescore(
     overrides: Sequence[str] = (),
     *,
     steps: Sequence[int] | None = None,
-    screen: Screen | None = None,
+    screen: RunConsole | None = None,
 ) -> list[dict[str, float | int | None]]:
     """Stored trajectories under another teacher, context or loss, without rolling out again.
 
@@ -112,8 +112,8 @@ def rescore(
     """
     from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
-    from courtside.training.loss_terms import components
-    from courtside.training.metrics import Tally
+    from courtside.training.loss_terms import make_loss_terms
+    from courtside.training.metrics import MetricAccumulator
 
     folder = RunFolder.read(run)
     stored = folder.trajectory_steps()
@@ -129,10 +129,10 @@ def rescore(
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher(trajectories, reading.hints)
-        tally = Tally()
-        chosen = components(recipe.losses, recipe.loss_names(), scored)
+        tally = MetricAccumulator()
+        chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
         parts.student.accumulate(step, scored, chosen, tally)
-        parts.student.optimiser.zero_grad(set_to_none=True)
+        parts.student.optimizer.zero_grad(set_to_none=True)
         rows.append(
             {
                 "step": step,
@@ -156,7 +156,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     return path
 
 
-def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[Parts, int]:
+def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[Runtime, int]:
     """A recipe's parts with a run's numbers in them, and how many steps are behind those."""
     from courtside.assemble import assemble
     from courtside.report.folder.folder import RunFolder

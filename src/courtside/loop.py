@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from courtside.run import Run
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 
 
-def train_loop(parts: Parts, run: Run) -> None:
+def train_loop(parts: Runtime, run: Run) -> None:
     """The student writes, the teacher corrects it where it is, the student moves."""
     with run.underway():
         for step in run.remaining_steps():
             train_step(parts, run, step)
 
 
-def train_step(parts: Parts, run: Run, step: int) -> None:
+def train_step(parts: Runtime, run: Run, step: int) -> None:
     """One turn of the loop. What it made is gone when the next begins: a teacher's hidden states
     are as large as the batch."""
     tasks = parts.tasks.batch(step, parts.recipe.train.prompts)

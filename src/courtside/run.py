@@ -22,28 +22,28 @@ from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import drift
 from courtside.evaluate.intervals import paired_difference
 from courtside.report.alarms import nothing_trained
-from courtside.report.console import Screen
-from courtside.report.costs import Meter, forward_flops, training_flops
+from courtside.report.console import RunConsole
+from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
 from courtside.report.page.page import before_and_after, write_report
-from courtside.report.trackers import open_sinks
-from courtside.runtime import Parts
+from courtside.report.trackers import open_trackers
+from courtside.runtime import Runtime
 from courtside.training import checkpoints
 from courtside.training.weights import StudentWeights
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 
 class Run:
-    def __init__(self, parts: Parts, folder: RunFolder, screen: Screen):
+    def __init__(self, parts: Runtime, folder: RunFolder, screen: RunConsole):
         self.parts, self.folder, self.screen = parts, folder, screen
         self.recipe = parts.recipe
-        self.meter = Meter(screen)
+        self.meter = CostMeter(screen)
         self.num_steps = 0
         """Optimiser steps done."""
         self.interrupted = False
         self._resume()
-        self.sinks = open_sinks(
+        self.sinks = open_trackers(
             self.recipe.run.sinks,
             folder.path,
             project=self.recipe.run.project,
@@ -161,7 +161,7 @@ class Run:
             trained = student.weights.trained()
             tensors: dict[str, Any] = {
                 "weights": {name: p.data for name, p in trained.items()},
-                "optimiser": checkpoints.optimiser_tensors(student.optimiser, trained),
+                "optimiser": checkpoints.optimiser_tensors(student.optimizer, trained),
             }
             for name, average in sorted(self.parts.averages.items()):
                 tensors[f"average-{_file_name(name)}"] = average.shadow
@@ -249,8 +249,8 @@ class Run:
                 self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
                                tokens_out=s.trajectory.num_chosen,
                                flops=forward_flops(writer_size, length))  # fmt: skip
-            judged = any(hint.shift is not None for hint in s.hints)
-            if s.target is not None or judged:
+            hint_outcomes = any(hint.shift is not None for hint in s.hints)
+            if s.target is not None or hint_outcomes:
                 # What the update reads of it is no trunk of the teacher's own.
                 trunk = 0 if s.target and s.target.branches else length
                 seen = trunk + (s.target.num_context_tokens if s.target else 0)
@@ -324,10 +324,10 @@ def _num_trained_on(trajectory: Trajectory, logps: tuple[float, ...] | None) -> 
     return chosen[looked[-1]]
 
 
-def restore(parts: Parts, saved: checkpoints.Checkpoint) -> None:
+def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Put a checkpoint's numbers into the parts, in place."""
     trained = restore_weights(parts.student.weights, saved)
-    checkpoints.restore_optimiser(parts.student.optimiser, trained, saved.tensors["optimiser"])
+    checkpoints.restore_optimiser(parts.student.optimizer, trained, saved.tensors["optimiser"])
     for name, average in parts.averages.items():
         _fill(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
 
@@ -338,7 +338,7 @@ def restore_weights(weights: StudentWeights, saved: checkpoints.Checkpoint) -> d
     return trained
 
 
-def average_groups(parts: Parts) -> set[str]:
+def average_groups(parts: Runtime) -> set[str]:
     """Names under which a checkpoint keeps the moving averages."""
     return {f"average-{_file_name(name)}" for name in parts.averages}
 

@@ -6,46 +6,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Sampling
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
-from courtside.evaluate.suite import Suite, answer_with, forward_kl, reverse_kl
+from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
 from courtside.reader.base import Reader
-from courtside.recipe import ModelReader, Recipe, SeveralReaders, teachers_of
-from courtside.rollout.chat_logs import RecordedRollout
-from courtside.rollout.episodes import AgentRollout, Start
-from courtside.rollout.replay import StoredRollout
+from courtside.recipe import CombinedReaderConfig, ModelReaderConfig, Recipe, teachers_of
+from courtside.rollout.chat_logs import ChatLogRollout
+from courtside.rollout.episodes import EpisodeRollout, StartEpisode
+from courtside.rollout.replay import ReplayRollout
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage
 from courtside.types import Evaluation, Split, Trajectory
 
 
-class Measured(NamedTuple):
+class MeasuredEvaluation(NamedTuple):
     evaluation: Evaluation
     trajectories: list[Trajectory]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Runtime:
     recipe: Recipe
     tasks: TaskSource
     environment: Environment | None
     suites: Mapping[str, tuple[TaskSource, Environment | None]]
     """Further held-out tasks and their world, by the name the recipe gives them."""
-    rollout: SingleTurnRollout | AgentRollout | RecordedRollout | StoredRollout
+    rollout: SingleTurnRollout | EpisodeRollout | ChatLogRollout | ReplayRollout
     reader: Reader
-    teacher: Scoring
+    teacher: TeacherStage
     student: Student
-    engine: TransformersEngine
+    engine: LocalEngine
     """The student's."""
-    renderer: Renderer
+    renderer: ChatTemplate
     averages: dict[str, MovingAverage]
     """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
     teacher_sizes: dict[str, int]
@@ -55,7 +55,7 @@ class Parts:
 
     def evaluate(
         self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
-    ) -> Measured:
+    ) -> MeasuredEvaluation:
         """`who`: student, teacher, or `student:NAME` on the tasks of the recipe's suite NAME."""
         config = self.recipe.evaluate
         teacher = self.teacher.teacher
@@ -77,18 +77,20 @@ class Parts:
         if who == "teacher":
             assert teacher is not None
             answers = suite.ask(teacher.write, who=who, step=step)
-            return Measured(suite.evaluation(answers, who=who, step=step, metrics={}), answers)
+            return MeasuredEvaluation(
+                suite.evaluation(answers, who=who, step=step, metrics={}), answers
+            )
         metrics: dict[str, float] = {}
-        if isinstance(self.rollout, AgentRollout):
+        if isinstance(self.rollout, EpisodeRollout):
             assert world is not None
             starts = [
-                Start(id=f"{who}-{task.id}-{n}", task=task, seed=seed, begin=world.start)
+                StartEpisode(id=f"{who}-{task.id}-{n}", task=task, seed=seed, begin=world.start)
                 for task, n, seed in suite.asked()
             ]
             answers = self.rollout.play(starts, suite.sampling, version=step)
             metrics |= episode_metrics(answers)
         else:
-            answers = suite.ask(answer_with(self.engine, self.renderer), who=who, step=step)
+            answers = suite.ask(make_answer(self.engine, self.renderer), who=who, step=step)
         # Greedy answers are no sample of the student, so they estimate no KL; and a teacher that
         # speaks through hints has nothing to say of whole answers.
         if teacher is not None and config.temperature > 0 and self.recipe.reader is None:
@@ -97,14 +99,16 @@ class Parts:
                 metrics |= forward_kl(
                     suite.ask(teacher.write, who="teacher", step=step), self.engine
                 )
-        return Measured(suite.evaluation(answers, who=who, step=step, metrics=metrics), answers)
+        return MeasuredEvaluation(
+            suite.evaluation(answers, who=who, step=step, metrics=metrics), answers
+        )
 
     @property
     def reads_itself(self) -> bool:
         """Whether the student is the model that reads its trajectories."""
         reader = self.recipe.reader
-        readers = reader.readers if isinstance(reader, SeveralReaders) else [reader]
-        return any(isinstance(r, ModelReader) and r.endpoint is None for r in readers)
+        readers = reader.readers if isinstance(reader, CombinedReaderConfig) else [reader]
+        return any(isinstance(r, ModelReaderConfig) and r.endpoint is None for r in readers)
 
     def can_evaluate(self, split: Split) -> str | None:
         """None if it can, else why not."""

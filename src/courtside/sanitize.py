@@ -21,16 +21,16 @@ def is_no_character(c: str) -> bool:
     return reserved or unicodedata.category(c) in ("Cc", "Cs")
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Without what cannot be seen; tabs stay, and every line break becomes the usual one."""
     text = "\n".join(text.splitlines())
     return STEERING.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     r"""
     >>> one_line("Use\n  meteo\x00.\u2028Now ")
     'Use meteo. Now'
     """
     # Line breaks first become spaces, so that the words on their two sides stay apart.
-    return " ".join(printable(" ".join(text.split())).split())
+    return " ".join(escape_control_characters(" ".join(text.split())).split())

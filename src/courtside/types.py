@@ -211,7 +211,7 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class HintOutcome:
     """A hint and what it did to the turn it stands above."""
 
     hint: Hint
@@ -256,7 +256,7 @@ class Target:
     hidden_TD: Tensor | None = None
     """Last hidden states, where a loss needs whole distributions; `head` makes logits of them."""
     head: Any = None
-    """The teacher's `engines.base.Head`, the same object for all targets of one teacher."""
+    """The teacher's `engines.base.LMHead`, the same object for all targets of one teacher."""
     num_context_tokens: int = 0
     """How many tokens longer the teacher's sequence is than the student's."""
     where: tuple[int, ...] | None = None
@@ -285,7 +285,7 @@ class Scored:
     """None: no teacher spoke on this one (an RL-only or SFT-only recipe, or a counted drop)."""
     reference: Target | None = None
     """The student before training, where a loss asks for it (extrapolation, preference)."""
-    hints: tuple[Judged, ...] = ()
+    hints: tuple[HintOutcome, ...] = ()
     """Hints for this trajectory, also those that were dropped."""
 
 

@@ -13,8 +13,8 @@ import pytest
 from unit.report.played import hinted, make_episode
 from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_run
 
-from courtside.reader.human import ByPerson
-from courtside.recipe.reader import PersonReader
+from courtside.reader.human import HumanReader
+from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.folder import RunFolder
 from courtside.types import Hint, Message
 
@@ -256,6 +256,6 @@ def test_what_was_written_is_what_the_reader_says(
     page.goto(f"{serve(folder, hints)}#/1/1-2")
     write(page, 7, f"  {WORDS}\n")
     trajectories = [one.trajectory for one in folder.trajectories(1)]
-    reading = ByPerson(PersonReader(kind="person", path=hints))(trajectories)
+    reading = HumanReader(HumanReaderConfig(kind="person", path=hints))(trajectories)
     assert reading.hints == (Hint(trajectory="1-2", turn=7, text=WORDS, source="person"),)
     assert trajectories[2].turns[7].events[0].details["message"] == "Tool not found: weather"

@@ -22,13 +22,13 @@ def qwen3(
     size: int = 64,
     layers: int = 2,
     tied: bool = True,
-    num_words: int = NUM_WORDS,
+    vocab_size: int = NUM_WORDS,
     spread: float = 0.15,
 ) -> Any:
     """A Qwen3: norms on queries and keys, grouped heads, tied embeddings."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=num_words,
+        vocab_size=vocab_size,
         hidden_size=size,
         intermediate_size=2 * size,
         num_hidden_layers=layers,

@@ -14,7 +14,7 @@ from small_runs import small_recipe
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.training.memory.checkpointing_auto import (
     free_bytes,
     kept_bytes,
@@ -74,7 +74,7 @@ def rise(device: torch.device, forward: Callable[[], Tensor]) -> int:
 def test_a_pass_takes_what_was_measured(
     student: dict[str, Any], samples: int, folder: Path, device: torch.device
 ) -> None:
-    parts: Parts = made(folder, device, samples, None, **student)
+    parts: Runtime = made(folder, device, samples, None, **student)
     passes = parts.student.passes
     assert passes.problem is None and passes.unshared is None
     read = sequences(samples)
@@ -106,7 +106,7 @@ def test_what_is_free(device: torch.device) -> None:
 def test_a_step_by_what_is_free(folder: Path, device: torch.device) -> None:
     found = {}
     for free in (2**50, 0):
-        parts: Parts = made(folder, device, 2, free, dtype="float32")
+        parts: Runtime = made(folder, device, 2, free, dtype="float32")
         assert parts.student.weights.recomputes == (free == 0)
         assert any("activations" in note for note in parts.notes) == (free == 0)
         scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))

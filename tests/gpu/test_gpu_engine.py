@@ -15,7 +15,7 @@ from tiny import tiny_tokenizer
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
 from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.generation import kv_cache
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.types import Branch, Sample
 
 PROMPTS = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(70))]
@@ -29,9 +29,9 @@ AUTOCAST: dict[str, dict[str, Any]] = {
 
 def engine(
     device: torch.device, *, dtype: torch.dtype = torch.float32, **options: Any
-) -> TransformersEngine:
+) -> LocalEngine:
     model = qwen3().to(device, dtype)
-    return TransformersEngine(model, tiny_tokenizer(), name="small", **options)
+    return LocalEngine(model, tiny_tokenizer(), name="small", **options)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
@@ -45,7 +45,7 @@ def test_a_head_with_an_adapter_writes_as_it_scores(
     targets = ["q_proj", "lm_head"]
     settings = LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
     adapted = get_peft_model(made.model, settings)
-    made = TransformersEngine(made.model, made.tokenizer, name="small", autocast=made.autocast)
+    made = LocalEngine(made.model, made.tokenizer, name="small", autocast=made.autocast)
     adapter = made.head.adapter
     assert adapter is not None
     limit = 1e-3 if arithmetic == "float32" else 0.25
@@ -62,7 +62,7 @@ def test_a_head_with_an_adapter_writes_as_it_scores(
 
 
 def scored_again(
-    made: TransformersEngine, samples: Sequence[Sample], temperature: float
+    made: LocalEngine, samples: Sequence[Sample], temperature: float
 ) -> list[torch.Tensor]:
     requests = [
         ScoreRequest(
@@ -112,7 +112,7 @@ def test_room_that_was_given_back_is_made_again(
     made = engine(device, autocast=torch.bfloat16)
     sampling = Sampling(max_new_tokens=12)
     expected = [s.token_ids for s in made.sample(REQUESTS, sampling)]
-    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
     for _ in range(3):
         assert [s.token_ids for s in made.sample(REQUESTS, sampling)] == expected
     if made.in_slots:

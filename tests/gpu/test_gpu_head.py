@@ -23,19 +23,23 @@ from fused_reference import (
 from gpu_models import off
 from torch import Tensor
 
-from courtside.losses.fused.linear_divergence import Plan, choose_backend, divergence_head
+from courtside.losses.fused.linear_divergence import (
+    ChunkPlan,
+    choose_backend,
+    fused_linear_divergence,
+)
 from courtside.losses.fused.topk_select import pick, room_for, room_for_tops
-from courtside.losses.fused.types import Divergence, HeadGradient, HeadLoss, Support
+from courtside.losses.fused.types import DivergenceSpec, HeadGradient, HeadLoss, Support
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
     # Of words past the end of a row, in Triton's interpreter; they are never stored.
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
 ]
-SEAMS = Plan(chunk=16, part=6)
+SEAMS = ChunkPlan(chunk=16, part=6)
 """Chunks and parts that do not divide the rows."""
 TOP_64 = [
-    Divergence(name="reverse_kl", support=Support(k=64, of=of, form="tail"))
+    DivergenceSpec(name="reverse_kl", support=Support(k=64, of=of, form="tail"))
     for of in ("teacher", "joint")
 ]
 KINDS = [*FULL, *ENDS, ON_SUPPORT[0], ON_SUPPORT[-1], *TOP_64]
@@ -48,7 +52,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-def name(divergence: Divergence | None) -> str:
+def name(divergence: DivergenceSpec | None) -> str:
     if divergence is None:
         return "sampled"
     k = f"-{divergence.support.k}" if divergence.support else ""
@@ -56,11 +60,11 @@ def name(divergence: Divergence | None) -> str:
 
 
 def through(
-    case: Case, divergence: Divergence | None, *, plan: Plan | None = SEAMS, **options: Any
+    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SEAMS, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
     into = room(case)
     asked = case.asked(divergence, **options)
-    ours = divergence_head(
+    ours = fused_linear_divergence(
         case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
     )
     return ours, into
@@ -76,7 +80,7 @@ def some(device: torch.device, dtype: torch.dtype = torch.float32, **options: An
 
 @pytest.mark.parametrize("divergence", [*KINDS, None], ids=name)
 def test_float32_is_float64_to_seven_digits(
-    divergence: Divergence | None, device: torch.device
+    divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     case = some(device)
     ours, into = through(case, divergence)
@@ -87,7 +91,7 @@ def test_float32_is_float64_to_seven_digits(
 @pytest.mark.parametrize("divergence", [*FEW, None], ids=name)
 @pytest.mark.parametrize("head", HEADS)
 def test_scale_bias_cap_and_adapter(
-    divergence: Divergence | None, head: str, device: torch.device
+    divergence: DivergenceSpec | None, head: str, device: torch.device
 ) -> None:
     case = some(device, spread=1.0, **HEADS[head])
     ours, into = through(case, divergence)
@@ -97,7 +101,7 @@ def test_scale_bias_cap_and_adapter(
 
 @pytest.mark.parametrize("divergence", [*FULL, None], ids=name)
 def test_bfloat16_is_as_close_as_its_logits(
-    divergence: Divergence | None, device: torch.device
+    divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     """Against float64 on the same inputs. Which words are likeliest differs with the logits, and so
     do the words of a support: those are compared where logits are exact, below."""
@@ -111,7 +115,7 @@ def test_bfloat16_is_as_close_as_its_logits(
 
 @pytest.mark.parametrize("divergence", [FULL[0], None], ids=name)
 def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
-    divergence: Divergence | None, device: torch.device
+    divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     """Its gradients, gathered over chunks in float32, too."""
     case = some(device, torch.bfloat16, ranks=(16, 8))
@@ -123,10 +127,10 @@ def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
 
 @pytest.mark.parametrize("divergence", [*FULL, *ENDS[:2], *ON_SUPPORT[::7], None], ids=name)
 def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
-    divergence: Divergence | None, device: torch.device
+    divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     large = device.type == "cuda"
-    case = exact_case(num_rows=40 if large else 12, num_words=1003 if large else 299)
+    case = exact_case(num_rows=40 if large else 12, vocab_size=1003 if large else 299)
     k = 0 if divergence is None or divergence.support is None else divergence.support.k
     case = untied(case, k).to(torch.bfloat16, str(device))
     ours, into = through(case, divergence)
@@ -156,7 +160,7 @@ def untied(case: Case, k: int) -> Case:
 
 @pytest.mark.parametrize("divergence", [FULL[0], TOP_64[0], None], ids=name)
 def test_hidden_states_of_float32_on_a_head_of_bfloat16(
-    divergence: Divergence | None, device: torch.device
+    divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     """Under autocast: products of bfloat16 that add up and end in float32."""
     case = some(device)
@@ -177,8 +181,10 @@ def test_hidden_states_of_float32_on_a_head_of_bfloat16(
 def test_chunks_do_not_change_the_sums(chunk: int | None, device: torch.device) -> None:
     """What chunks add up in float32 is the whole, also from bfloat16."""
     case = some(device, torch.bfloat16)
-    whole, whole_into = through(case, FULL[0], plan=Plan(chunk=64, part=64))
-    ours, into = through(case, FULL[0], plan=chunk and Plan(chunk=chunk, part=max(1, chunk // 2)))
+    whole, whole_into = through(case, FULL[0], plan=ChunkPlan(chunk=64, part=64))
+    ours, into = through(
+        case, FULL[0], plan=chunk and ChunkPlan(chunk=chunk, part=max(1, chunk // 2))
+    )
     assert off(ours.hidden_gradient_ND, whole.hidden_gradient_ND.cpu()) < 4e-3
     assert off(into.weight_VD, whole_into.weight_VD.cpu()) < 1e-4
     torch.testing.assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
@@ -186,9 +192,11 @@ def test_chunks_do_not_change_the_sums(chunk: int | None, device: torch.device) 
 
 @pytest.mark.parametrize("num_words", [151936, 151669, 49152, 32003])
 @pytest.mark.parametrize("divergence", [FULL[0], TOP_64[1]], ids=name)
-def test_real_vocabularies(num_words: int, divergence: Divergence, device: torch.device) -> None:
-    num_words = num_words if device.type == "cuda" else num_words // 100
-    case = exact_like(some(device, num_words=num_words, num_rows=7, sizes=(64, 32)))
+def test_real_vocabularies(
+    vocab_size: int, divergence: DivergenceSpec, device: torch.device
+) -> None:
+    vocab_size = vocab_size if device.type == "cuda" else vocab_size // 100
+    case = exact_like(some(device, vocab_size=vocab_size, num_rows=7, sizes=(64, 32)))
     ours, into = through(case, divergence)
     found = differences(ours, into, expected(case, divergence))
     assert max(found.values()) < 1e-4, found
@@ -211,7 +219,7 @@ def exact_like(case: Case) -> Case:
 
 @pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[0]], ids=name)
 def test_a_teacher_of_nan_without_weight_does_not_leak(
-    divergence: Divergence, device: torch.device
+    divergence: DivergenceSpec, device: torch.device
 ) -> None:
     case = some(device)
     right, right_into = through(case, divergence)
@@ -228,7 +236,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 
 
 @pytest.mark.parametrize("divergence", FEW, ids=name)
-def test_one_head_for_both(divergence: Divergence, device: torch.device) -> None:
+def test_one_head_for_both(divergence: DivergenceSpec, device: torch.device) -> None:
     """Self-distillation: one weight, two contexts. The same context costs nothing."""
     case = some(device, sizes=(96, 96))
     case = replace(case, teacher=replace(case.teacher, weight_VD=case.student.weight_VD))
@@ -243,7 +251,7 @@ def test_one_head_for_both(divergence: Divergence, device: torch.device) -> None
 def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.device) -> None:
     case = some(device, torch.bfloat16)
     trained, _ = through(case, FULL[0])
-    frozen = divergence_head(
+    frozen = fused_linear_divergence(
         case.student, case.teacher, case.asked(FULL[0]), plan=SEAMS, backend="triton"
     )
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
@@ -269,15 +277,15 @@ def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_words", [151936, 49155])
 def test_the_likeliest_words_are_those_of_a_stable_sort(
-    num_words: int, dtype: torch.dtype, device: torch.device
+    vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """With rows that are crowded: all logits equal, all NaN, the likeliest side by side."""
     large = device.type == "cuda"
-    num_rows, num_words, k = (200, num_words, 64) if large else (6, num_words // 40, 16)
-    values_NV = (2 * torch.randn(num_rows, num_words, device=device)).to(dtype)
+    num_rows, vocab_size, k = (200, vocab_size, 64) if large else (6, vocab_size // 40, 16)
+    values_NV = (2 * torch.randn(num_rows, vocab_size, device=device)).to(dtype)
     values_NV[1] = 0.0
     values_NV[2] = math.nan
-    values_NV[3] = torch.arange(num_words, device=device).to(dtype)
+    values_NV[3] = torch.arange(vocab_size, device=device).to(dtype)
     values_NV[4] += 1000
     found_NK = picked(values_NV, k, 8 if large else 1)
     filled_NV = values_NV.double().nan_to_num(nan=math.inf)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from courtside.training.checkpoints import optimiser_tensors, restore_optimiser
-from courtside.training.offloaded_adamw import HostMoments
+from courtside.training.offloaded_adamw import OffloadedAdamW
 
 SHAPES = ((300, 257), (513,), (64, 64), (7,), (1, 1000), (2,))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -37,7 +37,7 @@ def bits(optimiser: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) 
 
 def test_weights_and_moments_are_those_of_adamw_bit_for_bit(device: torch.device) -> None:
     own, plain = drawn(device), drawn(device)
-    ours: torch.optim.Optimizer = HostMoments(
+    ours: torch.optim.Optimizer = OffloadedAdamW(
         [{"params": [*own.values()]}], piece=PIECE, **SETTINGS
     )
     theirs = torch.optim.AdamW(plain.values(), fused=True, **SETTINGS)
@@ -48,7 +48,7 @@ def test_weights_and_moments_are_those_of_adamw_bit_for_bit(device: torch.device
         theirs.step()
         if step == 2:  # and a run that was saved and goes on
             saved = {name: t.clone() for name, t in optimiser_tensors(ours, own).items()}
-            ours = HostMoments([{"params": [*own.values()]}], piece=PIECE, **SETTINGS)
+            ours = OffloadedAdamW([{"params": [*own.values()]}], piece=PIECE, **SETTINGS)
             restore_optimiser(ours, own, saved)
     # A CPU's kernel rounds the ends of a tensor otherwise than its middle.
     exact = device.type == "cuda"
@@ -65,7 +65,7 @@ def test_nothing_of_them_stays_on_the_device(device: torch.device) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    optimiser = HostMoments([{"params": [weight]}], piece=2**16, **SETTINGS)
+    optimiser = OffloadedAdamW([{"params": [weight]}], piece=2**16, **SETTINGS)
     for _ in range(2):
         optimiser.step()
     torch.cuda.synchronize()

@@ -13,11 +13,11 @@ from gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
 from courtside.engines.forward import varlen
-from courtside.engines.forward.forward import Passes, packing_problem, sharing_problem
+from courtside.engines.forward.forward import ForwardPasses, packing_problem, sharing_problem
 from courtside.engines.forward.tree_scoring import (
-    keeping,
-    kept_branch_hidden,
-    kept_branching_problem,
+    forward_branches,
+    make_retaining_cache,
+    tree_scoring_problem,
 )
 from courtside.types import Branch
 
@@ -73,7 +73,7 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     weight_ND = torch.randn(sum(LENGTHS), model.config.hidden_size, dtype=torch.float64)
     for name, problem in (("packed", None), ("padded", "asked for")):
-        passes = Passes(model=model, pad_id=1, problem=problem)
+        passes = ForwardPasses(model=model, pad_id=1, problem=problem)
         with passes.attention(), casting(device, cast):
             hidden_ND, places = passes.hidden(sequences())
             own = [hidden_ND[p.start : p.start + n] for p, n in zip(places, LENGTHS, strict=True)]
@@ -133,7 +133,7 @@ def test_samples_that_share_a_prompt_are_each_alone(
     weight_ND = torch.randn(sum(sizes), model.config.hidden_size, dtype=torch.float64)
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for name, unshared in (("shared", None), ("separate", "asked for")):
-        passes = Passes(model=model, pad_id=1, problem=None, unshared=unshared)
+        passes = ForwardPasses(model=model, pad_id=1, problem=None, unshared=unshared)
         with passes.attention(), casting(device, cast):
             hidden_ND, places = passes.hidden(sequences)
             assert len(hidden_ND) == (sum(sizes) if unshared else NUM_SHARED)
@@ -177,14 +177,14 @@ def test_branches_off_a_row_are_sequences_of_their_own(
     dtype, cast = ARITHMETIC[arithmetic]
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
-    passes = Passes(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, problem=None)
     with casting(device, cast):
-        assert kept_branching_problem(model) is None
+        assert tree_scoring_problem(model) is None
     model.train()
     found: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
     hidden: list[Tensor] = []
     for looked in (False, True):
-        cache = keeping() if looked else None
+        cache = make_retaining_cache() if looked else None
         with passes.attention(), casting(device, cast):
             trunk_ND, places = passes.hidden(sequences(), kept=cache)
             if cache is not None:
@@ -192,7 +192,7 @@ def test_branches_off_a_row_are_sequences_of_their_own(
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:
-                    hidden = kept_branch_hidden(model, cache, asked)
+                    hidden = forward_branches(model, cache, asked)
                 finally:
                     if device.type == "cuda":
                         torch.cuda.set_sync_debug_mode("default")
@@ -213,7 +213,7 @@ def test_branches_off_a_row_are_sequences_of_their_own(
 def test_the_host_does_not_wait_for_a_pass(arithmetic: str, device: torch.device) -> None:
     dtype, cast = ARITHMETIC[arithmetic]
     model = qwen3().to(device, dtype)
-    passes = Passes(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, problem=None)
     for asked, num_tokens in ((sequences(), sum(LENGTHS)), (group(), NUM_SHARED)):
         with passes.attention(), casting(device, cast):
             passes.hidden(asked)

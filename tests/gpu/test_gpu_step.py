@@ -17,10 +17,10 @@ from textbook import naive_loss
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.training.head import fused
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
 TOP_K = {"kind": "divergence", "support": {"kind": "top_k", "k": 20, "of": "teacher"}}
@@ -41,7 +41,7 @@ LORA: dict[str, Any] = {"lora": {"rank": 8}}
 HEAD: dict[str, Any] = {"lora": {"rank": 8, "targets": ["v_proj", "lm_head"]}}
 
 
-def make_trajectory(parts: Parts, number: int) -> Trajectory:
+def make_trajectory(parts: Runtime, number: int) -> Trajectory:
     """Two answers with something between them; lengths and temperatures differ."""
     draw = random.Random(number)
 
@@ -95,7 +95,7 @@ def make_parts(
     dtype: str,
     model: str = "tied",
     **student: Any,
-) -> Parts:
+) -> Runtime:
     recipe = small_recipe(
         folders[model],
         folders["teacher"],
@@ -115,7 +115,7 @@ def make_parts(
 
 
 def textbook_gradients(
-    parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]
+    parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     model = in_float64(parts.student.weights.model)
     teacher = in_float64(parts.teacher.teacher.engine.model)
@@ -124,9 +124,11 @@ def textbook_gradients(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, values
 
 
-def our_gradients(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    tally = Tally()
+def our_gradients(
+    parts: Runtime, scored: list[Scored]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = MetricAccumulator()
     parts.student.accumulate(0, scored, chosen, tally)
     trained = parts.student.weights.trained()
     return {n: p.grad for n, p in trained.items() if p.grad is not None}, tally.values
@@ -188,7 +190,7 @@ def test_a_whole_step(
     right, _ = textbook_gradients(parts, scored, LOSSES["reverse"])
     weights = parts.student.weights.trained()
     before = {name: p.detach().cpu().double().clone() for name, p in weights.items()}
-    settings = {k: v for k, v in parts.student.optimiser.param_groups[0].items()
+    settings = {k: v for k, v in parts.student.optimizer.param_groups[0].items()
                 if k in ("betas", "eps", "weight_decay")}  # fmt: skip
     update = parts.student.step(0, scored)
     copies = {name: value.clone().requires_grad_() for name, value in before.items()}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from courtside.training.metrics import Tally
+from courtside.training.metrics import MetricAccumulator
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 def test_nothing_waits_before_it_is_read(device: torch.device) -> None:
     values_N = torch.randn(4096).to(device)
     on_N = values_N > 0.5
-    tally = Tally()
+    tally = MetricAccumulator()
     with no_waiting(device):
         for _ in range(3):
             tally.mean("mean", values_N, where=on_N)

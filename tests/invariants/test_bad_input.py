@@ -57,7 +57,7 @@ def broken(good, tmp_path, tiny_folder) -> Callable[[str], Tree]:
 
     def other_words() -> Tree:
         folder = tmp_path / "other"
-        tiny_model(num_words=260).save_pretrained(folder)
+        tiny_model(vocab_size=260).save_pretrained(folder)
         tiny_tokenizer(extra=("one", "two")).save_pretrained(folder)
         return good | {"teacher": {"kind": "model", "model": str(folder)}}
 

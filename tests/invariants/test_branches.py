@@ -20,7 +20,7 @@ from courtside.engines.forward.padded_tree_scoring import (
     trunk_layers,
 )
 from courtside.engines.loading import load_model, load_tokenizer
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -143,7 +143,7 @@ def test_neither_dropout_nor_checkpointing_reaches_the_branches() -> None:
     assert torch.equal(found[0][0], expected[0][0])
     # The engine takes care of it for the trunk, too.
     model.eval()
-    engine = TransformersEngine(model, tiny_tokenizer(), name="tiny")
+    engine = LocalEngine(model, tiny_tokenizer(), name="tiny")
     request = BranchRequest(token_ids=ROWS[0], branches=tuple(BRANCHES[0]))
     (calm,) = engine.score_branches([request])
     model.train()
@@ -158,7 +158,7 @@ def test_neither_dropout_nor_checkpointing_reaches_the_branches() -> None:
 
 def test_smollm2_says_the_same_in_one_pass_as_in_many() -> None:
     model = load_model("smollm2-135m", dtype=torch.float32, device=torch.device("cpu"))
-    engine = TransformersEngine(model, load_tokenizer("smollm2-135m"), name="smollm2-135m")
+    engine = LocalEngine(model, load_tokenizer("smollm2-135m"), name="smollm2-135m")
     talk = "<|im_start|>user\nAdd {0} and {1}.<|im_end|>\n<|im_start|>assistant\n{2}<|im_end|>\n"
     turns = [engine.tokenizer.encode(talk.format(n, 3 * n, 4 * n)) for n in range(14)]
     ids = tuple(i for turn in turns for i in turn)

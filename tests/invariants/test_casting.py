@@ -14,7 +14,7 @@ from small_runs import small_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.training import student as step
 from courtside.training.head import fused
 
@@ -42,7 +42,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def rounded(student: Path, teacher: Path, losses: Any = None, **settings: Any) -> Parts:
+def rounded(student: Path, teacher: Path, losses: Any = None, **settings: Any) -> Runtime:
     """Several micro-batches a step, and arithmetic in bfloat16 over float32 weights."""
     recipe = small_recipe(
         student,
@@ -89,7 +89,7 @@ def test_each_weight_is_rounded_once_a_step(
         ours = gradients(parts, scored)
     assert num_passes >= 3 and len(linear) >= 14
     assert casts.count == dict.fromkeys(linear, 1)
-    monkeypatch.setattr(step, "rounded_products", lambda *_: nullcontext())
+    monkeypatch.setattr(step, "use_bf16_linear", lambda *_: nullcontext())
     found, counts = [], []
     for anew in (False, True):  # noqa: B007  (`micro_batch` looks at it)
         num_passes = 0

@@ -16,8 +16,8 @@ from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.load import recipe_from
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Hint, Scored
 
 
@@ -42,10 +42,10 @@ def scored_batch(parts: Any, hints: Any = None) -> list[Scored]:
 
 def gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
     recipe = parts.recipe
-    chosen = components(recipe.losses, recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, Tally())
+    chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, MetricAccumulator())
     found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
-    parts.student.optimiser.zero_grad(set_to_none=True)
+    parts.student.optimizer.zero_grad(set_to_none=True)
     return found
 
 
@@ -56,12 +56,14 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
     for s in scored:
         ids = torch.tensor([s.trajectory.token_ids])
         logp = model(input_ids=ids).logits[0].log_softmax(-1)
-        for judged in s.hints:
-            start = sum(len(t.token_ids) for t in s.trajectory.turns[: judged.hint.turn])
-            turn = s.trajectory.turns[judged.hint.turn]
-            opening = s.trajectory.turns[judged.hint.turn - 1].num_opening
+        for hint_outcomes in s.hints:
+            start = sum(len(t.token_ids) for t in s.trajectory.turns[: hint_outcomes.hint.turn])
+            turn = s.trajectory.turns[hint_outcomes.hint.turn]
+            opening = s.trajectory.turns[hint_outcomes.hint.turn - 1].num_opening
             tokenizer = parts.renderer.tokenizer
-            said = tokenizer(f"<|im_start|>user\n{judged.hint.text}<|im_end|>\n")["input_ids"]
+            said = tokenizer(f"<|im_start|>user\n{hint_outcomes.hint.text}<|im_end|>\n")[
+                "input_ids"
+            ]
             above = s.trajectory.token_ids[: start - opening] + tuple(said)
             above += s.trajectory.token_ids[start - opening : start]
             with torch.no_grad():
@@ -72,7 +74,7 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
             count += len(turn.token_ids)
     (total / count).backward()
     found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
-    parts.student.optimiser.zero_grad(set_to_none=True)
+    parts.student.optimizer.zero_grad(set_to_none=True)
     return found
 
 
@@ -107,7 +109,7 @@ def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
     sums = {}
     for name, which in (("one", first), ("rest", others), ("all", everyone)):
         scored = scored_batch(parts, which)
-        (part,) = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+        (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         sizes[name] = part.denominator
         sums[name] = {n: g * part.denominator for n, g in gradient(parts, scored).items()}
     assert sizes["one"] + sizes["rest"] == sizes["all"]

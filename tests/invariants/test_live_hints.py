@@ -17,10 +17,10 @@ from torch import Tensor
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble
-from courtside.runtime import Parts
-from courtside.training.hint_branches import drops_out
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.runtime import Runtime
+from courtside.training.hint_branches import uses_dropout
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Hint, Scored, Trajectory
 
 EVERY = -1e9
@@ -56,12 +56,12 @@ def tree(folder: Path, **changes: Any) -> Any:
     return small_recipe(folder, **(settings | changes))
 
 
-def in_update(parts: Parts) -> bool:
+def in_update(parts: Runtime) -> bool:
     teacher: Any = parts.teacher.teacher
     return teacher.hints.in_update
 
 
-def prepared(recipe: Any) -> Parts:
+def prepared(recipe: Any) -> Runtime:
     """In float64, moved off the start so that adapters and references differ from it."""
     parts = assemble(recipe)
     for model in {parts.engine.model, *_models(parts)}:
@@ -73,7 +73,7 @@ def prepared(recipe: Any) -> Parts:
     return parts
 
 
-def _models(parts: Parts) -> list[Any]:
+def _models(parts: Runtime) -> list[Any]:
     return [parts.teacher.reference.engine.model] if parts.teacher.reference else []
 
 
@@ -87,14 +87,14 @@ def some_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
     ]  # fmt: skip
 
 
-def batch_of(parts: Parts) -> list[Scored]:
+def batch_of(parts: Runtime) -> list[Scored]:
     trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
     assert len(trajectories) == 4
     return parts.teacher(trajectories, some_hints(trajectories))
 
 
 @contextmanager
-def counted(parts: Parts) -> Iterator[list[int]]:
+def counted(parts: Runtime) -> Iterator[list[int]]:
     """Tokens of every pass through the embedding."""
     seen: list[int] = []
     embedding = parts.engine.model.get_input_embeddings()
@@ -103,13 +103,13 @@ def counted(parts: Parts) -> Iterator[list[int]]:
     hook.remove()
 
 
-def accumulated(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    tally = Tally()
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+def accumulated(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    tally = MetricAccumulator()
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, tally)
     trained = parts.student.weights.trained()
     gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-    parts.student.optimiser.zero_grad(set_to_none=True)
+    parts.student.optimizer.zero_grad(set_to_none=True)
     return gradients, {**tally.values, **tally.metrics()}
 
 
@@ -258,7 +258,7 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
     [
         "courtside.engines.forward.forward.packing_problem",
         "courtside.engines.local.branching_problem",
-        "courtside.training.hint_branches.kept_branching_problem",
+        "courtside.training.hint_branches.tree_scoring_problem",
     ],
 )
 def test_models_that_cannot_are_scored_before(
@@ -273,9 +273,9 @@ def test_models_that_cannot_are_scored_before(
 
 def test_dropout_of_the_model_itself_is_seen(roomy_folder: Path, tmp_path: Path) -> None:
     parts = assemble(tree(roomy_folder))
-    assert not drops_out(parts.engine.model)
+    assert not uses_dropout(parts.engine.model)
     parts.engine.model.config.attention_dropout = 0.1
-    assert drops_out(parts.engine.model)
+    assert uses_dropout(parts.engine.model)
 
 
 def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
@@ -291,7 +291,7 @@ def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         scored = parts.teacher(trajectories, asked(trajectories))
         dropped = [[(j.hint.turn, j.dropped) for j in s.hints] for s in scored]
-        (part,) = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+        (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         found.append((dropped, part.weight, part.denominator))
         after = parts.teacher.measured(scored, parts.student.step(0, scored))
         assert [[j.shift is None for j in s.hints] for s in after] == [

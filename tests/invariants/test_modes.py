@@ -10,8 +10,8 @@ import torch
 from small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
-from courtside.chat.privileged_context import with_context
-from courtside.runtime import Parts
+from courtside.chat.privileged_context import insert_context
+from courtside.runtime import Runtime
 from courtside.types import Trajectory, Update
 
 CONTEXT = "ANSWER LOUDLY"
@@ -46,7 +46,7 @@ def recipe(student: Path, tasks: dict[str, Any], /, *, lr: float = 1e-2, **chang
     return small_recipe(student, **(defaults | changes))
 
 
-def train(parts: Parts, steps: int) -> list[tuple[list[Trajectory], Update]]:
+def train(parts: Runtime, steps: int) -> list[tuple[list[Trajectory], Update]]:
     """The loop, without a folder."""
     done = []
     for step in range(steps):
@@ -63,7 +63,7 @@ def words(model: Any, ids: tuple[int, ...], num_last: int) -> torch.Tensor:
     return logits.double().log_softmax(-1)
 
 
-def held_out_kl(parts: Parts, teacher: Any, context: str | None = None) -> float:
+def held_out_kl(parts: Runtime, teacher: Any, context: str | None = None) -> float:
     """KL(student ‖ teacher) on the student's own answers to prompts it never trained on."""
     tasks = parts.tasks.held_out("test", 12)
     kls = []
@@ -72,7 +72,7 @@ def held_out_kl(parts: Parts, teacher: Any, context: str | None = None) -> float
         p_TV = words(parts.engine.model, one.token_ids, len(answer))
         messages = one.task.messages
         if context:
-            messages = with_context(messages, context, "system")
+            messages = insert_context(messages, context, "system")
         q_TV = words(teacher, parts.renderer.prompt_ids(messages) + answer, len(answer))
         kls.append((p_TV.exp() * (p_TV - q_TV)).sum(-1))
     return float(torch.cat(kls).mean())
@@ -133,7 +133,7 @@ def test_self_distillation_makes_a_context_unnecessary(
     assert after < share * before
 
 
-def nll(parts: Parts, text: str = "completion") -> float:
+def nll(parts: Runtime, text: str = "completion") -> float:
     """Of the held-out texts, per token."""
     total, count = 0.0, 0
     for task in parts.tasks.held_out("test", 12):

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
-from courtside.engines.forward.forward import Passes
-from courtside.engines.forward.prefix_sharing import row_of
+from courtside.engines.forward.forward import ForwardPasses
+from courtside.engines.forward.prefix_sharing import pack_row
 from courtside.engines.forward.varlen import NAME
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.training import student as step
-from courtside.training.loss_terms import components, trained_tokens
-from courtside.training.metrics import Tally
+from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
 
 Gradients = dict[str, Tensor]
@@ -53,7 +53,7 @@ def prepared(
     *,
     prompts: Sequence[str] = tuple("Why? " * n for n in (1, 30, 2, 9, 4)),
     **sections: Any,
-) -> Parts:
+) -> Runtime:
     """Prompts of 1 to 30 words; everything in float64, the student moved off its start."""
     lines = [{"prompt": prompt, "split": "train"} for prompt in prompts]
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", lines))}
@@ -67,28 +67,30 @@ def prepared(
     return parts
 
 
-def batch_of(parts: Parts) -> list[Scored]:
+def batch_of(parts: Runtime) -> list[Scored]:
     return parts.teacher(parts.rollout(parts.tasks.batch(0, 5), 0))
 
 
 def accumulated(
-    parts: Parts, scored: list[Scored], budget: int | None
+    parts: Runtime, scored: list[Scored], budget: int | None
 ) -> tuple[Gradients, dict[str, tuple[float, ...]], list[int]]:
     """Gradients, the student's log-probs, and how many tokens each pass computed."""
     student = parts.student
     student.micro_batch_tokens = budget
     computed: list[int] = []
-    assert isinstance(student.passes, Passes)  # tried on a small example, which is not counted
+    assert isinstance(
+        student.passes, ForwardPasses
+    )  # tried on a small example, which is not counted
     hook = student.weights.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    logps = student.accumulate(0, scored, chosen, Tally()).student
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    logps = student.accumulate(0, scored, chosen, MetricAccumulator()).student
     hook.remove()
     return take_gradients(parts), logps, computed
 
 
-def take_gradients(parts: Parts) -> Gradients:
+def take_gradients(parts: Runtime) -> Gradients:
     trained = parts.student.weights.trained()
     found = {name: p.grad for name, p in trained.items() if p.grad is not None}
     for parameter in trained.values():
@@ -103,9 +105,11 @@ def assert_equal(ours: Gradients, theirs: Gradients) -> None:
     assert max(float(g.abs().max()) for g in theirs.values()) > 1e-4
 
 
-def read_lengths(parts: Parts, scored: list[Scored]) -> list[int]:
+def read_lengths(parts: Runtime, scored: list[Scored]) -> list[int]:
     """What the losses look at and what that depends on: everything but the last token."""
-    trained = trained_tokens(components(parts.recipe.losses, parts.recipe.loss_names(), scored))
+    trained = find_trained_tokens(
+        make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    )
     assert trained.keys() == {s.trajectory.id for s in scored}
     return [len(s.trajectory.token_ids) - 1 for s in scored]
 
@@ -164,7 +168,7 @@ def test_padded_passes_give_the_same_update(
     scored = batch_of(parts)
     packed, logps, computed = accumulated(parts, scored, 300)
     real = parts.student.passes
-    parts.student.passes = Passes(model=real.model, pad_id=real.pad_id, problem="asked for")
+    parts.student.passes = ForwardPasses(model=real.model, pad_id=real.pad_id, problem="asked for")
     padded, again, more = accumulated(parts, scored, 300)
     assert_equal(padded, packed)
     assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
@@ -190,10 +194,10 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
     read = {s.trajectory.id: s.trajectory.token_ids[:-1] for s in scored}
     assert len(read) == 6
-    chosen = components(recipe.losses, recipe.loss_names(), scored)
-    trained = trained_tokens(chosen)
+    chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+    trained = find_trained_tokens(chosen)
     pair = max(
-        row_of(
+        pack_row(
             [read[s.trajectory.id] for s in scored if s.trajectory.task.id == id], shared=True
         ).num_tokens
         for id in {s.trajectory.task.id for s in scored}
@@ -202,7 +206,7 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     for micro in parts.student._micro_batches(scored, trained):
         tasks_of = [s.trajectory.task.id for s in micro]
         assert all(tasks_of.count(id) == 2 for id in tasks_of)
-        assert row_of([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
+        assert pack_row([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(
@@ -272,7 +276,7 @@ def test_in_float32_every_gradient_is_the_same(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes of the device's size, which grow for a prompt: one that splits the batch."""
-    monkeypatch.setattr(step, "pass_tokens", lambda device: 256)
+    monkeypatch.setattr(step, "default_pass_tokens", lambda device: 256)
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, **SAMPLES)
     for model in (parts.engine.model, parts.teacher.teacher.engine.model):
         model.float()

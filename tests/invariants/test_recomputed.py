@@ -14,7 +14,7 @@ from tiny import tiny_tokenizer
 from courtside.api import train
 from courtside.assemble import assemble
 from courtside.report.folder.folder import RunFolder
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.types import Update
 
 PLENTY = 2**50
@@ -28,7 +28,7 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stepped(recipe: Any, free: int) -> tuple[Parts, list[Update]]:
+def stepped(recipe: Any, free: int) -> tuple[Runtime, list[Update]]:
     parts = assemble(recipe, free=lambda device: free)
     assert parts.student.weights.recomputes == (free != PLENTY)
     updates = []
@@ -77,7 +77,7 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
     real = assemble
     chosen = iter([PLENTY, 0])
 
-    def assembled(recipe: Any) -> Parts:
+    def assembled(recipe: Any) -> Runtime:
         free = next(chosen)
         parts = real(recipe, free=lambda device: free)
         if free == PLENTY:

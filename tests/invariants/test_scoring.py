@@ -13,10 +13,10 @@ import torch
 from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
 from courtside.recipe.load import recipe_from
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.types import Trajectory
 
-Prepare = Callable[..., Parts]
+Prepare = Callable[..., Runtime]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
         teacher: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         train: dict[str, Any] | None = None,
-    ) -> Parts:
+    ) -> Runtime:
         # Prompts of different lengths, so that batches need padding.
         lines = [
             {"prompt": "Why? " * n, "split": "train", "privileged": {"rule": "Be brief. " * n}}
@@ -50,11 +50,11 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
     return make
 
 
-def written(parts: Parts, step: int = 0) -> list[Trajectory]:
+def written(parts: Runtime, step: int = 0) -> list[Trajectory]:
     return parts.rollout(parts.tasks.batch(step, 4), step)
 
 
-def rescored(parts: Parts, trajectories: list[Trajectory]) -> list[list[float]]:
+def rescored(parts: Runtime, trajectories: list[Trajectory]) -> list[list[float]]:
     requests = [
         ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
         for t in trajectories

@@ -15,10 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.chat.templates import FAMILIES, MERGES, turns_for
 
-from courtside.chat.hint_splicing import SEPARATORS, Place, SpliceError, branch, cumulative
-from courtside.chat.incremental import Turns
-from courtside.chat.privileged_context import with_context
-from courtside.chat.template import Renderer
+from courtside.chat.hint_splicing import (
+    SEPARATORS,
+    HintPlacement,
+    SpliceError,
+    splice_hint,
+    splice_hints_cumulatively,
+)
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.privileged_context import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
 WORDS = ["ok", "It is.", "Hi", "tools\n", "{}", " ", "é", "𝄞", "\n\n", "s", "<|im_end|>", "\ufdd0"]
@@ -40,7 +46,7 @@ prompts = st.tuples(
 ).map(lambda parts: (*parts[0], parts[1]))
 
 
-def drawn(turns: Turns, answer: Answer) -> Sample:
+def drawn(turns: IncrementalTemplate, answer: Answer) -> Sample:
     text, by_letter, ended = answer
     renderer = turns.renderer
     ids = [
@@ -56,7 +62,7 @@ def drawn(turns: Turns, answer: Answer) -> Sample:
 
 
 def played(
-    turns: Turns,
+    turns: IncrementalTemplate,
     prompt: tuple[Message, ...],
     talk: list[tuple[Answer, list[Message]]],
     last: Answer,
@@ -92,7 +98,7 @@ def put_in(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     )
 
 
-def text_of(renderer: Renderer, conversation: list[Message]) -> str:
+def text_of(renderer: ChatTemplate, conversation: list[Message]) -> str:
     """By the template alone, up to and with the last answer's end token."""
     plain = [{"role": m.role, "content": m.content} for m in conversation]
     text = renderer.tokenizer.apply_chat_template(plain, tokenize=False)
@@ -101,7 +107,7 @@ def text_of(renderer: Renderer, conversation: list[Message]) -> str:
 
 
 def with_hint(
-    said: list[list[Message]], hint: Hint, place: Place, role: Any
+    said: list[list[Message]], hint: Hint, place: HintPlacement, role: Any
 ) -> list[list[Message]]:
     """Each conversation that a hint may make of what was said, up to and with its turn."""
     above, target = said[: hint.turn], said[hint.turn]
@@ -110,7 +116,7 @@ def with_hint(
         return [[*before, Message(role=role, content=hint.text), *target]]
     if place == "system":
         rest = before[len(said[0]) :]
-        return [[*with_context(said[0], hint.text, "system"), *rest, *target]]
+        return [[*insert_context(said[0], hint.text, "system"), *rest, *target]]
     last = before[-1]
     return [
         [*before[:-1], Message(role=last.role, content=last.content + sep + hint.text), *target]
@@ -119,13 +125,13 @@ def with_hint(
 
 
 def check(
-    turns: Turns,
+    turns: IncrementalTemplate,
     trajectory: Trajectory,
     said: list[list[Message]],
     hint: Hint,
     twig: Branch,
     *,
-    place: Place,
+    place: HintPlacement,
     role: Any,
 ) -> bool:
     """The invariants; whether the branch could also be compared with the template's own render."""
@@ -168,13 +174,15 @@ def check(
 
 
 def fuzz(
-    num: int, choose: st.SearchStrategy[Turns], body: Callable[..., str], **extra: Any
+    num: int, choose: st.SearchStrategy[IncrementalTemplate], body: Callable[..., str], **extra: Any
 ) -> Counter[str]:
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck))
     @given(turns=choose, prompt=prompts, talk=rounds, last=answers, data=st.data())
-    def run(turns: Turns, prompt: Any, talk: Any, last: Any, data: st.DataObject) -> None:
+    def run(
+        turns: IncrementalTemplate, prompt: Any, talk: Any, last: Any, data: st.DataObject
+    ) -> None:
         trajectory, said = played(turns, prompt, talk, last)
         outcomes[body(turns, trajectory, said, data)] += 1
 
@@ -188,12 +196,14 @@ def hint_for(trajectory: Trajectory, data: st.DataObject) -> Hint:
     return Hint(trajectory="e", turn=turn, text=data.draw(hints), source="person")
 
 
-def one_branch(place: Place) -> Callable[..., str]:
-    def body(turns: Turns, trajectory: Trajectory, said: Any, data: st.DataObject) -> str:
+def one_branch(place: HintPlacement) -> Callable[..., str]:
+    def body(
+        turns: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+    ) -> str:
         hint = hint_for(trajectory, data)
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
         try:
-            twig = branch(trajectory, hint, turns, place=place, role=role, max_tokens=60)
+            twig = splice_hint(trajectory, hint, turns, place=place, role=role, max_tokens=60)
         except SpliceError as error:
             return error.reason
         same = check(turns, trajectory, said, hint, twig, place=place, role=role)
@@ -206,7 +216,7 @@ every = st.builds(turns_for, st.sampled_from(sorted(FAMILIES)), st.sampled_from(
 
 
 @pytest.mark.parametrize("place", ["above", "inside", "system"])
-def test_a_branch_is_the_trunk_with_the_hint_put_in(place: Place) -> None:
+def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> None:
     outcomes = fuzz(160, every, one_branch(place))
     total = outcomes.total()
     assert set(outcomes) <= {"compared", "spliced", "merge", "too_long", "empty"}
@@ -215,7 +225,9 @@ def test_a_branch_is_the_trunk_with_the_hint_put_in(place: Place) -> None:
 
 
 def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
-    def body(turns: Turns, trajectory: Trajectory, said: Any, data: st.DataObject) -> str:
+    def body(
+        turns: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+    ) -> str:
         own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
         chosen = data.draw(st.lists(st.sampled_from(own), unique=True))
         several = [
@@ -225,16 +237,16 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
         options: Any = {"role": role, "max_tokens": 60}
         try:
-            whole = cumulative(trajectory, several, turns, **options)
+            whole = splice_hints_cumulatively(trajectory, several, turns, **options)
         except SpliceError as error:
             with pytest.raises(SpliceError) as again:
-                branch(trajectory, error.hint, turns, place="above", **options)
+                splice_hint(trajectory, error.hint, turns, place="above", **options)
             assert again.value.reason == error.reason
             return error.reason
         # Each hint adds what it adds on its own, where it adds it on its own.
         expected, shift = list(trajectory.token_ids), 0
         for hint in sorted(several, key=lambda h: h.turn):
-            twig = branch(trajectory, hint, turns, place="above", **options)
+            twig = splice_hint(trajectory, hint, turns, place="above", **options)
             target = trajectory.turns[hint.turn]
             end = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn + 1])
             expected[twig.splice + shift : end + shift] = twig.token_ids
@@ -249,15 +261,17 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Turns:
+def embedded() -> IncrementalTemplate:
     from courtside.engines.loading import load_tokenizer
 
     tokenizer = load_tokenizer("smollm2-135m")
-    return Turns(Renderer(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id]))
+    return IncrementalTemplate(
+        ChatTemplate(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id])
+    )
 
 
 @pytest.mark.parametrize("place", ["above", "inside", "system"])
-def test_the_embedded_model(embedded: Turns, place: Place) -> None:
+def test_the_embedded_model(embedded: IncrementalTemplate, place: HintPlacement) -> None:
     assert embedded.note is None
     outcomes = fuzz(50, st.just(embedded), one_branch(place))
     assert outcomes["compared"] > outcomes.total() * 0.5, outcomes

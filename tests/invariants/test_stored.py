@@ -82,8 +82,8 @@ def again_recipe(folder: Path, run: RunFolder, hints: Path, **changes: Any) -> R
 
 
 def hinted_turns(stored: list[StoredTrajectory]) -> set[tuple[str, int, str]]:
-    judged = [j for one in stored for j in one.hints if j.dropped is None]
-    return {(j.hint.trajectory, j.hint.turn, j.hint.text) for j in judged}
+    hint_outcomes = [j for one in stored for j in one.hints if j.dropped is None]
+    return {(j.hint.trajectory, j.hint.turn, j.hint.text) for j in hint_outcomes}
 
 
 def expected_turns(first: RunFolder) -> set[tuple[str, int, str]]:

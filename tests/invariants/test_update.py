@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
-from courtside.runtime import Parts
-from courtside.training.loss_terms import components, trained_tokens
-from courtside.training.metrics import Tally
+from courtside.runtime import Runtime
+from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
 Gradients = dict[str, Tensor]
@@ -31,7 +31,12 @@ Gradients = dict[str, Tensor]
 
 
 def make_trajectory(
-    parts: Parts, number: int, *, source: str = "student", preference: str | None = None, task=None
+    parts: Runtime,
+    number: int,
+    *,
+    source: str = "student",
+    preference: str | None = None,
+    task=None,
 ) -> Trajectory:
     """Several turns, one of them the environment's; lengths and temperatures differ."""
     draw = random.Random(number)
@@ -71,12 +76,12 @@ def make_trajectory(
     )  # fmt: skip
 
 
-def make_batch(parts: Parts, *, mixed: bool = False) -> list[Trajectory]:
+def make_batch(parts: Runtime, *, mixed: bool = False) -> list[Trajectory]:
     sources = ("student", "dataset", "teacher") if mixed else ("student",)
     return [make_trajectory(parts, n, source=sources[n % len(sources)]) for n in range(7)]
 
 
-def make_pairs(parts: Parts) -> list[Trajectory]:
+def make_pairs(parts: Runtime) -> list[Trajectory]:
     """Three pairs; two of them of the same task."""
     batch = []
     for n in (0, 1, 3):
@@ -102,7 +107,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_float64(parts: Parts) -> Parts:
+def in_float64(parts: Runtime) -> Runtime:
     """All models of the parts, the student moved away from its reference."""
     double(parts.engine.model)
     scorers = [parts.teacher.teacher, parts.teacher.reference]
@@ -117,7 +122,7 @@ def in_float64(parts: Parts) -> Parts:
     return parts
 
 
-def engines_of(parts: Parts) -> dict[str, Any]:
+def engines_of(parts: Runtime) -> dict[str, Any]:
     teacher = parts.teacher.teacher
     if teacher is None:
         return {}
@@ -125,14 +130,14 @@ def engines_of(parts: Parts) -> dict[str, Any]:
     return {one.name: one.engine.model for one in routes}
 
 
-def gradients_of(parts: Parts, scored: list[Scored]) -> tuple[Gradients, dict[str, float]]:
-    tally = Tally()
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
+def gradients_of(parts: Runtime, scored: list[Scored]) -> tuple[Gradients, dict[str, float]]:
+    tally = MetricAccumulator()
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, tally)
     return take_gradients(parts), tally.values
 
 
-def take_gradients(parts: Parts) -> Gradients:
+def take_gradients(parts: Runtime) -> Gradients:
     trained = parts.student.weights.trained()
     gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
     for parameter in trained.values():
@@ -141,7 +146,7 @@ def take_gradients(parts: Parts) -> Gradients:
 
 
 def naive_gradients(
-    parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]
+    parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]
 ) -> tuple[Gradients, dict[str, float]]:
     reference = parts.teacher.reference
     model = parts.student.weights.model
@@ -207,7 +212,7 @@ MIX: list[dict[str, Any]] = [
 HALF = {"samples": 2, "max_new_tokens": 4, "student_share": 0.5}
 
 
-def check(parts: Parts, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
+def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
     ours, values = gradients_of(parts, scored)
     theirs, expected = naive_gradients(parts, scored, losses)
     assert_equal(ours, theirs)
@@ -265,7 +270,7 @@ def test_preference_is_dpo_over_pairs(budget, tiny_folder):
     scored = parts.teacher(make_pairs(parts))
     losses = [{"kind": "preference", "beta": 0.4}]
     check(parts, scored, losses)
-    assert components(recipe.losses, recipe.loss_names(), scored)[0].denominator == 3
+    assert make_loss_terms(recipe.losses, recipe.loss_names(), scored)[0].denominator == 3
 
 
 def test_a_pair_of_which_the_teacher_knows_one_half(tiny_folder, tiny_teacher_folder):
@@ -377,7 +382,7 @@ def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_fo
         first, second = sorted(heads.values(), key=id, reverse=swap)
         here = {id(heads["wide"]): first, id(heads["plain"]): second}
         moved = [replace(s, target=replace(s.target, head=here[id(s.target.head)])) for s in scored]
-        trained = trained_tokens(components(recipe.losses, recipe.loss_names(), moved))
+        trained = find_trained_tokens(make_loss_terms(recipe.losses, recipe.loss_names(), moved))
         micros = parts.student._micro_batches(moved, trained)
         orders.append([[s.trajectory.id for s in micro] for micro in micros])
     assert orders[0] == orders[1]

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.engines.patches import lean_layers
-from courtside.runtime import Parts
-from courtside.training.cpu.gradient_buffers import Rooms, add_rows
+from courtside.runtime import Runtime
+from courtside.training.cpu.gradient_buffers import GradientBuffers, add_rows
 from courtside.types import Scored
 
 SETTINGS: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def parts_of(student: Path, teacher: Path, **settings: Any) -> Parts:
+def parts_of(student: Path, teacher: Path, **settings: Any) -> Runtime:
     recipe = small_recipe(
         student,
         teacher,
@@ -85,7 +85,7 @@ def test_gradients_lie_in_one_piece_that_the_next_step_uses_again(
     trained = student.weights.trained()
     head = student.head.module.weight
     pieces: list[set[int]] = []
-    real = student.optimiser.step
+    real = student.optimizer.step
 
     def step() -> None:
         found = [p.grad for p in trained.values() if p is not head and p.grad is not None]
@@ -93,7 +93,7 @@ def test_gradients_lie_in_one_piece_that_the_next_step_uses_again(
         pieces.append({gradient.untyped_storage().data_ptr() for gradient in found})
         real()
 
-    monkeypatch.setattr(student.optimiser, "step", step)
+    monkeypatch.setattr(student.optimizer, "step", step)
     for number in range(2):
         student.step(number, scored)
         assert all(p.grad is None for p in trained.values())
@@ -133,7 +133,7 @@ class Made(TorchDispatchMode):
         return sum(s.nbytes() for ref in self.storages.values() if (s := ref()) is not None)
 
 
-def held_by_a_pass(parts: Parts, scored: list[Scored]) -> tuple[int, set[str]]:
+def held_by_a_pass(parts: Runtime, scored: list[Scored]) -> tuple[int, set[str]]:
     """Bytes of what one pass made and keeps for the way back, and what the way back called."""
     student = parts.student
     ids = [s.trajectory.token_ids for s in scored]
@@ -148,7 +148,7 @@ def held_by_a_pass(parts: Parts, scored: list[Scored]) -> tuple[int, set[str]]:
             hidden_ND.sum().backward()
     student.weights.model.eval()
     torch.clear_autocast_cache()
-    student.optimiser.zero_grad(set_to_none=True)
+    student.optimizer.zero_grad(set_to_none=True)
     return num_bytes, back.calls
 
 
@@ -188,7 +188,7 @@ def test_rows_of_an_embedding_are_added_as_torch_adds_them(padding_id: int | Non
 
 def test_a_gradient_is_widened_while_it_is_added() -> None:
     parameter = nn.Parameter(torch.zeros(4))
-    rooms = Rooms([parameter])
+    rooms = GradientBuffers([parameter])
     small = torch.full((4,), 2.0**-12, dtype=torch.bfloat16)
     rooms.add(parameter, torch.ones(4, dtype=torch.bfloat16))
     rooms.add(parameter, small)

@@ -26,8 +26,8 @@ from courtside.losses.fused.topk_support import JOINT, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [
-    {"form": form.value, "num_words": num_words}
-    for form, num_words in zip(FORMS.values(), (151936, 151669, 49152, 50257, 300), strict=True)
+    {"form": form.value, "num_words": vocab_size}
+    for form, vocab_size in zip(FORMS.values(), (151936, 151669, 49152, 50257, 300), strict=True)
 ]
 MANY = [
     *FEW,
@@ -47,7 +47,7 @@ def resources(
     *,
     form: int = 1,
     dtype: str = "bf16",
-    num_words: int = 151936,
+    vocab_size: int = 151936,
     warps: int = 8,
     lanes: int = 1,
     teacher: bool = True,
@@ -64,7 +64,7 @@ def resources(
         "TOPS": tops,
         "STUDENT_CAPPED": capped,
         "TEACHER_CAPPED": capped,
-        "NUM_WORDS": num_words,
+        "NUM_WORDS": vocab_size,
         "LANES": 32 * warps * lanes,
         "WIDTH": 8 if dtype == "bf16" else 4,
     }
@@ -76,8 +76,8 @@ def resources(
     return used(rows_kernel, types, constants, aligned, warps)
 
 
-def select_resources(*, dtype: str = "bf16", num_words: int = 151936, warps: int = 8) -> str:
-    constants = {"NUM_WORDS": num_words, "ROOM": 256, "LANES": 32 * warps,
+def select_resources(*, dtype: str = "bf16", vocab_size: int = 151936, warps: int = 8) -> str:
+    constants = {"NUM_WORDS": vocab_size, "ROOM": 256, "LANES": 32 * warps,
                  "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
     types = dict.fromkeys(("stride", "other_stride", "k"), "i32")
     types |= {"values": f"*{dtype}", "others": f"*{dtype}", "ids": "*i64", "scratch": "*i64"}

@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 from courtside.losses.fused.types import (
-    Asked,
-    Divergence,
+    DivergenceSpec,
     HeadGradient,
     HeadLoss,
+    HeadLossSpec,
     Projection,
     Support,
 )
 from courtside.types import LowRank
 
 FULL = [
-    Divergence(name="reverse_kl"),
-    Divergence(name="forward_kl"),
-    Divergence(name="jsd", beta=0.3),
-    Divergence(name="skew_forward_kl", alpha=0.2),
-    Divergence(name="skew_reverse_kl", alpha=0.2),
+    DivergenceSpec(name="reverse_kl"),
+    DivergenceSpec(name="forward_kl"),
+    DivergenceSpec(name="jsd", beta=0.3),
+    DivergenceSpec(name="skew_forward_kl", alpha=0.2),
+    DivergenceSpec(name="skew_reverse_kl", alpha=0.2),
 ]
 ENDS = [
-    Divergence(name="jsd", beta=0.0),
-    Divergence(name="jsd", beta=1.0),
-    *(Divergence(name=f"skew_{kl}_kl", alpha=alpha)
+    DivergenceSpec(name="jsd", beta=0.0),
+    DivergenceSpec(name="jsd", beta=1.0),
+    *(DivergenceSpec(name=f"skew_{kl}_kl", alpha=alpha)
       for kl in ("forward", "reverse") for alpha in (0.0, 1.0)),
 ]  # fmt: skip
 ON_SUPPORT = [
-    Divergence(name=name, support=Support(k=3, of=of, form=form), **options)
+    DivergenceSpec(name=name, support=Support(k=3, of=of, form=form), **options)
     for of in ("teacher", "student", "joint")
     for name, options, form in (
         ("reverse_kl", {}, "tail"),
@@ -48,7 +48,7 @@ ON_SUPPORT = [
 ]
 
 
-def label(divergence: Divergence) -> str:
+def label(divergence: DivergenceSpec) -> str:
     share = divergence.beta if divergence.alpha is None else divergence.alpha
     on = divergence.support
     where = f"-{on.of}-{on.form}" if on else ""
@@ -64,8 +64,8 @@ class Case:
     weight_N: Tensor
     coefficient_N: Tensor
 
-    def asked(self, divergence: Divergence | None, *, sampled: bool = True) -> Asked:
-        return Asked(
+    def asked(self, divergence: DivergenceSpec | None, *, sampled: bool = True) -> HeadLossSpec:
+        return HeadLossSpec(
             ids_N=self.ids_N,
             temperature_N=self.temperature_N,
             divergence=divergence,
@@ -100,7 +100,7 @@ class Case:
 def make_case(
     *,
     num_rows: int = 7,
-    num_words: int = 23,
+    vocab_size: int = 23,
     sizes: tuple[int, int] = (5, 9),
     spread: float = 1.0,
     bias: bool = False,
@@ -124,9 +124,9 @@ def make_case(
     def side(size: int, extra: int, rank: int) -> Projection:
         return Projection(
             hidden_ND=normal(num_rows, size),
-            weight_VD=normal(num_words + extra, size) * spread / math.sqrt(size),
-            bias_V=normal(num_words + extra) if bias else None,
-            low_rank=adapter(size, num_words + extra, rank),
+            weight_VD=normal(vocab_size + extra, size) * spread / math.sqrt(size),
+            bias_V=normal(vocab_size + extra) if bias else None,
+            low_rank=adapter(size, vocab_size + extra, rank),
             **options,
         )
 
@@ -138,20 +138,20 @@ def make_case(
     return Case(
         student=side(sizes[0], 0, ranks[0]),
         teacher=side(sizes[1], 3, ranks[1]),  # a teacher with more words: cut
-        ids_N=torch.randint(num_words, (num_rows,), generator=generator),
+        ids_N=torch.randint(vocab_size, (num_rows,), generator=generator),
         temperature_N=torch.rand(num_rows, generator=generator, dtype=torch.float64) + 0.6,
         weight_N=weight_N / num_rows,
         coefficient_N=coefficient_N / num_rows,
     )
 
 
-def exact_case(num_rows: int = 24, num_words: int = 60) -> Case:
+def exact_case(num_rows: int = 24, vocab_size: int = 60) -> Case:
     """Heads that copy their hidden states, which are logits that bfloat16 holds exactly."""
-    case = make_case(num_rows=num_rows, num_words=num_words, sizes=(num_words, num_words))
+    case = make_case(num_rows=num_rows, vocab_size=vocab_size, sizes=(vocab_size, vocab_size))
 
     def copying(side: Projection) -> Projection:
         logits_NV = (side.hidden_ND * 2).bfloat16().double()
-        return replace(side, hidden_ND=logits_NV, weight_VD=torch.eye(num_words).double())
+        return replace(side, hidden_ND=logits_NV, weight_VD=torch.eye(vocab_size).double())
 
     rounded = {name: getattr(case, name).float().double() for name in
                ("temperature_N", "weight_N", "coefficient_N")}  # fmt: skip
@@ -173,9 +173,9 @@ class Expected:
     up_VR: Tensor | None
 
 
-def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True) -> Expected:
+def expected(case: Case, divergence: DivergenceSpec | None, *, sampled: bool = True) -> Expected:
     case = case.to(torch.float64)
-    num_words = min(len(case.student.weight_VD), len(case.teacher.weight_VD))
+    vocab_size = min(len(case.student.weight_VD), len(case.teacher.weight_VD))
     hidden_ND = case.student.hidden_ND.detach().requires_grad_()
     weight_VD = case.student.weight_VD.detach().requires_grad_()
     bias_V = case.student.bias_V
@@ -186,8 +186,8 @@ def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True)
         down_RD, up_VR = (x.detach().requires_grad_() for x in (low.down_RD, low.up_VR))
         student = replace(student, low_rank=replace(low, down_RD=down_RD, up_VR=up_VR))
         leaves += [down_RD, up_VR]
-    p_NV = _logp(student, num_words, case.temperature_N)
-    q_NV = _logp(case.teacher, num_words, case.temperature_N).detach()
+    p_NV = _logp(student, vocab_size, case.temperature_N)
+    q_NV = _logp(case.teacher, vocab_size, case.temperature_N).detach()
     rows = torch.arange(len(case.ids_N))
     logp_N = p_NV[rows, case.ids_N]
     value_N, loss = torch.zeros_like(logp_N), p_NV.sum() * 0
@@ -215,20 +215,20 @@ def expected(case: Case, divergence: Divergence | None, *, sampled: bool = True)
     )
 
 
-def _logp(side: Projection, num_words: int, temperature_N: Tensor) -> Tensor:
+def _logp(side: Projection, vocab_size: int, temperature_N: Tensor) -> Tensor:
     weight_VD = side.weight_VD
     if (low := side.low_rank) is not None:
         weight_VD = weight_VD + low.scale * low.up_VR @ low.down_RD
-    logits_NV = side.hidden_ND @ weight_VD[:num_words].T
+    logits_NV = side.hidden_ND @ weight_VD[:vocab_size].T
     if side.bias_V is not None:
-        logits_NV = logits_NV + side.bias_V[:num_words]
+        logits_NV = logits_NV + side.bias_V[:vocab_size]
     logits_NV = logits_NV * side.scale
     if side.softcap is not None:
         logits_NV = side.softcap * torch.tanh(logits_NV / side.softcap)
     return (logits_NV / temperature_N[:, None]).log_softmax(-1)
 
 
-def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: Divergence) -> Tensor:
+def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -> Tensor:
     """p student, q teacher: log-probs."""
     on = divergence.support
     if on is None:
@@ -254,7 +254,7 @@ def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: Divergence) -> Tensor:
     return torch.stack(rows)
 
 
-def _words(p: Tensor, q: Tensor, divergence: Divergence) -> Tensor:
+def _words(p: Tensor, q: Tensor, divergence: DivergenceSpec) -> Tensor:
     name, P, Q = divergence.name, p.exp(), q.exp()
     if name == "reverse_kl":
         return P * (p - q)

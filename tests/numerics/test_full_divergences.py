@@ -109,7 +109,7 @@ def test_extrapolated_is_the_normalised_power_mixture(lam: float) -> None:
     teacher_TV[0, 2] = -torch.inf
     teacher_TV.requires_grad_()
     reference_TV.requires_grad_()
-    ours_TV = divergences.extrapolated(
+    ours_TV = divergences.extrapolate_logprobs(
         teacher_TV.log_softmax(-1), reference_TV.log_softmax(-1), lam
     )
     assert not ours_TV.requires_grad
@@ -127,13 +127,13 @@ def test_a_word_that_both_exclude_stays_excluded_by_extrapolation(lam: float) ->
     reference_TV = torch.tensor([[0.5, 0.0, 0.5]], dtype=torch.float64).log()
     total = 0.2**lam + 0.8**lam  # The reference is the same for both words and cancels.
     expected_TV = torch.tensor([[0.2**lam / total, 0.0, 0.8**lam / total]], dtype=torch.float64)
-    close(divergences.extrapolated(teacher_TV, reference_TV, lam).exp(), expected_TV)
+    close(divergences.extrapolate_logprobs(teacher_TV, reference_TV, lam).exp(), expected_TV)
 
 
 def test_extrapolation_by_one_is_the_teacher_whatever_the_reference_excludes() -> None:
     teacher_TV = torch.tensor([[0.2, 0.8]], dtype=torch.float64).log()
     reference_TV = torch.tensor([[0.0, 1.0]], dtype=torch.float64).log()
-    close(divergences.extrapolated(teacher_TV, reference_TV, 1.0), teacher_TV)
+    close(divergences.extrapolate_logprobs(teacher_TV, reference_TV, 1.0), teacher_TV)
 
 
 @pytest.mark.parametrize(("name", "extra"), INNER)

@@ -25,21 +25,21 @@ from torch.testing import assert_close
 
 from courtside.losses.divergences import divergence as full_divergence
 from courtside.losses.fused import torch_backend
-from courtside.losses.fused.linear_divergence import Plan, divergence_head
+from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
 from courtside.losses.fused.torch_backend import reverse_with_tail, support_ids
 from courtside.losses.fused.types import (
-    Divergence,
+    DivergenceSpec,
     HeadGradient,
     HeadLoss,
-    Statistics,
     Support,
+    TokenStatistics,
 )
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 EVERY = [*FULL, *ENDS, *ON_SUPPORT]
-SMALL = Plan(chunk=3, part=2)
+SMALL = ChunkPlan(chunk=3, part=2)
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": 1.7, "bias": True},
@@ -50,23 +50,23 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def through(
-    case: Case, divergence: Divergence | None, *, plan: Plan | None = SMALL, **options: Any
+    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SMALL, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
     into = room(case)
     asked = case.asked(divergence, **options)
-    return divergence_head(case.student, case.teacher, asked, into=into, plan=plan), into
+    return fused_linear_divergence(case.student, case.teacher, asked, into=into, plan=plan), into
 
 
 def log_probs(case: Case) -> list[Tensor]:
     """Of student and teacher over the words they share."""
-    sides, num_words = (case.student, case.teacher), len(case.student.weight_VD)
-    logits = (side.hidden_ND @ side.weight_VD[:num_words].T for side in sides)
+    sides, vocab_size = (case.student, case.teacher), len(case.student.weight_VD)
+    logits = (side.hidden_ND @ side.weight_VD[:vocab_size].T for side in sides)
     return [(x_NV / case.temperature_N[:, None]).log_softmax(-1) for x_NV in logits]
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
-def test_everything_is_what_autograd_gives(divergence: Divergence | None, head: str) -> None:
+def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None, head: str) -> None:
     case = make_case(**HEADS[head])
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
@@ -74,7 +74,7 @@ def test_everything_is_what_autograd_gives(divergence: Divergence | None, head: 
 
 
 @pytest.mark.parametrize("divergence", EVERY, ids=label)
-def test_the_losses_on_log_probs_agree(divergence: Divergence) -> None:
+def test_the_losses_on_log_probs_agree(divergence: DivergenceSpec) -> None:
     """A second witness: `full` and `top_k`, differentiated by autograd."""
     case = make_case(sizes=(6, 6))
     hidden_ND = case.student.hidden_ND.requires_grad_()
@@ -102,7 +102,7 @@ def test_the_losses_on_log_probs_agree(divergence: Divergence) -> None:
 def test_a_cap_on_words_of_a_support(form: str) -> None:
     case = make_case(num_rows=4)
     on = Support(k=5, of="joint", form=form, clip=0.02)
-    ours, _ = through(case, Divergence(name="reverse_kl", support=on), sampled=False)
+    ours, _ = through(case, DivergenceSpec(name="reverse_kl", support=on), sampled=False)
     hidden_ND = case.student.hidden_ND.requires_grad_()
     logp_NV, logq_NV = log_probs(case)
     ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=5, of="joint")
@@ -132,10 +132,14 @@ def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], ON_SUPPORT[0], None], ids=str)
-@pytest.mark.parametrize("plan", [Plan(chunk=1, part=1), Plan(chunk=4, part=3), None], ids=str)
-def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan | None) -> None:
+@pytest.mark.parametrize(
+    "plan", [ChunkPlan(chunk=1, part=1), ChunkPlan(chunk=4, part=3), None], ids=str
+)
+def test_chunks_do_not_change_anything(
+    divergence: DivergenceSpec | None, plan: ChunkPlan | None
+) -> None:
     case = make_case(ranks=(2, 3))
-    whole, whole_head = through(case, divergence, plan=Plan(chunk=99, part=99))
+    whole, whole_head = through(case, divergence, plan=ChunkPlan(chunk=99, part=99))
     ours, head = through(case, divergence, plan=plan)
     close = partial(assert_close, rtol=1e-12, atol=1e-14)
     close(ours.hidden_gradient_ND, whole.hidden_gradient_ND)
@@ -143,7 +147,7 @@ def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan
     close(head.bias_V, whole_head.bias_V)
     close(head.down_RD, whole_head.down_RD)
     close(head.up_VR, whole_head.up_VR)
-    for name in (field.name for field in fields(Statistics)):
+    for name in (field.name for field in fields(TokenStatistics)):
         close(getattr(ours.statistics, name), getattr(whole.statistics, name))
     if divergence is not None:
         assert ours.found is not None and whole.found is not None
@@ -162,7 +166,7 @@ def test_blocks_do_not_change_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT], ids=label)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_teacher_of_nan_without_weight_does_not_leak(
-    divergence: Divergence, sampled: bool
+    divergence: DivergenceSpec, sampled: bool
 ) -> None:
     case = make_case()
     right, right_head = through(case, divergence, sampled=sampled)
@@ -179,7 +183,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], ON_SUPPORT[0]], ids=label)
-def test_a_teacher_of_nan_with_weight_is_seen(divergence: Divergence) -> None:
+def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
     case = make_case()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = through(case, divergence)
@@ -189,7 +193,7 @@ def test_a_teacher_of_nan_with_weight_is_seen(divergence: Divergence) -> None:
 
 
 @pytest.mark.parametrize("divergence", EVERY, ids=label)
-def test_one_head_for_both(divergence: Divergence) -> None:
+def test_one_head_for_both(divergence: DivergenceSpec) -> None:
     """Self-distillation: one weight, two contexts. The teacher's use of it gets no gradient."""
     case = make_case(sizes=(5, 5))
     weight_VD = case.student.weight_VD
@@ -209,10 +213,10 @@ def test_one_head_for_both(divergence: Divergence) -> None:
 def test_a_frozen_head_saves_its_gradient_and_nothing_else() -> None:
     case = make_case(bias=True)
     trained, into = through(case, FULL[0])
-    frozen = divergence_head(case.student, case.teacher, case.asked(FULL[0]), plan=SMALL)
+    frozen = fused_linear_divergence(case.student, case.teacher, case.asked(FULL[0]), plan=SMALL)
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
     twice = HeadGradient(weight_VD=into.weight_VD.clone(), bias_V=into.bias_V.clone())
-    divergence_head(case.student, case.teacher, case.asked(FULL[0]), into=twice, plan=SMALL)
+    fused_linear_divergence(case.student, case.teacher, case.asked(FULL[0]), into=twice, plan=SMALL)
     assert_close(twice.weight_VD, 2 * into.weight_VD)  # added, not set
     assert_close(twice.bias_V, 2 * into.bias_V)
 
@@ -224,7 +228,7 @@ def test_an_adapter_on_a_frozen_head_saves_the_gradient_of_the_weight() -> None:
     assert low is not None
     into = HeadGradient(down_RD=torch.zeros_like(low.down_RD), up_VR=torch.zeros_like(low.up_VR))
     for times in (1, 2):  # added, not set
-        ours = divergence_head(
+        ours = fused_linear_divergence(
             case.student, case.teacher, case.asked(FULL[0]), into=into, plan=SMALL
         )
         assert_close(into.down_RD, times * right.down_RD)
@@ -234,10 +238,10 @@ def test_an_adapter_on_a_frozen_head_saves_the_gradient_of_the_weight() -> None:
 
 @pytest.mark.parametrize("divergence", [FULL[0], ON_SUPPORT[0], None], ids=str)
 def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
-    divergence: Divergence | None,
+    divergence: DivergenceSpec | None,
 ) -> None:
     """And gathers its gradients in float32."""
-    case = make_case(num_rows=24, num_words=40, sizes=(16, 16), ranks=(4, 4)).to(torch.bfloat16)
+    case = make_case(num_rows=24, vocab_size=40, sizes=(16, 16), ranks=(4, 4)).to(torch.bfloat16)
     ours, into = through(case, divergence)
     assert into.up_VR is not None and into.up_VR.dtype == torch.float32
     off = differences(ours, into, expected(case, divergence))
@@ -245,7 +249,7 @@ def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
 
 
 def test_words_that_only_one_side_has_get_no_gradient() -> None:
-    case = make_case(num_words=20)
+    case = make_case(vocab_size=20)
     case = replace(case, student=case.teacher, teacher=case.student)  # a student with 3 more words
     ours, into = through(case, FULL[0])
     off = differences(ours, into, expected(case, FULL[0]))
@@ -257,13 +261,13 @@ def test_words_that_only_one_side_has_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("divergence", [None, FULL[0], ON_SUPPORT[0]], ids=str)
-def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | None) -> None:
+def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec | None) -> None:
     """Policy gradient with an importance ratio and a baseline, which need log π and KL(π‖q)."""
     case = make_case(sizes=(6, 6))
     sampler_logp_N = -torch.rand(7, dtype=torch.float64) - 2.5
     seen: list[slice] = []
 
-    def coefficient(rows: slice, found: Statistics) -> Tensor:
+    def coefficient(rows: slice, found: TokenStatistics) -> Tensor:
         seen.append(rows)
         assert found.teacher_logp_N is not None and found.reverse_kl_N is not None
         with torch.enable_grad():
@@ -278,12 +282,12 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | Non
         return gradient_N
 
     asked = replace(case.asked(divergence), sampled=coefficient)
-    ours = divergence_head(case.student, case.teacher, asked, plan=SMALL)
+    ours = fused_linear_divergence(case.student, case.teacher, asked, plan=SMALL)
     assert [n for rows in seen for n in range(rows.start, rows.stop)] == list(range(7))
     right = expected(case, None, sampled=False)
     fixed_N = coefficient(
         slice(0, 7),
-        Statistics(
+        TokenStatistics(
             student_logp_N=right.student_logp_N,
             student_entropy_N=right.student_entropy_N,
             teacher_logp_N=right.teacher_logp_N,
@@ -298,7 +302,7 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | Non
 def test_without_a_teacher_only_the_sampled_words_count() -> None:
     case = make_case()
     into = room(case)
-    ours = divergence_head(case.student, None, case.asked(None), into=into, plan=SMALL)
+    ours = fused_linear_divergence(case.student, None, case.asked(None), into=into, plan=SMALL)
     off = differences(ours, into, expected(case, None))
     assert max(off.values()) < 1e-9 and ours.found is None
     assert ours.statistics.teacher_logp_N is ours.statistics.reverse_kl_N is None
@@ -307,13 +311,15 @@ def test_without_a_teacher_only_the_sampled_words_count() -> None:
 
 def test_nothing_asked_is_a_gradient_of_zero() -> None:
     case = make_case()
-    ours = divergence_head(case.student, case.teacher, case.asked(None, sampled=False), plan=SMALL)
+    ours = fused_linear_divergence(
+        case.student, case.teacher, case.asked(None, sampled=False), plan=SMALL
+    )
     assert not ours.hidden_gradient_ND.any()
     assert_close(ours.statistics.reverse_kl_N, expected(case, None).reverse_kl_N)
 
 
 @pytest.mark.parametrize("divergence", [None, FULL[2], ON_SUPPORT[0]], ids=str)
-def test_no_rows(divergence: Divergence | None) -> None:
+def test_no_rows(divergence: DivergenceSpec | None) -> None:
     case = make_case(num_rows=0)
     ours, into = through(case, divergence, plan=None)
     assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
@@ -324,18 +330,18 @@ def test_no_rows(divergence: Divergence | None) -> None:
 
 
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
-def test_float32_is_close_to_float64(divergence: Divergence | None) -> None:
-    case = make_case(num_rows=24, num_words=60, sizes=(16, 24), spread=2.0).to(torch.float32)
-    ours, into = through(case, divergence, plan=Plan(chunk=8, part=4))
+def test_float32_is_close_to_float64(divergence: DivergenceSpec | None) -> None:
+    case = make_case(num_rows=24, vocab_size=60, sizes=(16, 24), spread=2.0).to(torch.float32)
+    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 1e-5, off
 
 
 @pytest.mark.parametrize("divergence", [*FULL, None], ids=lambda d: label(d) if d else "sampled")
-def test_bfloat16_is_as_close_as_its_logits(divergence: Divergence | None) -> None:
+def test_bfloat16_is_as_close_as_its_logits(divergence: DivergenceSpec | None) -> None:
     """Against float64 on the same inputs: logits of three digits make gradients of about two."""
-    case = make_case(num_rows=24, num_words=60, sizes=(16, 24), spread=2.0).to(torch.bfloat16)
-    ours, into = through(case, divergence, plan=Plan(chunk=8, part=4))
+    case = make_case(num_rows=24, vocab_size=60, sizes=(16, 24), spread=2.0).to(torch.bfloat16)
+    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
@@ -344,11 +350,11 @@ def test_bfloat16_is_as_close_as_its_logits(divergence: Divergence | None) -> No
 
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
 def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
-    divergence: Divergence | None,
+    divergence: DivergenceSpec | None,
 ) -> None:
     """Heads that copy: logits are the hidden states, with the many ties that bfloat16 makes."""
     case = exact_case().to(torch.bfloat16)
-    ours, into = through(case, divergence, plan=Plan(chunk=8, part=4))
+    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert max(off["hidden_ND"], off["weight_VD"]) < 3e-3, off
     del off["hidden_ND"], off["weight_VD"], off["bias_V"]
@@ -358,14 +364,14 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
 def test_hidden_states_may_have_another_dtype_than_the_head() -> None:
     case = make_case().to(torch.float32)
     low = replace(case.student, weight_VD=case.student.weight_VD.bfloat16())
-    ours = divergence_head(low, case.teacher, case.asked(FULL[0]), plan=SMALL)
+    ours = fused_linear_divergence(low, case.teacher, case.asked(FULL[0]), plan=SMALL)
     assert ours.hidden_gradient_ND.dtype == torch.float32
     right = expected(replace(case, student=low), FULL[0])
     assert float((ours.hidden_gradient_ND - right.hidden_ND).norm() / right.hidden_ND.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT], ids=label)
-def test_extreme_logits_stay_finite(divergence: Divergence) -> None:
+def test_extreme_logits_stay_finite(divergence: DivergenceSpec) -> None:
     case = make_case(spread=1e4).to(torch.float32)
     ours, into = through(case, divergence)
     assert ours.found is not None

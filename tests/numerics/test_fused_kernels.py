@@ -32,8 +32,14 @@ from torch.testing import assert_close
 
 import courtside
 from courtside.errors import RunError
-from courtside.losses.fused.linear_divergence import Plan, divergence_head
-from courtside.losses.fused.types import Divergence, HeadGradient, HeadLoss, Statistics, Support
+from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
+from courtside.losses.fused.types import (
+    DivergenceSpec,
+    HeadGradient,
+    HeadLoss,
+    Support,
+    TokenStatistics,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "triton" not in sys.modules:
@@ -50,12 +56,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
 ]
 EVERY = [*FULL, *ENDS, *ON_SUPPORT]
-SMALL = Plan(chunk=4, part=3)
+SMALL = ChunkPlan(chunk=4, part=3)
 TILE = 32 * 4
 """Words in a tile of float32 on one warp, the smallest there is."""
 
 
-launch = triton_backend.words_in_triton
+launch = triton_backend.vocabulary_pass_triton
 
 
 @pytest.fixture(autouse=True)
@@ -63,15 +69,15 @@ def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     """Small tiles, so that small vocabularies have several."""
     options = getattr(request, "param", {"num_warps": 1})
     words = partial(launch, tiling=triton_backend.Tiling(**options))
-    monkeypatch.setattr(triton_backend, "words_in_triton", words)
+    monkeypatch.setattr(triton_backend, "vocabulary_pass_triton", words)
 
 
 def through(
-    case: Case, divergence: Divergence | None, *, plan: Plan = SMALL, **options: Any
+    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan = SMALL, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
     into = room(case)
     asked = case.asked(divergence, **options)
-    ours = divergence_head(
+    ours = fused_linear_divergence(
         case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
     )
     return ours, into
@@ -82,8 +88,8 @@ def small(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
 
 
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
-def test_everything_is_what_autograd_gives(divergence: Divergence | None) -> None:
-    case = small(num_words=TILE + 37)
+def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None) -> None:
+    case = small(vocab_size=TILE + 37)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
@@ -92,9 +98,9 @@ def test_everything_is_what_autograd_gives(divergence: Divergence | None) -> Non
 @pytest.mark.parametrize("num_words", [2, 3, 64, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], None], ids=str)
 def test_vocabularies_that_fill_no_tile_or_several(
-    num_words: int, divergence: Divergence | None
+    vocab_size: int, divergence: DivergenceSpec | None
 ) -> None:
-    case = small(num_words=num_words, num_rows=3)
+    case = small(vocab_size=vocab_size, num_rows=3)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
@@ -104,19 +110,21 @@ def test_vocabularies_that_fill_no_tile_or_several(
 @pytest.mark.parametrize(
     "divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"] + ON_SUPPORT[::7], ids=label
 )
-def test_words_that_are_found_by_their_groups(divergence: Divergence, head: dict[str, Any]) -> None:
+def test_words_that_are_found_by_their_groups(
+    divergence: DivergenceSpec, head: dict[str, Any]
+) -> None:
     """Of a vocabulary that is large enough for it; small ones are sorted."""
-    num_words = 4 * TILE + 37
+    vocab_size = 4 * TILE + 37
     assert divergence.support is not None
-    assert warps_for(num_words, divergence.support.k, least=1, width=4) is not None
-    case = small(num_words=num_words, **head)
+    assert warps_for(vocab_size, divergence.support.k, least=1, width=4) is not None
+    case = small(vocab_size=vocab_size, **head)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
 
 @pytest.mark.parametrize("divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"], ids=label)
-def test_words_that_both_sides_have_and_that_were_sampled(divergence: Divergence) -> None:
+def test_words_that_both_sides_have_and_that_were_sampled(divergence: DivergenceSpec) -> None:
     """A teacher that hardly differs, and the student's likeliest word as the sampled one."""
     case = small()
     student = case.student
@@ -141,7 +149,9 @@ def test_words_that_both_sides_have_and_that_were_sampled(divergence: Divergence
         {"ranks": (3, 2)},
     ],
 )
-def test_scale_bias_cap_and_adapter(divergence: Divergence | None, head: dict[str, Any]) -> None:
+def test_scale_bias_cap_and_adapter(
+    divergence: DivergenceSpec | None, head: dict[str, Any]
+) -> None:
     case = small(**head)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
@@ -150,7 +160,7 @@ def test_scale_bias_cap_and_adapter(divergence: Divergence | None, head: dict[st
 
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT[::5], None], ids=str)
 def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
-    divergence: Divergence | None,
+    divergence: DivergenceSpec | None,
 ) -> None:
     case = exact_case(num_rows=6).to(torch.bfloat16, DEVICE)
     ours, into = through(case, divergence)
@@ -163,8 +173,8 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
 
 
 @pytest.mark.parametrize("divergence", FULL, ids=label)
-def test_bfloat16_is_as_close_as_its_logits(divergence: Divergence) -> None:
-    case = small(torch.bfloat16, num_words=300, sizes=(16, 24), spread=2.0)
+def test_bfloat16_is_as_close_as_its_logits(divergence: DivergenceSpec) -> None:
+    case = small(torch.bfloat16, vocab_size=300, sizes=(16, 24), spread=2.0)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-2, off
@@ -173,9 +183,9 @@ def test_bfloat16_is_as_close_as_its_logits(divergence: Divergence) -> None:
 @pytest.mark.parametrize("divergence", [*FULL, None], ids=str)
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_what_is_common_to_a_row_costs_no_digits(
-    divergence: Divergence | None, shift: float
+    divergence: DivergenceSpec | None, shift: float
 ) -> None:
-    case = exact_case(num_rows=4, num_words=TILE + 9)
+    case = exact_case(num_rows=4, vocab_size=TILE + 9)
     student = replace(case.student, hidden_ND=case.student.hidden_ND + shift)
     teacher = replace(case.teacher, hidden_ND=case.teacher.hidden_ND - shift)
     ones_N = torch.ones_like(case.temperature_N)
@@ -187,8 +197,10 @@ def test_what_is_common_to_a_row_costs_no_digits(
 
 
 @pytest.mark.parametrize("divergence", [*FULL, None], ids=str)
-def test_logits_of_ten_thousand_and_far_apart_stay_finite(divergence: Divergence | None) -> None:
-    case = small(num_words=TILE + 9, spread=1e4)
+def test_logits_of_ten_thousand_and_far_apart_stay_finite(
+    divergence: DivergenceSpec | None,
+) -> None:
+    case = small(vocab_size=TILE + 9, spread=1e4)
     ours, into = through(case, divergence)
     for found in (ours.hidden_gradient_ND, into.weight_VD, ours.statistics.student_logp_N,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
@@ -198,7 +210,7 @@ def test_logits_of_ten_thousand_and_far_apart_stay_finite(divergence: Divergence
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT[::5]], ids=label)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_teacher_of_nan_without_weight_does_not_leak(
-    divergence: Divergence, sampled: bool
+    divergence: DivergenceSpec, sampled: bool
 ) -> None:
     case = small()
     right, right_head = through(case, divergence, sampled=sampled)
@@ -217,7 +229,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], ON_SUPPORT[0]], ids=label)
-def test_a_teacher_of_nan_with_weight_is_seen(divergence: Divergence) -> None:
+def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
     case = small()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = through(case, divergence)
@@ -227,9 +239,9 @@ def test_a_teacher_of_nan_with_weight_is_seen(divergence: Divergence) -> None:
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[4], ON_SUPPORT[-1], None], ids=str)
-@pytest.mark.parametrize("plan", [Plan(chunk=1, part=1), Plan(chunk=9, part=9)], ids=str)
-def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan) -> None:
-    case = small(num_words=TILE + 5)
+@pytest.mark.parametrize("plan", [ChunkPlan(chunk=1, part=1), ChunkPlan(chunk=9, part=9)], ids=str)
+def test_chunks_do_not_change_anything(divergence: DivergenceSpec | None, plan: ChunkPlan) -> None:
+    case = small(vocab_size=TILE + 5)
     whole, whole_head = through(case, divergence)
     ours, head = through(case, divergence, plan=plan)
     assert_close(ours.hidden_gradient_ND, whole.hidden_gradient_ND, rtol=1e-5, atol=1e-7)
@@ -238,16 +250,16 @@ def test_chunks_do_not_change_anything(divergence: Divergence | None, plan: Plan
 
 
 @pytest.mark.parametrize("divergence", [None, FULL[1], FULL[3], ON_SUPPORT[0]], ids=str)
-def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | None) -> None:
+def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec | None) -> None:
     """The kernel in two halves, the caller between them."""
     case = small()
 
-    def coefficient(rows: slice, found: Statistics) -> Tensor:
+    def coefficient(rows: slice, found: TokenStatistics) -> Tensor:
         assert found.reverse_kl_N is not None
         return found.student_logp_N.exp() * found.reverse_kl_N / 7
 
     asked = replace(case.asked(divergence), sampled=coefficient)
-    ours = divergence_head(case.student, case.teacher, asked, plan=SMALL, backend="triton")
+    ours = fused_linear_divergence(case.student, case.teacher, asked, plan=SMALL, backend="triton")
     found = expected(case, None)
     fixed_N = found.student_logp_N.exp() * found.reverse_kl_N / 7
     right = expected(replace(case, coefficient_N=fixed_N), divergence)
@@ -257,7 +269,7 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: Divergence | Non
 def test_without_a_teacher_only_the_sampled_words_count() -> None:
     case = small()
     into = room(case)
-    ours = divergence_head(
+    ours = fused_linear_divergence(
         case.student, None, case.asked(None), into=into, plan=SMALL, backend="triton"
     )
     off = differences(ours, into, expected(case, None))
@@ -282,16 +294,16 @@ def test_a_word_that_does_not_exist_is_nan_and_reads_nothing() -> None:
     "tiling", [{"num_warps": 2}, {"num_warps": 1, "lanes_per_thread": 2}], indirect=True
 )
 def test_tilings_do_not_change_anything() -> None:
-    case = small(num_words=3 * TILE + 5)
+    case = small(vocab_size=3 * TILE + 5)
     ours, into = through(case, FULL[0])
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
 
 
 @pytest.mark.parametrize("divergence", ON_SUPPORT[::4], ids=label)
-def test_a_support_out_of_many_words(divergence: Divergence) -> None:
+def test_a_support_out_of_many_words(divergence: DivergenceSpec) -> None:
     """So many that the likeliest are found by the kernels, too."""
-    case = small(num_words=4 * TILE + 90, num_rows=4)
+    case = small(vocab_size=4 * TILE + 90, num_rows=4)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
@@ -300,9 +312,9 @@ def test_a_support_out_of_many_words(divergence: Divergence) -> None:
 @pytest.mark.parametrize("of", ["teacher", "student", "joint"])
 def test_a_support_of_every_word(of: Any) -> None:
     """Of a joint one each word is listed twice, and counts once."""
-    case = small(num_words=6)
+    case = small(vocab_size=6)
     on = Support(k=6, of=of, form="renormalised")
-    ours, into = through(case, Divergence(name="reverse_kl", support=on))
+    ours, into = through(case, DivergenceSpec(name="reverse_kl", support=on))
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
 

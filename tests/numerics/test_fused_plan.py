@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.losses.fused import linear_divergence
 from courtside.losses.fused.linear_divergence import (
-    Plan,
+    ChunkPlan,
     choose_backend,
-    divergence_head,
-    make_plan,
+    fused_linear_divergence,
+    plan_chunks,
 )
-from courtside.losses.fused.types import Asked, Divergence, Projection, Support
+from courtside.losses.fused.types import DivergenceSpec, HeadLossSpec, Projection, Support
 
 
 class _Largest(TorchDispatchMode):
@@ -34,12 +34,12 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("divergence", [*FULL, ON_SUPPORT[-1], None], ids=str)
-def test_no_more_than_a_chunk_of_logits_exists(divergence: Divergence | None) -> None:
-    case = make_case(num_rows=64, num_words=64, sizes=(3, 3))
+def test_no_more_than_a_chunk_of_logits_exists(divergence: DivergenceSpec | None) -> None:
+    case = make_case(num_rows=64, vocab_size=64, sizes=(3, 3))
     with _Largest() as largest:
         asked = case.asked(divergence)
-        plan = Plan(chunk=8, part=4)
-        divergence_head(case.student, case.teacher, asked, into=room(case), plan=plan)
+        plan = ChunkPlan(chunk=8, part=4)
+        fused_linear_divergence(case.student, case.teacher, asked, into=room(case), plan=plan)
     assert largest.numel == 8 * 64
 
 
@@ -50,17 +50,17 @@ def test_a_plan_keeps_to_its_budget(num_rows: int, trained: bool, teacher: bool)
     student = Projection(
         hidden_ND=torch.empty(num_rows, 0), weight_VD=torch.empty(49152, 0, dtype=torch.float32)
     )
-    plan = make_plan(student, teacher=teacher, trained=trained)
+    plan = plan_chunks(student, teacher=teacher, trained=trained)
     assert held(plan, teacher) * 49152 * 4 <= linear_divergence.CPU_BYTES
     check_chunks(plan, num_rows, tile=16)
 
 
-def held(plan: Plan, teacher: bool) -> int:
+def held(plan: ChunkPlan, teacher: bool) -> int:
     """Rows of logits that exist at once."""
     return plan.chunk + (plan.part if teacher else 0)
 
 
-def check_chunks(plan: Plan, num_rows: int, *, tile: int) -> None:
+def check_chunks(plan: ChunkPlan, num_rows: int, *, tile: int) -> None:
     assert plan.part <= plan.chunk and plan.chunk % tile == 0
     num_chunks = -(-num_rows // plan.chunk)
     assert plan.chunk * num_chunks < num_rows + num_chunks * tile, "chunks of about equal size"
@@ -73,16 +73,16 @@ def check_chunks(plan: Plan, num_rows: int, *, tile: int) -> None:
     ("size", "num_words"), [(4096, 151936), (2048, 151669), (1024, 151936), (576, 49152)]
 )
 def test_a_plan_for_a_gpu(
-    size: int, num_words: int, num_rows: int, trained: bool, teacher: bool
+    size: int, vocab_size: int, num_rows: int, trained: bool, teacher: bool
 ) -> None:
     """At most 4608 rows of logits where the head trains, 2048 where not; a head that is small for a
     GPU gets half a GiB. 4096 rows, which fit, are one chunk."""
     student = Projection(
         hidden_ND=torch.empty(num_rows, size, device="meta", dtype=torch.bfloat16),
-        weight_VD=torch.empty(num_words, size, device="meta", dtype=torch.bfloat16),
+        weight_VD=torch.empty(vocab_size, size, device="meta", dtype=torch.bfloat16),
     )
-    plan = make_plan(student, teacher=teacher, trained=trained, device="cuda")
-    row_bytes = 2 * (-(-num_words // 64) * 64)
+    plan = plan_chunks(student, teacher=teacher, trained=trained, device="cuda")
+    row_bytes = 2 * (-(-vocab_size // 64) * 64)
     allowed = row_bytes * (4608 if trained else 2048)
     assert held(plan, teacher) * row_bytes <= max(allowed, 2**29)
     check_chunks(plan, num_rows, tile=128)
@@ -99,17 +99,17 @@ def test_refusals_say_why() -> None:
     case = make_case()
     half = case.to(torch.float16)
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):
-        divergence_head(half.student, half.teacher, half.asked(FULL[0]))
-    too_many = Divergence(name="reverse_kl", support=Support(k=24, of="teacher", form="tail"))
+        fused_linear_divergence(half.student, half.teacher, half.asked(FULL[0]))
+    too_many = DivergenceSpec(name="reverse_kl", support=Support(k=24, of="teacher", form="tail"))
     with pytest.raises(ValueError, match="k = 24: the vocabulary has 23 words"):
-        divergence_head(case.student, case.teacher, case.asked(too_many))
+        fused_linear_divergence(case.student, case.teacher, case.asked(too_many))
     with pytest.raises(ValueError, match="jsd needs a beta"):
-        Divergence(name="jsd")
+        DivergenceSpec(name="jsd")
     with pytest.raises(ValueError, match="the skewed ones need one"):
-        Divergence(name="reverse_kl", alpha=0.1)
+        DivergenceSpec(name="reverse_kl", alpha=0.1)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        Divergence(name="jsd", beta=1.5)
+        DivergenceSpec(name="jsd", beta=1.5)
     with pytest.raises(AssertionError, match="needs a teacher"):
-        divergence_head(case.student, None, case.asked(FULL[0]))
+        fused_linear_divergence(case.student, None, case.asked(FULL[0]))
     with pytest.raises(AssertionError, match="has weights"):
-        Asked(ids_N=case.ids_N, temperature_N=case.temperature_N, divergence=FULL[0])
+        HeadLossSpec(ids_N=case.ids_N, temperature_N=case.temperature_N, divergence=FULL[0])

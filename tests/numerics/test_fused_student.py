@@ -11,12 +11,12 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.recipe import Loss
 from courtside.training.head import autograd, fused
-from courtside.training.loss_terms import Component
-from courtside.training.metrics import Tally
-from courtside.training.token_batch import Rows
+from courtside.training.loss_terms import LossTerm
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.token_batch import TokenBatch
 
 N, WORDS = 11, 29
 ALL, FIRST, LAST, SOME = [1.0] * N, [1.0] * 6 + [0.0] * 5, [0.0] * 6 + [1.0] * 5, [0.5, 0, 2] * 4
@@ -53,12 +53,12 @@ NOT_FUSED: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
 }  # fmt: skip
 
 
-def components(losses: list[tuple[dict[str, Any], list[float]]]) -> list[Component]:
+def components(losses: list[tuple[dict[str, Any], list[float]]]) -> list[LossTerm]:
     parts = []
     for options, weights in losses:
         loss = TypeAdapter(Loss).validate_python(options)
         parts.append(
-            Component(
+            LossTerm(
                 name=loss.name or loss.kind,
                 loss=loss,
                 weight={"t": tuple(weights)},
@@ -69,13 +69,13 @@ def components(losses: list[tuple[dict[str, Any], list[float]]]) -> list[Compone
     return parts
 
 
-def make_head(size: int, seed: int, **options: Any) -> Head:
+def make_head(size: int, seed: int, **options: Any) -> LMHead:
     torch.manual_seed(seed)
     module = nn.Linear(size, WORDS + 2, bias=bool(options.get("softcap"))).double()
-    return Head(module, num_words=WORDS, **{"softcap": None, "scale": 1.0, **options})
+    return LMHead(module, vocab_size=WORDS, **{"softcap": None, "scale": 1.0, **options})
 
 
-def make_rows(parts: list[Component], **options: Any) -> Rows:
+def make_rows(parts: list[LossTerm], **options: Any) -> TokenBatch:
     torch.manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -83,7 +83,7 @@ def make_rows(parts: list[Component], **options: Any) -> Rows:
 
     teacher_logp_N = -normal(N).abs() - 1
     teacher_logp_N[2] = math.nan if options.pop("silent", False) else -1.0
-    return Rows(
+    return TokenBatch(
         hidden_ND=normal(N, 5),
         ids_N=torch.randint(WORDS, (N,)),
         temperature_N=torch.rand(N, dtype=torch.float64) + 0.7,
@@ -107,7 +107,7 @@ def run(
     rows = make_rows(parts, **options)
     options.pop("silent", None)
     own = make_head(5, 0, **options)
-    tally = Tally()
+    tally = MetricAccumulator()
     gradient_ND, logp_N = module.backward_through_head(rows, own, parts, chunk=4, tally=tally)
     return {
         "hidden": gradient_ND,
@@ -145,7 +145,7 @@ def test_a_teacher_that_is_silent_on_some_positions() -> None:
 def test_chunks_are_chosen_where_none_are_given() -> None:
     parts = components(FUSED["reverse KL"])
     whole = fused.backward_through_head(
-        make_rows(parts), make_head(5, 0), parts, chunk=None, tally=Tally()
+        make_rows(parts), make_head(5, 0), parts, chunk=None, tally=MetricAccumulator()
     )
     assert_close(whole[0], run(autograd, FUSED["reverse KL"])["hidden"], rtol=1e-8, atol=1e-10)
 
@@ -153,7 +153,7 @@ def test_chunks_are_chosen_where_none_are_given() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     parts, own = components(FUSED["reverse KL"]), make_head(5, 0)
     own.module.requires_grad_(False)
-    fused.backward_through_head(make_rows(parts), own, parts, chunk=4, tally=Tally())
+    fused.backward_through_head(make_rows(parts), own, parts, chunk=4, tally=MetricAccumulator())
     assert own.module.weight.grad is None
 
 
@@ -164,7 +164,9 @@ def test_autocast_makes_bfloat16_logits_and_float32_gradients() -> None:
     rows.teacher_head.module.float()
     right = run(autograd, FUSED["reverse KL"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        gradient_ND, _ = fused.backward_through_head(rows, own, parts, chunk=4, tally=Tally())
+        gradient_ND, _ = fused.backward_through_head(
+            rows, own, parts, chunk=4, tally=MetricAccumulator()
+        )
     assert own.module.weight.grad.dtype == torch.float32
     for found, exact in ((gradient_ND, right["hidden"]), (own.module.weight.grad, right["head"])):
         assert 1e-4 < float((found - exact).norm() / exact.norm()) < 3e-2

@@ -13,10 +13,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from courtside.engines.forward.forward import Passes, packing_problem
+from courtside.engines.forward.forward import ForwardPasses, packing_problem
 from courtside.engines.forward.prefix_sharing import LEAST_IDS
 from courtside.engines.kernels import layers, layers_autograd
-from courtside.engines.local import head_of
+from courtside.engines.local import find_lm_head
 from courtside.engines.patches import fused_layers as few
 from courtside.engines.patches import layer_ops
 
@@ -166,12 +166,12 @@ SEQUENCES = [[3, 5, 7, 11], [13, 2]]
 
 def step(
     model: Any,
-    parts: few.FewLaunches | None,
+    parts: few.FusedLayers | None,
     cast: bool,
     sequences: list[list[int]] = SEQUENCES,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states of a packed pass, and every weight's gradient."""
-    passes = Passes(model=model, pad_id=1, problem=packing_problem(model), parts=parts)
+    passes = ForwardPasses(model=model, pad_id=1, problem=packing_problem(model), parts=parts)
     model.zero_grad(set_to_none=True)
     model.train()
     with (
@@ -201,8 +201,8 @@ def test_a_pass_trains_as_the_models_own(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     own_ND, own = step(model, None, cast)
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
-    parts = few.few_launches(model, head_of(model), torch.bfloat16 if cast else None)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16 if cast else None)
     assert parts is not None and parts.norms and parts.mlps and parts.rotary
     found_ND, found = step(model, parts, cast)
     assert found.keys() == own.keys() and found_ND.dtype == own_ND.dtype
@@ -216,8 +216,8 @@ def test_a_pass_trains_as_the_models_own(
 def test_computed_again_a_pass_is_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen().to(DEVICE)
     model.model.layers = model.model.layers[1:]
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
-    parts = few.few_launches(model, head_of(model), torch.bfloat16)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     common = list(range(2, 2 + LEAST_IDS))
     sharing = [[*common, 7], [*common, 5, 3]]
     kept_ND, kept = step(model, parts, cast=True, sequences=sharing)
@@ -232,7 +232,7 @@ def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that one more token keeps for the way back, against the model's own code."""
     model = qwen().to(DEVICE)
 
-    def kept(parts: few.FewLaunches | None, length: int) -> int:
+    def kept(parts: few.FusedLayers | None, length: int) -> int:
         saved: dict[int, int] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -245,11 +245,11 @@ def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(saved.values())
 
     own = kept(None, 3) - kept(None, 2)
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
-    parts = few.few_launches(model, head_of(model), torch.bfloat16)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     assert kept(parts, 3) - kept(parts, 2) < 0.75 * own
 
 
 def test_without_kernels_a_model_is_left_alone() -> None:
     model = llama().double()
-    assert few.few_launches(model, head_of(model), None) is None
+    assert few.find_fused_layers(model, find_lm_head(model), None) is None

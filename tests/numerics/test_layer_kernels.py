@@ -16,7 +16,7 @@ NUMBERS = [torch.float32, torch.bfloat16]
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: False)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: False)
 
 
 def joined(*sizes: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from courtside.api import train
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.loading import load_model, load_tokenizer
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.recipe.load import load_recipe
 from courtside.types import Message
 
@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def engine() -> TransformersEngine:
+def engine() -> LocalEngine:
     model = load_model("smollm2-135m", dtype=torch.float32, device=torch.device("cpu"))
-    return TransformersEngine(model, load_tokenizer("smollm2-135m"), name="smollm2-135m")
+    return LocalEngine(model, load_tokenizer("smollm2-135m"), name="smollm2-135m")
 
 
 @pytest.fixture(scope="module")
-def renderer(engine: TransformersEngine) -> Renderer:
-    return Renderer(engine.tokenizer, name=engine.name, eos_ids=engine.eos_ids)
+def renderer(engine: LocalEngine) -> ChatTemplate:
+    return ChatTemplate(engine.tokenizer, name=engine.name, eos_ids=engine.eos_ids)
 
 
-def test_it_is_a_working_chat_model(engine: TransformersEngine, renderer: Renderer) -> None:
+def test_it_is_a_working_chat_model(engine: LocalEngine, renderer: ChatTemplate) -> None:
     ask = (Message(role="user", content="Name three fruits."),)
     request = SampleRequest(prompt_ids=renderer.prompt_ids(ask), seed=0)
     (answer,) = engine.sample([request], Sampling(max_new_tokens=40, temperature=0.0))
@@ -39,7 +39,7 @@ def test_it_is_a_working_chat_model(engine: TransformersEngine, renderer: Render
 
 
 def test_sampler_and_scorer_agree_on_every_token(
-    engine: TransformersEngine, renderer: Renderer
+    engine: LocalEngine, renderer: ChatTemplate
 ) -> None:
     asks = ["Hi!", "What is a volcano?", "List four rivers of Europe, one to a line, please."]
     prompts = [renderer.prompt_ids((Message(role="user", content=ask),)) for ask in asks]
@@ -84,10 +84,10 @@ def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
     assert row["sampler/gap"] < 1e-3
     hinted = [s for s in run.trajectories(0) if s.hints]
     for stored in hinted:
-        for judged in stored.hints:
-            turn = stored.trajectory.turns[judged.hint.turn]
+        for hint_outcomes in stored.hints:
+            turn = stored.trajectory.turns[hint_outcomes.hint.turn]
             assert any(event.kind == "tool_not_found" for event in turn.events)
-            assert judged.hint.text.startswith("Reminder: the tools here are")
+            assert hint_outcomes.hint.text.startswith("Reminder: the tools here are")
     who = {(e.who, e.step) for e in run.evaluations()}
     assert who == {(one, step) for one in ("student", "student:held_out") for step in (0, 1)}
     assert "tool_not_found" in (tmp_path / "run" / "report.html").read_text()

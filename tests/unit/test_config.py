@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from courtside.errors import RecipeError, UserError
-from courtside.recipe import Ramp, Recipe, SelfTeacher, Train, teachers_of
+from courtside.recipe import Ramp, Recipe, SelfTeacherConfig, TrainConfig, teachers_of
 from courtside.recipe.load import recipe_from
 from courtside.report.folder import toml
 
@@ -431,13 +431,13 @@ def test_python_values_are_as_good_as_toml() -> None:
         tree(
             tasks={"kind": "jsonl", "path": Path("some/tasks.jsonl")},
             rollout={"stop": ("END",)},
-            train=Train(steps=7),
+            train=TrainConfig(steps=7),
         )
     )
     assert recipe.tasks.kind == "jsonl"
     assert recipe.tasks.path == Path("some/tasks.jsonl")
     assert recipe.rollout.stop == ("END",)
-    assert recipe.train == Train(steps=7)
+    assert recipe.train == TrainConfig(steps=7)
     with pytest.raises(RecipeError, match="of type object has no place in a recipe"):
         recipe_from(tree(seed=object()))
 
@@ -477,7 +477,7 @@ def test_losses_are_logged_by_name_or_kind() -> None:
 
 
 def test_single_teachers_of_a_recipe() -> None:
-    frozen = SelfTeacher(kind="self")
+    frozen = SelfTeacherConfig(kind="self")
     routes = {"kind": "routes", "routes": {"a": {"kind": "self"}, "b": {"kind": "self"}}}
     assert teachers_of(recipe_from(tree())) == (frozen,)
     assert teachers_of(recipe_from(tree(teacher=routes))) == (frozen, frozen)

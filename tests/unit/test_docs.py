@@ -24,7 +24,7 @@ from courtside.cli.app import app
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import built_in_files, find_recipe
 from courtside.recipe.load import load_recipe, recipe_from
-from courtside.recipe.schema import inside, kinds, options
+from courtside.recipe.schema import kinds, options, type_of_key
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -126,9 +126,9 @@ def has_field(here: Any, keys: list[str]) -> bool:
     if not keys:
         return True
     if keys[0].isdecimal():
-        return has_field(inside(here, 0), keys[1:])
+        return has_field(type_of_key(here, 0), keys[1:])
     sections = [*(kinds(here).values() or options(here) or (here,))]
-    after = [inside(one, keys[0]) for one in sections]
+    after = [type_of_key(one, keys[0]) for one in sections]
     return any(one is not Any and has_field(one, keys[1:]) for one in after)
 
 

@@ -18,14 +18,14 @@ from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
-from courtside.report.console import SilentScreen
+from courtside.report.console import SilentConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories
 from courtside.run import Run, _file_name
 from courtside.training import checkpoints
 
 
-class Recorder(SilentScreen):
+class Recorder(SilentConsole):
     """A screen that remembers, and can act when a step is shown."""
 
     def __init__(self, on_step: Any = None) -> None:
@@ -140,7 +140,7 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
         def act(row: Any) -> None:
             if row["step"] == 2:
                 head = parts.teacher.teacher.engine.head
-                module = torch.nn.Linear(32, head.num_words)
+                module = torch.nn.Linear(32, head.vocab_size)
                 module.bias.data[:] = -math.inf
                 module.bias.data[0] = 0.0
                 head.module = module

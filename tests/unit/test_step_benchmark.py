@@ -224,7 +224,7 @@ def test_the_side_plays_whole_turns_and_trains_on_the_hinted_ones(
         for before, turn in zip(turns[1:-1:2], turns[2::2], strict=True):
             ended = before.token_ids[-1] == 1  # by chance the end token: then nothing closes it
             assert len(turn.token_ids) == job.said_words + 6 - ended
-        hints = [judged.hint for judged in one.hints]
+        hints = [hint_outcomes.hint for hint_outcomes in one.hints]
         assert [hint.turn for hint in hints] == [i for i, turn in enumerate(turns) if turn.events]
         hinted = {hint.turn for hint in hints}
         taught = [i for i, turn in enumerate(one.trajectory.turn_of) if turn in hinted]

@@ -12,87 +12,91 @@ from typing import Any
 
 import torch
 
-from courtside.assemble.offline import named_by_hints, recorded_rollout
-from courtside.chat.chat_logs import recorded
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
-from courtside.engines.cpu.malloc import keep_freed_memory
-from courtside.engines.cpu.threads import bound_threads
-from courtside.engines.int8 import quantise
+from courtside.assemble.offline import ids_named_by_hints, make_offline_rollout
+from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
+from courtside.engines.cpu.malloc import retain_freed_memory
+from courtside.engines.cpu.threads import limit_threads
+from courtside.engines.int8 import quantize_linear_layers
 from courtside.engines.loading import load_model, load_tokenizer
-from courtside.engines.local import TransformersEngine
-from courtside.engines.precision import arithmetic
+from courtside.engines.local import LocalEngine
+from courtside.engines.precision import resolve_dtype
 from courtside.environments.base import Environment
-from courtside.environments.loading import environment_of
+from courtside.environments.loading import make_environment
 from courtside.errors import ModelError, RecipeError
 from courtside.reader.base import Reader, Reading
-from courtside.reader.loading import reader_for
-from courtside.reader.model.student_client import own_ask
+from courtside.reader.loading import make_reader
+from courtside.reader.model.student_client import make_student_client
 from courtside.recipe import (
-    ModelTeacher,
+    ModelTeacherConfig,
     Recipe,
-    RoutedTeacher,
-    SelfTeacher,
+    RoutedTeacherConfig,
+    SelfTeacherConfig,
     tasks_with,
     teachers_of,
 )
-from courtside.rollout.chat_logs import RecordedRollout
-from courtside.rollout.episodes import AgentRollout, goes_well
-from courtside.rollout.mixing import sampling_of
-from courtside.rollout.replay import StoredRollout
+from courtside.rollout.chat_logs import ChatLogRollout
+from courtside.rollout.episodes import EpisodeRollout, reply_passes
+from courtside.rollout.mixing import make_sampling
+from courtside.rollout.replay import ReplayRollout
 from courtside.rollout.single_turn import SingleTurnRollout
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
-from courtside.tasks.loading import Room, task_source
+from courtside.tasks.loading import PromptLimit, make_task_source
 from courtside.teacher.context import task_context
-from courtside.teacher.hint_scoring import HintScorer, Trial
+from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
-from courtside.training.hint_branches import why_before
-from courtside.training.memory.checkpointing_auto import FreeBytes, choose_activations, free_bytes
-from courtside.training.memory.kv_budget import batch_tokens, device_bytes
+from courtside.training.hint_branches import reason_to_score_before_update
+from courtside.training.memory.checkpointing_auto import (
+    FreeBytes,
+    choose_gradient_checkpointing,
+    free_bytes,
+)
+from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage, StudentWeights
 from courtside.types import Task, Trajectory
 
 
-def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
-    bound_threads()
-    keep_freed_memory()
+def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
+    limit_threads()
+    retain_freed_memory()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
     others = _load_teachers(recipe, weights.device)
-    num_words = _common_words(name, weights.model, tokenizer, others)
-    _check_top_k(recipe, num_words)
+    vocab_size = _common_words(name, weights.model, tokenizer, others)
+    _check_top_k(recipe, vocab_size)
     models, total = [model for model, _ in others.values()], device_bytes(weights.device)
-    max_batch_tokens = batch_tokens(recipe, weights, models, total=total)
+    max_batch_tokens = kv_cache_tokens(recipe, weights, models, total=total)
 
-    def engine_for(model: Any, label: str, autocast: torch.dtype | None) -> TransformersEngine:
-        return TransformersEngine(
+    def engine_for(model: Any, label: str, autocast: torch.dtype | None) -> LocalEngine:
+        return LocalEngine(
             model,
             tokenizer,
             name=label,
-            num_words=num_words,
+            vocab_size=vocab_size,
             autocast=autocast,
             max_batch_tokens=max_batch_tokens,
         )
 
     engine = engine_for(weights.model, name, weights.autocast)
-    renderer = Renderer(tokenizer, name=name, eos_ids=engine.eos_ids)
+    renderer = ChatTemplate(tokenizer, name=name, eos_ids=engine.eos_ids)
     student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
-    recomputed = choose_activations(student, free, context_length=engine.context_length)
+    recomputed = choose_gradient_checkpointing(student, free, context_length=engine.context_length)
     new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
-    room = Room(
+    room = PromptLimit(
         length=lambda task: _length(task, renderer, new, data=recipe.trains_on_data),
         max_tokens=engine.context_length - new,
     )
-    environment = environment_of(recipe.tasks)
-    named = named_by_hints(recipe)
-    tasks = task_source(recipe.tasks, recipe.seed, room, environment, named)
-    turns = Turns(renderer)
+    environment = make_environment(recipe.tasks)
+    named = ids_named_by_hints(recipe)
+    tasks = make_task_source(recipe.tasks, recipe.seed, room, environment, named)
+    turns = IncrementalTemplate(renderer)
 
     averages: dict[str, MovingAverage] = {}
     sizes: dict[str, int] = {}
@@ -106,16 +110,16 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     if recipe.reader is not None:
         with engine.casting():
             problem = student.passes.problem or engine.branching_problem
-            scored_before = why_before(recipe, engine.model, problem)
+            scored_before = reason_to_score_before_update(recipe, engine.model, problem)
 
-    def teacher_of(config: SelfTeacher | ModelTeacher, label: str) -> Teacher:
+    def teacher_of(config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
         spoken = renderer
         lent: Callable[[], AbstractContextManager[None]] = nullcontext
         follow: Callable[[], None] = _stay
-        if isinstance(config, ModelTeacher):
+        if isinstance(config, ModelTeacherConfig):
             model, own_tokenizer = others[_weights_of(config)]
             its = engine_for(model, config.model, None)
-            spoken = Renderer(own_tokenizer, name=config.model, eos_ids=its.eos_ids)
+            spoken = ChatTemplate(own_tokenizer, name=config.model, eos_ids=its.eos_ids)
             if own_tokenizer.chat_template != tokenizer.chat_template:
                 notes.append(
                     f"{config.model} has another chat template than {name}: each reads the prompt "
@@ -163,7 +167,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
         )
 
     teacher: Teacher | RoutedTeachers | None = None
-    if isinstance(recipe.teacher, RoutedTeacher):
+    if isinstance(recipe.teacher, RoutedTeacherConfig):
         routes = {
             tag: teacher_of(t, f"{tag}:{_label(t)}") for tag, t in recipe.teacher.routes.items()
         }
@@ -173,7 +177,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     teacher_sizes = dict(sizes)
     reference = None
     if recipe.needs_reference:
-        reference = teacher_of(SelfTeacher(kind="self", weights="frozen"), "reference")
+        reference = teacher_of(SelfTeacherConfig(kind="self", weights="frozen"), "reference")
 
     for t in teachers_of(recipe):
         if t.context is not None:
@@ -181,9 +185,9 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
                 task_context(t.context, task)  # a field that the tasks lack is told now
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
-    rollout: SingleTurnRollout | AgentRollout | RecordedRollout | StoredRollout
+    rollout: SingleTurnRollout | EpisodeRollout | ChatLogRollout | ReplayRollout
     if recipe.tasks.is_recorded:
-        rollout, said = recorded_rollout(recipe, tasks, engine, turns)
+        rollout, said = make_offline_rollout(recipe, tasks, engine, turns)
         notes += said
     elif environment is None:
         rollout = SingleTurnRollout(
@@ -211,14 +215,14 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
         notes.append(
             f"hints are scored before the update, which reads trajectories again ({scored_before})"
         )
-    return Parts(
+    return Runtime(
         recipe=recipe,
         tasks=tasks,
         environment=environment,
         suites=_suites(recipe, room),
         rollout=rollout,
         reader=_reader(recipe, engine, renderer),
-        teacher=Scoring(teacher, reference, hinted=recipe.reader is not None),
+        teacher=TeacherStage(teacher, reference, hinted=recipe.reader is not None),
         student=student,
         engine=engine,
         renderer=renderer,
@@ -228,19 +232,19 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Parts:
     )
 
 
-def _trial(recipe: Recipe, environment: Environment | None) -> Trial | None:
+def _trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:
     if not recipe.hints.resamples or environment is None:
         return None
-    return Trial(
-        sampling=sampling_of(recipe.rollout),
-        passes=partial(goes_well, environment.start, seconds=recipe.rollout.limits.step_seconds),
+    return HintTrial(
+        sampling=make_sampling(recipe.rollout),
+        passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
         seed=recipe.seed,
     )
 
 
 def _agent(
-    recipe: Recipe, environment: Environment, engine: TransformersEngine, turns: Turns
-) -> AgentRollout:
+    recipe: Recipe, environment: Environment, engine: LocalEngine, turns: IncrementalTemplate
+) -> EpisodeRollout:
     expert: Any = getattr(environment, "demonstrate", None)
     if expert is None and recipe.trains_on_data:
         raise RecipeError(
@@ -255,9 +259,11 @@ def _agent(
         begun = tuple(takewhile(lambda message: message.role != "assistant", messages))
         task = replace(task, messages=begun)
         spoken = [{"role": m.role, "content": m.content} for m in messages]
-        return recorded(task, spoken, turns, id=id, temperature=recipe.rollout.temperature)
+        return trajectory_from_chat_log(
+            task, spoken, turns, id=id, temperature=recipe.rollout.temperature
+        )
 
-    return AgentRollout(
+    return EpisodeRollout(
         engine=engine,
         turns=turns,
         config=recipe.rollout,
@@ -268,23 +274,25 @@ def _agent(
     )
 
 
-def _reader(recipe: Recipe, engine: TransformersEngine, renderer: Renderer) -> Reader:
+def _reader(recipe: Recipe, engine: LocalEngine, renderer: ChatTemplate) -> Reader:
     if recipe.reader is None:
         return lambda trajectories: Reading(hints=(), counts={})
-    asking = own_ask(engine, renderer, context_length=engine.context_length, seed=recipe.seed)
-    return reader_for(recipe.reader, ask_self=asking, seed=recipe.seed)
+    asking = make_student_client(
+        engine, renderer, context_length=engine.context_length, seed=recipe.seed
+    )
+    return make_reader(recipe.reader, ask_self=asking, seed=recipe.seed)
 
 
-def _suites(recipe: Recipe, room: Room) -> dict[str, tuple[TaskSource, Environment | None]]:
+def _suites(recipe: Recipe, room: PromptLimit) -> dict[str, tuple[TaskSource, Environment | None]]:
     found = {}
     for name, different in recipe.evaluate.suites.items():
         config = tasks_with(recipe.tasks, different)
-        world = environment_of(config)
-        found[name] = task_source(config, recipe.seed, room, world), world
+        world = make_environment(config)
+        found[name] = make_task_source(config, recipe.seed, room, world), world
     return found
 
 
-def _length(task: Task, renderer: Renderer, new: int, *, data: bool) -> int:
+def _length(task: Task, renderer: ChatTemplate, new: int, *, data: bool) -> int:
     """Tokens of the prompt, and of what a given answer takes beyond `rollout.max_new_tokens`."""
     texts = [text for text in (task.completion, task.rejected) if data and text is not None]
     answers = [len(renderer.answer_ids(task.messages, text)) for text in texts]
@@ -295,8 +303,8 @@ def _stay() -> None:
     """A teacher that does not move."""
 
 
-def _label(teacher: SelfTeacher | ModelTeacher) -> str:
-    return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacher) else teacher.model
+def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
+    return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacherConfig) else teacher.model
 
 
 def _named(twin: Any, weights: StudentWeights) -> dict[str, torch.Tensor]:
@@ -308,7 +316,7 @@ Weights = tuple[str, Path | None, str]
 """What makes two teachers the same model: its name, adapter and dtype."""
 
 
-def _weights_of(config: ModelTeacher) -> Weights:
+def _weights_of(config: ModelTeacherConfig) -> Weights:
     return config.model, config.adapter, config.dtype
 
 
@@ -316,21 +324,21 @@ def _load_teachers(recipe: Recipe, device: torch.device) -> dict[Weights, tuple[
     """Each model once, however many routes lead to it."""
     loaded: dict[Weights, tuple[Any, Any]] = {}
     for config in teachers_of(recipe):
-        if isinstance(config, ModelTeacher) and _weights_of(config) not in loaded:
+        if isinstance(config, ModelTeacherConfig) and _weights_of(config) not in loaded:
             loaded[_weights_of(config)] = _load_teacher(config, device)
     return loaded
 
 
-def _load_teacher(config: ModelTeacher, device: torch.device) -> tuple[Any, Any]:
+def _load_teacher(config: ModelTeacherConfig, device: torch.device) -> tuple[Any, Any]:
     model: Any = load_model(
         config.model,
-        dtype=arithmetic(config.dtype, device),
+        dtype=resolve_dtype(config.dtype, device),
         device=device,
         adapter=config.adapter,
         trust_remote_code=config.trust_remote_code,
     )
     if config.dtype == "int8":
-        model = quantise(model)
+        model = quantize_linear_layers(model)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     return model.requires_grad_(False), tokenizer
 
@@ -361,12 +369,12 @@ def _common_words(
     return smallest
 
 
-def _check_top_k(recipe: Recipe, num_words: int) -> None:
+def _check_top_k(recipe: Recipe, vocab_size: int) -> None:
     for index, loss in enumerate(recipe.losses):
         if loss.kind != "divergence" or loss.support.kind != "top_k":
             continue
-        if loss.support.k > num_words:
+        if loss.support.k > vocab_size:
             raise RecipeError(
-                f"losses[{index}].support.k = {loss.support.k}: the vocabulary has {num_words} "
+                f"losses[{index}].support.k = {loss.support.k}: the vocabulary has {vocab_size} "
                 "words. Use a smaller k (20 to 100 is common), or support = { kind = 'full' }"
             )

@@ -5,51 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from courtside.chat.incremental import Turns
-from courtside.engines.local import TransformersEngine
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.engines.local import LocalEngine
 from courtside.environments.tool_calls import write_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
-from courtside.reader.human import hinted_names
+from courtside.reader.human import hinted_task_ids
 from courtside.recipe import ConversationTasks, Recipe, persons_of
-from courtside.rollout.chat_logs import RecordedRollout
-from courtside.rollout.replay import StoredRollout, told_otherwise
+from courtside.rollout.chat_logs import ChatLogRollout
+from courtside.rollout.replay import ReplayRollout, compare_rendering
 from courtside.tasks.base import TaskSource
-from courtside.tasks.replay import StoredSource
+from courtside.tasks.replay import ReplaySource
 
 LOOKED_AT = 16
 """Of what was recorded, before the first step."""
 
 
-def named_by_hints(recipe: Recipe) -> frozenset[str]:
+def ids_named_by_hints(recipe: Recipe) -> frozenset[str]:
     """The ids that the hints of its persons name now."""
-    return frozenset(name for person in persons_of(recipe) for name in hinted_names(person))
+    return frozenset(name for person in persons_of(recipe) for name in hinted_task_ids(person))
 
 
-def recorded_rollout(
-    recipe: Recipe, tasks: TaskSource, engine: TransformersEngine, turns: Turns
-) -> tuple[RecordedRollout | StoredRollout, Sequence[str]]:
+def make_offline_rollout(
+    recipe: Recipe, tasks: TaskSource, engine: LocalEngine, turns: IncrementalTemplate
+) -> tuple[ChatLogRollout | ReplayRollout, Sequence[str]]:
     """What takes the place of acting, and what a user should know of it."""
-    rollout: RecordedRollout | StoredRollout
+    rollout: ChatLogRollout | ReplayRollout
     if isinstance(recipe.tasks, ConversationTasks):
         what = "recorded conversations"
         rollout = _conversations(recipe.tasks, recipe, engine, turns)
     else:
-        assert isinstance(tasks, StoredSource)
+        assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
         what = "stored trajectories"
-        rollout = StoredRollout(read=tasks.read, turns=turns, num_words=engine.head.num_words)
+        rollout = ReplayRollout(read=tasks.read, turns=turns, vocab_size=engine.head.vocab_size)
     some = rollout(tasks.batch(0, min(recipe.train.prompts, LOOKED_AT)), 0)
     notes = [
         f"the {what} surprise the student by {surprise(some, engine):.2f} nats a token more than "
         "its own words would (0: as if it had written them itself)"
     ]
-    if isinstance(rollout, StoredRollout) and (difference := told_otherwise(some, turns)):
+    if isinstance(rollout, ReplayRollout) and (difference := compare_rendering(some, turns)):
         notes.append(difference)
     return rollout, notes
 
 
-def _check_authors(recipe: Recipe, tasks: StoredSource) -> None:
+def _check_authors(recipe: Recipe, tasks: ReplaySource) -> None:
     for index, loss in enumerate(recipe.losses):
         if loss.on in ("student", "teacher", "dataset") and loss.on not in tasks.sources:
             raise RecipeError(
@@ -60,8 +60,8 @@ def _check_authors(recipe: Recipe, tasks: StoredSource) -> None:
 
 
 def _conversations(
-    config: ConversationTasks, recipe: Recipe, engine: TransformersEngine, turns: Turns
-) -> RecordedRollout:
+    config: ConversationTasks, recipe: Recipe, engine: LocalEngine, turns: IncrementalTemplate
+) -> ChatLogRollout:
     def write(name: str, arguments: Any) -> str:
         if not isinstance(arguments, dict):
             raise TaskError(
@@ -70,7 +70,7 @@ def _conversations(
             )
         return write_call(name, arguments, config.call_format)
 
-    return RecordedRollout(
+    return ChatLogRollout(
         turns=turns,
         write_call=write,
         temperature=recipe.rollout.temperature,

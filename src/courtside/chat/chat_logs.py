@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from courtside.chat.incremental import ASK, Turns, num_common
-from courtside.chat.template import Renderer, Spoken, free_marks
+from courtside.chat.incremental import ASK, IncrementalTemplate, num_common
+from courtside.chat.template import ChatTemplate, Spoken, free_marks
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
@@ -31,10 +31,10 @@ def in_tags(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def recorded(
+def trajectory_from_chat_log(
     task: Task,
     messages: Sequence[Mapping[str, Any]],
-    turns: Turns,
+    turns: IncrementalTemplate,
     *,
     id: str,
     temperature: float = 1.0,
@@ -79,7 +79,9 @@ def recorded(
     )
 
 
-def _answer(said: Spoken, following: Sequence[Message], turns: Turns, *, last: bool) -> Turn:
+def _answer(
+    said: Spoken, following: Sequence[Message], turns: IncrementalTemplate, *, last: bool
+) -> Turn:
     """An assistant's message, as the template renders it with what comes next in place."""
     renderer = turns.renderer
     (cut,) = free_marks((said, *following))
@@ -124,7 +126,7 @@ def _check_whole(
     built: Sequence[Turn],
     firsts: Sequence[int],
     spoken: Sequence[Spoken],
-    turns: Turns,
+    turns: IncrementalTemplate,
     problem: str,
 ) -> None:
     (cut,) = free_marks(spoken)
@@ -199,7 +201,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _knows_calls(renderer: Renderer) -> bool:
+def _knows_calls(renderer: ChatTemplate) -> bool:
     probe = {"id": "abcdefghi", "function": {"name": "courtside_probe", "arguments": {"at": 1}}}
     said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **probe}]}
     (cut,) = free_marks(())

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from courtside.chat.incremental import Stretch, Turns, num_common
-from courtside.chat.privileged_context import with_context
+from courtside.chat.incremental import IncrementalTemplate, Stretch, num_common
+from courtside.chat.privileged_context import insert_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 
-Place = Literal["above", "inside", "system"]
+HintPlacement = Literal["above", "inside", "system"]
 """A message of its own above the turn; in the message above it; in the system message."""
 
 HintRole = Literal["system", "user", "tool"]
@@ -39,7 +39,7 @@ class SpliceError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hinted:
+class SplicedTurn:
     """A whole trajectory with several hints in it: each turn sees all hints above it."""
 
     trajectory: str
@@ -48,12 +48,12 @@ class Hinted:
     """For each hinted turn its index and where in `token_ids` its chosen ids stand."""
 
 
-def branch(
+def splice_hint(
     trajectory: Trajectory,
     hint: Hint,
-    turns: Turns,
+    turns: IncrementalTemplate,
     *,
-    place: Place,
+    place: HintPlacement,
     role: HintRole,
     max_tokens: int,
 ) -> Branch:
@@ -84,14 +84,14 @@ def branch(
     )
 
 
-def cumulative(
+def splice_hints_cumulatively(
     trajectory: Trajectory,
     hints: Sequence[Hint],
-    turns: Turns,
+    turns: IncrementalTemplate,
     *,
     role: HintRole,
     max_tokens: int,
-) -> Hinted:
+) -> SplicedTurn:
     """The whole trajectory with every hint as a message above its turn, in one sequence.
 
     Several hints for one turn stand in the order given, each of `max_tokens` ids at most. A hint
@@ -113,7 +113,7 @@ def cumulative(
             chosen = (len(ids) + i for i, chosen in enumerate(turn.chosen) if chosen)
             scored.append((index, tuple(chosen)))
         ids += turn.token_ids
-    return Hinted(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))
+    return SplicedTurn(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))
 
 
 def _check(trajectory: Trajectory, hint: Hint) -> None:
@@ -137,7 +137,7 @@ Spliced = tuple[int, tuple[int, ...]]
 def _as_message(
     trajectory: Trajectory,
     hints: Sequence[Hint],
-    turns: Turns,
+    turns: IncrementalTemplate,
     role: HintRole,
     max_tokens: int,
 ) -> Spliced:
@@ -153,7 +153,9 @@ def _as_message(
     return spliced
 
 
-def _inside(trajectory: Trajectory, hint: Hint, turns: Turns, max_tokens: int) -> Spliced:
+def _inside(
+    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate, max_tokens: int
+) -> Spliced:
     messages, stretch, render = _above(trajectory, hint, turns)
     if not messages:
         raise SpliceError(
@@ -170,11 +172,11 @@ def _inside(trajectory: Trajectory, hint: Hint, turns: Turns, max_tokens: int) -
 
 
 def _in_system(
-    trajectory: Trajectory, hint: Hint, turns: Turns, max_tokens: int
+    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate, max_tokens: int
 ) -> tuple[int, ...]:
     messages = trajectory.task.messages
     plain, hinted = (
-        turns.prompt(m) for m in (messages, with_context(messages, hint.text, "system"))
+        turns.prompt(m) for m in (messages, insert_context(messages, hint.text, "system"))
     )
     _check_same(trajectory.turns[0].token_ids, plain, hint)
     _check_length(hint, hinted, plain, max_tokens)
@@ -186,7 +188,7 @@ def _in_system(
 
 
 def _above(
-    trajectory: Trajectory, hint: Hint, turns: Turns
+    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate
 ) -> tuple[tuple[Message, ...], Stretch, Callable[[Sequence[Message]], Stretch]]:
     """The messages right above the hinted turn, their ids, and what renders others in their place.
 

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from courtside.chat.template import Renderer, free_marks
+from courtside.chat.template import ChatTemplate, free_marks
 from courtside.chat.trajectories import shown
 from courtside.errors import ModelError
 from courtside.types import Event, Message, Role, Sample, Task, Turn
@@ -33,10 +33,10 @@ class Stretch:
     """How many of the last are the opening of the assistant's message."""
 
 
-class Turns:
+class IncrementalTemplate:
     """Renders conversations turn by turn, for one tokenizer and its chat template."""
 
-    def __init__(self, renderer: Renderer):
+    def __init__(self, renderer: ChatTemplate):
         self.renderer = renderer
         self._known: set[tuple[Role, Role]] = set()
         self._prompt = lru_cache(REMEMBERED)(self._rendered_prompt)

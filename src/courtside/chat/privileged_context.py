@@ -9,7 +9,7 @@ from typing import Literal
 from courtside.types import Message
 
 
-def with_context(
+def insert_context(
     messages: Sequence[Message], text: str, place: Literal["system", "user"]
 ) -> tuple[Message, ...]:
     """The prompt with `text` in its system message, or at the end of its last user message.

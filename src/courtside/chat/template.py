@@ -24,7 +24,7 @@ Spoken = Message | Mapping[str, Any]
 """A message, or one as chat APIs write it (with `tool_calls`, say)."""
 
 
-class Renderer:
+class ChatTemplate:
     """Turns messages into ids for one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos_ids: Collection[int]):

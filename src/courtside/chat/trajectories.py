@@ -8,7 +8,7 @@ from typing import Literal
 from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 
-def answered(
+def make_trajectory(
     task: Task,
     prompt_ids: tuple[int, ...],
     sample: Sample,

@@ -46,7 +46,7 @@ def evaluate(
 
     from courtside import api
     from courtside.cli.tables import evaluation_table, print_json, print_table
-    from courtside.report.console import screen_for
+    from courtside.report.console import make_console
     from courtside.report.folder.serialize import evaluation_tree
 
     evaluations = api.evaluate_student(
@@ -56,7 +56,7 @@ def evaluate(
         split=split,
         num_tasks=tasks,
         teacher=teacher,
-        screen=screen_for(sys.stderr),
+        screen=make_console(sys.stderr),
     )
     if json:
         print_json([evaluation_tree(evaluation) for evaluation in evaluations])

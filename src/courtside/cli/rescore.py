@@ -27,9 +27,9 @@ def rescore(
 
     from courtside import api
     from courtside.cli.tables import number_table, print_json, print_table
-    from courtside.report.console import screen_for
+    from courtside.report.console import make_console
 
-    rows = api.rescore(run, overrides or (), steps=wanted, screen=screen_for(sys.stderr))
+    rows = api.rescore(run, overrides or (), steps=wanted, screen=make_console(sys.stderr))
     if json:
         print_json(rows)
     else:

@@ -35,9 +35,9 @@ def train(
     folder = run or Path("runs") / recipe_name(file)
 
     from courtside import api
-    from courtside.report.console import screen_for
+    from courtside.report.console import make_console
 
-    done = api.train(tree, folder, screen=screen_for(sys.stdout))
+    done = api.train(tree, folder, screen=make_console(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
     name = shlex.quote(str(done.path))
     typer.echo(f"Trajectories, and hints of your own: courtside view {name}")

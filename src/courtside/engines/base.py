@@ -108,15 +108,15 @@ class BranchScores:
     """Why the branches took a pass each; None: they shared one."""
 
 
-class Head:
-    """Last hidden states to logits over the first `num_words` words, in float32 or better.
+class LMHead:
+    """Last hidden states to logits over the first `vocab_size` words, in float32 or better.
 
     A linear map, to which a LoRA adapter of the model may add another of low rank.
     """
 
-    def __init__(self, module: nn.Module, *, num_words: int, softcap: float | None, scale: float):
+    def __init__(self, module: nn.Module, *, vocab_size: int, softcap: float | None, scale: float):
         self.module = module
-        self.num_words = num_words
+        self.vocab_size = vocab_size
         self.softcap = softcap
         self.scale = scale
         self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
@@ -125,7 +125,7 @@ class Head:
         """Weight and bias of the words that count."""
         weight: Any = self.module.weight
         bias: Any = getattr(self.module, "bias", None)
-        return weight[: self.num_words], None if bias is None else bias[: self.num_words]
+        return weight[: self.vocab_size], None if bias is None else bias[: self.vocab_size]
 
     @property
     def adapter(self) -> LowRank | None:
@@ -143,9 +143,9 @@ class Head:
     def low_rank(self) -> LowRank | None:
         """What the adapter adds to the words that count; None: it is off, or there is none."""
         adapter: Any = None if getattr(self.module, "disable_adapters", False) else self.adapter
-        return None if adapter is None else replace(adapter, up_VR=adapter.up_VR[: self.num_words])
+        return None if adapter is None else replace(adapter, up_VR=adapter.up_VR[: self.vocab_size])
 
-    def as_now(self) -> Head:
+    def as_now(self) -> LMHead:
         """This head with the adapter that is in place now, or without one while it is off,
         whatever is in place later: for a teacher whose words are looked at when it has spoken."""
         if self.adapter is None:
@@ -204,7 +204,7 @@ class Engine(Protocol):
     """A model that can write and that can say how likely a text is."""
 
     name: str
-    head: Head
+    head: LMHead
     num_parameters: int
     max_batch_tokens: int
     """Places of keys and values that it holds at once."""

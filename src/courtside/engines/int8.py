@@ -31,7 +31,7 @@ class Int8Linear(nn.Module):
         return out_NO if self.bias is None else out_NO + self.bias
 
 
-def quantise(model: Any) -> Any:
+def quantize_linear_layers(model: Any) -> Any:
     """Replace every linear layer but the output head, in place."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):

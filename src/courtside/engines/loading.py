@@ -40,7 +40,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def resolve(name: str) -> str:
+def resolve_model(name: str) -> str:
     """The folder or hub id behind a model's name; converts the embedded model at first use."""
     if name == EMBEDDED:
         return str(_embedded())
@@ -96,7 +96,9 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
             "`courtside export --adapter` wrote"
         )
     try:
-        merged = merge_adapter(quiet_about_ties(PeftModel.from_pretrained, model, str(folder)))
+        merged = merge_adapter(
+            silence_tied_weight_warnings(PeftModel.from_pretrained, model, str(folder))
+        )
     except (RuntimeError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -128,7 +130,7 @@ def untie(model: Any) -> None:
     model.all_tied_weights_keys = {}
 
 
-def quiet_about_ties(call: Callable[..., Any], *args: Any) -> Any:
+def silence_tied_weight_warnings(call: Callable[..., Any], *args: Any) -> Any:
     """PEFT warns of heads that are the embedding too: of what `untie` sees to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
@@ -149,7 +151,7 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a run has its own screen
-    where = resolve(name)
+    where = resolve_model(name)
     _check_reachable(name, where)
     try:
         return loader.from_pretrained(where, **options)

@@ -22,43 +22,43 @@ from courtside.engines.attention_kinds import windows_of
 from courtside.engines.base import (
     BranchRequest,
     BranchScores,
-    Head,
+    LMHead,
     SampleRequest,
     Sampling,
     ScoreRequest,
     Scores,
     Session,
 )
-from courtside.engines.forward.batching import batches_by_length, pad_left, pass_tokens
-from courtside.engines.forward.forward import Passes, tried_passes
-from courtside.engines.forward.logprobs import scores_of
+from courtside.engines.forward.batching import batches_by_length, default_pass_tokens, pad_left
+from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
+from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.padded_tree_scoring import (
     Read,
     branching_problem,
     read_padded,
     score_branches_separately,
 )
-from courtside.engines.forward.tree_scoring import kept_branching_problem, read_packed_branches
-from courtside.engines.generation.continuous_batching import SlotSession
-from courtside.engines.generation.decode_weights import LentWeights
-from courtside.engines.generation.kv_cache import PLACE_STEP, RoomPool
-from courtside.engines.generation.outputs import Drawn
-from courtside.engines.generation.sampler import draw, uniforms
-from courtside.engines.generation.session import KeptSession, RereadingSession
-from courtside.engines.patches.fused_layers import few_launches
-from courtside.engines.patches.onednn_prepack import packed_where_it_pays
+from courtside.engines.forward.tree_scoring import score_packed_branches, tree_scoring_problem
+from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
+from courtside.engines.generation.decode_weights import DecodeWeights
+from courtside.engines.generation.kv_cache import PLACE_STEP, KVCachePool
+from courtside.engines.generation.outputs import SampleBuffer
+from courtside.engines.generation.sampler import sample_tokens, uniforms_for
+from courtside.engines.generation.session import CachedSession, StatelessSession
+from courtside.engines.patches.fused_layers import find_fused_layers
+from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.errors import ModelError
 from courtside.types import Sample
 
 
-class TransformersEngine:
+class LocalEngine:
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
-        num_words: int | None = None,
+        vocab_size: int | None = None,
         autocast: torch.dtype | None = None,
         max_batch_tokens: int = 65536,
     ):
@@ -67,14 +67,14 @@ class TransformersEngine:
         self.name = name
         self.device = model.device
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.head = head_of(model, num_words=num_words)
+        self.head = find_lm_head(model, vocab_size=vocab_size)
         self.autocast = autocast
         """Arithmetic of the forward pass where it is not that of the weights."""
         self.max_batch_tokens = max_batch_tokens
-        self.score_batch_tokens = min(max_batch_tokens, pass_tokens(self.device))
+        self.score_batch_tokens = min(max_batch_tokens, default_pass_tokens(self.device))
         settings: Any = model.config.get_text_config()
         self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
-        self.eos_ids = eos_ids(model, tokenizer)
+        self.eos_ids = find_eos_ids(model, tokenizer)
         self.pad_id = min(self.eos_ids)
 
     def casting(self) -> Any:
@@ -136,12 +136,12 @@ class TransformersEngine:
         length_B = mask_BL.sum(-1)
         padded = not bool(mask_PL.all())
 
-        uniform_BN = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests])
+        uniform_BN = torch.stack([uniforms_for(r.seed, sampling.max_new_tokens) for r in requests])
         uniform_BN = uniform_BN.to(self.device)
         drawn = self._record(len(requests), sampling)
         alive = list(range(len(requests)))
         for n in range(sampling.max_new_tokens):
-            ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[alive, n], sampling)
+            ids_B, logp_B = sample_tokens(self.head(hidden_BD), uniform_BN[alive, n], sampling)
             going = drawn.add(alive, ids_B.tolist(), logp_B.tolist())
             if not going or n + 1 == sampling.max_new_tokens:
                 break
@@ -182,34 +182,36 @@ class TransformersEngine:
             ):
                 asked = [requests[i] for i in batch]
                 hidden_ND, lying = passes.hidden([request.token_ids for request in asked])
-                found = scores_of(self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k)
+                found = score_positions(
+                    self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k
+                )
                 results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        with self.casting(), packed_where_it_pays(self.model, self.head):
+        with self.casting(), prepack_if_faster(self.model, self.head):
             yield
 
     @cached_property
-    def passes(self) -> Passes:
+    def passes(self) -> ForwardPasses:
         """How sequences become passes of the model; its `problem` says why they are padded."""
         with self.casting():
-            parts = few_launches(self.model, self.head, self.autocast)
-            return tried_passes(self.model, pad_id=self.pad_id, parts=parts)
+            parts = find_fused_layers(self.model, self.head, self.autocast)
+            return probe_forward_passes(self.model, pad_id=self.pad_id, parts=parts)
 
     def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""
         if self.rereads is not None:
-            return RereadingSession(self.sample, num_rows=num_rows, note=self.rereads)
+            return StatelessSession(self.sample, num_rows=num_rows, note=self.rereads)
         if self.in_slots:
             return self._slots(num_rows, num_places or PLACE_STEP)
-        return KeptSession(
+        return CachedSession(
             self.model, self.head, num_rows=num_rows, record=self._record, casting=self.casting
         )
 
-    def _slots(self, num_rows: int, num_places: int) -> SlotSession:
-        return SlotSession(
+    def _slots(self, num_rows: int, num_places: int) -> ContinuousBatchingSession:
+        return ContinuousBatchingSession(
             self.model,
             self.head,
             pool=self._pool,
@@ -226,12 +228,12 @@ class TransformersEngine:
         return self.device.type == "cuda" and self.rereads is None
 
     @cached_property
-    def _pool(self) -> RoomPool:
-        return RoomPool(self.model, self.autocast, self._lent.let_go)
+    def _pool(self) -> KVCachePool:
+        return KVCachePool(self.model, self.autocast, self._lent.let_go)
 
     @cached_property
-    def _lent(self) -> LentWeights:
-        return LentWeights(self.model, self.head, self.autocast)
+    def _lent(self) -> DecodeWeights:
+        return DecodeWeights(self.model, self.head, self.autocast)
 
     @cached_property
     def rereads(self) -> str | None:
@@ -239,8 +241,8 @@ class TransformersEngine:
         windowed = any(window is not None for window in windows_of(self.model).values())
         return self.branching_problem or ("it looks through a window" if windowed else None)
 
-    def _record(self, num_rows: int, sampling: Sampling) -> Drawn:
-        return Drawn(num_rows, self.eos_ids, sampling, self.tokenizer)
+    def _record(self, num_rows: int, sampling: Sampling) -> SampleBuffer:
+        return SampleBuffer(num_rows, self.eos_ids, sampling, self.tokenizer)
 
     @cached_property
     def branching_problem(self) -> str | None:
@@ -264,7 +266,11 @@ class TransformersEngine:
             for read in self._read_branches(requests):
                 # Apart: whoever keeps hidden states of branches need not keep those of trunks.
                 trunks, branches = (
-                    iter(scores_of(self.head, read.hidden_ND, *asked, hidden=hidden, top_k=top_k))
+                    iter(
+                        score_positions(
+                            self.head, read.hidden_ND, *asked, hidden=hidden, top_k=top_k
+                        )
+                    )
                     for asked in (read.trunks, read.branches)
                 )
                 for index in read.indices:
@@ -279,7 +285,7 @@ class TransformersEngine:
         size = self.score_batch_tokens
         if self.padded_branches is not None:
             return read_padded(self.model, requests, pad_id=self.pad_id, max_tokens=size)
-        return read_packed_branches(
+        return score_packed_branches(
             self.passes, requests, max_tokens=size, most_tokens=self.max_batch_tokens
         )
 
@@ -287,7 +293,7 @@ class TransformersEngine:
     def padded_branches(self) -> str | None:
         """Why the trunks of branches are padded; None: they are packed, as other passes are."""
         with self.casting():
-            return self.passes.problem or kept_branching_problem(self.model)
+            return self.passes.problem or tree_scoring_problem(self.model)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:
@@ -297,7 +303,7 @@ class TransformersEngine:
             )
 
 
-def head_of(model: Any, *, num_words: int | None = None) -> Head:
+def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
     """The map from last hidden states to logits, checked against the model's own logits."""
     module = model.get_output_embeddings()
     if module is None or not hasattr(module, "weight"):
@@ -305,9 +311,9 @@ def head_of(model: Any, *, num_words: int | None = None) -> Head:
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    head = Head(
+    head = LMHead(
         module,
-        num_words=module.weight.shape[0],
+        vocab_size=module.weight.shape[0],
         softcap=getattr(config, "final_logit_softcapping", None),
         scale=scale,
     )
@@ -320,11 +326,11 @@ def head_of(model: Any, *, num_words: int | None = None) -> Head:
             f"{type(model).__name__} does more between hidden states and logits than a linear map, "
             "a soft cap and a scale; it cannot be used here yet"
         )
-    head.num_words = num_words or head.num_words
+    head.vocab_size = vocab_size or head.vocab_size
     return head
 
 
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every id that ends an answer, by the generation settings and by the tokenizer."""
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}

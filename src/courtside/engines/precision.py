@@ -18,17 +18,17 @@ X86_FLAGS = frozenset(["avx512_bf16", "amx_bf16"])
 ARM_FLAGS = frozenset(["bf16"])
 
 
-def arithmetic(choice: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
     """Of the products of a student or teacher, by its `dtype`; auto and int8: what is fastest."""
     if choice == "float32":
         return torch.float32
-    if choice == "bfloat16" or device.type == "cuda" or multiplies_bfloat16():
+    if choice == "bfloat16" or device.type == "cuda" or has_native_bf16():
         return torch.bfloat16
     return torch.float32
 
 
 @cache
-def multiplies_bfloat16() -> bool:
+def has_native_bf16() -> bool:
     """Whether this CPU has instructions for it and torch's library of products uses them."""
     supported: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if not torch.backends.mkldnn.is_available() or supported is None or not supported():
@@ -57,7 +57,7 @@ def _cpu_info() -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def attended(*states: Tensor) -> tuple[Tensor, ...]:
+def match_attention_dtypes(*states: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the numbers that attention is computed in.
 
     On a GPU what autocast does: rotated queries and keys may be float32. On a CPU never less than

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def example_problem(model: Any, error: Callable[[], float]) -> str | None:
+def run_probe(model: Any, error: Callable[[], float]) -> str | None:
     """What is wrong with an example whose hidden states are off by `error`; None: nothing."""
     try:
         found = error()
@@ -23,7 +23,7 @@ def example_problem(model: Any, error: Callable[[], float]) -> str | None:
     return None
 
 
-def away_from_alone(model: Any, ids: list[int], found_ND: Tensor) -> float:
+def distance_from_plain_forward(model: Any, ids: list[int], found_ND: Tensor) -> float:
     """How far the last N hidden states are from those of a pass over these ids alone."""
     out = model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     alone_ND = out.last_hidden_state[0, -len(found_ND) :].float()

@@ -45,7 +45,7 @@ class Environment(Protocol):
         """A fresh episode, from the task alone. `task.messages` may have got a system prompt."""
 
 
-def checked_task(task: object, where: str) -> Task:
+def validate_task(task: object, where: str) -> Task:
     if not isinstance(task, Task):
         raise TaskError(
             f"{where} gave {type(task).__name__}; return a courtside.types.Task with id, split and "

@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from courtside.environments.base import Environment, checked_task
+from courtside.environments.base import Environment, validate_task
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import TaskError
-from courtside.recipe import EnvironmentTasks, Tasks, ToolboxTasks
+from courtside.recipe import EnvironmentTasks, TasksConfig, ToolboxTasks
 
 
-def environment_of(config: Tasks) -> Environment | None:
+def make_environment(config: TasksConfig) -> Environment | None:
     """None: the tasks are single prompts."""
     match config:
         case EnvironmentTasks():
@@ -76,7 +76,7 @@ def _check(world: Any, where: str, name: str) -> None:
         raise TaskError(
             f"{where}: {name}.size = {size!r}; set it to the number of tasks, at least 1"
         )
-    first = checked_task(world.task(0), f"{where}: task(0)")
+    first = validate_task(world.task(0), f"{where}: task(0)")
     if world.task(0) != first:
         raise TaskError(
             f"{where}: task(0) differs from call to call. Make it a pure function of the number: "

@@ -10,7 +10,7 @@ from courtside.hashing import digest
 T = TypeVar("T")
 
 
-class Dice:
+class SeededRandom:
     """A stream of draws that `key` names. Through SHA-256 alone, as everything in `tasks.base`."""
 
     def __init__(self, key: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from courtside.chat.template import Renderer
-from courtside.chat.trajectories import answered
+from courtside.chat.template import ChatTemplate
+from courtside.chat.trajectories import make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.evaluate.intervals import mean_interval
@@ -29,7 +29,7 @@ class Suite:
     sampling: Sampling
     samples: int
     seed: int
-    renderer: Renderer
+    renderer: ChatTemplate
     grade: Callable[[Task, str], Grade | None]
 
     def asked(self) -> list[tuple[Task, int, int]]:
@@ -47,7 +47,7 @@ class Suite:
             [task for task, _, _ in asked], self.sampling, [seed for *_, seed in asked]
         )
         return [
-            answered(
+            make_trajectory(
                 task,
                 self.renderer.prompt_ids(task.messages),
                 sample,
@@ -97,7 +97,7 @@ class Suite:
         )
 
 
-def answer_with(engine: Engine, renderer: Renderer) -> Answer:
+def make_answer(engine: Engine, renderer: ChatTemplate) -> Answer:
     """The student itself: the prompt as it is."""
 
     def answer(tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]) -> list[Sample]:

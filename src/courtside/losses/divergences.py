@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from courtside.losses.kl_terms import kl_terms, log_mixture, sum_over_words
+from courtside.losses.kl_terms import kl_terms, log_mixture, sum_over_vocabulary
 
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl"]
 
@@ -22,14 +22,14 @@ def reverse_kl(
     student_logp_TV: Tensor, teacher_logp_TV: Tensor, *, clip: float | None = None
 ) -> Tensor:
     """KL(π‖q) = Σ_v π·log(π/q): the student avoids what the teacher finds unlikely."""
-    return sum_over_words(kl_terms, student_logp_TV, teacher_logp_TV, clip)
+    return sum_over_vocabulary(kl_terms, student_logp_TV, teacher_logp_TV, clip)
 
 
 def forward_kl(
     student_logp_TV: Tensor, teacher_logp_TV: Tensor, *, clip: float | None = None
 ) -> Tensor:
     """KL(q‖π) = Σ_v q·log(q/π), the teacher's entropy included: 0 when the two agree."""
-    return sum_over_words(
+    return sum_over_vocabulary(
         lambda student_TV, teacher_TV: kl_terms(teacher_TV, student_TV),
         student_logp_TV,
         teacher_logp_TV,
@@ -57,7 +57,7 @@ def jsd(
         from_teacher_TV = beta * kl_terms(teacher_TV, mixture_TV)
         return from_teacher_TV + (1 - beta) * kl_terms(student_TV, mixture_TV)
 
-    return sum_over_words(terms, student_logp_TV, teacher_logp_TV, clip)
+    return sum_over_vocabulary(terms, student_logp_TV, teacher_logp_TV, clip)
 
 
 def skew_forward_kl(
@@ -65,7 +65,7 @@ def skew_forward_kl(
 ) -> Tensor:
     """KL(q ‖ α·q + (1 − α)·π): forward KL at α = 0, 0 at α = 1, never above log(1/α)."""
     _check_share("alpha", alpha)
-    return sum_over_words(
+    return sum_over_vocabulary(
         lambda student_TV, teacher_TV: kl_terms(
             teacher_TV, log_mixture(teacher_TV, student_TV, alpha)
         ),
@@ -80,7 +80,7 @@ def skew_reverse_kl(
 ) -> Tensor:
     """KL(π ‖ α·π + (1 − α)·q): reverse KL at α = 0, 0 at α = 1, never above log(1/α)."""
     _check_share("alpha", alpha)
-    return sum_over_words(
+    return sum_over_vocabulary(
         lambda student_TV, teacher_TV: kl_terms(
             student_TV, log_mixture(student_TV, teacher_TV, alpha)
         ),
@@ -132,7 +132,7 @@ def entropy_aware(
     return weight * forward_kl(student_logp_TV, teacher_logp_TV).masked_fill(sure_T, 0.0)
 
 
-def extrapolated(teacher_logp_TV: Tensor, reference_logp_TV: Tensor, lam: float) -> Tensor:
+def extrapolate_logprobs(teacher_logp_TV: Tensor, reference_logp_TV: Tensor, lam: float) -> Tensor:
     """log of q^λ·ref^(1−λ), normalised and detached: λ > 1 goes beyond the teacher.
 
     A word the teacher excludes stays excluded. With λ > 1, a word that only the reference excludes

@@ -38,7 +38,7 @@ def log_mixture(first_logp_TV: Tensor, second_logp_TV: Tensor, share: float) -> 
     return mixed_TV.masked_fill(nowhere_TV, -math.inf)
 
 
-def sum_over_words(
+def sum_over_vocabulary(
     terms: Terms, student_logp_TV: Tensor, teacher_logp_TV: Tensor, clip: float | None
 ) -> Tensor:
     """Σ_v min(term_v, clip) at each position; the teacher gets no gradient.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from courtside.losses.divergences import DivergenceName, divergence
-from courtside.losses.kl_terms import sum_over_words
+from courtside.losses.kl_terms import sum_over_vocabulary
 
 SupportOf = Literal["teacher", "student", "joint"]
 Form = Literal["tail", "stop_gradient", "renormalised", "naive"]
@@ -87,7 +87,7 @@ def top_k_divergence(
         student_logp_TK = student_logp_TK.log_softmax(-1)
         teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
     elif form == "stop_gradient" and name == "reverse_kl":
-        return sum_over_words(_score_terms, student_logp_TK, teacher_logp_TK, clip)
+        return sum_over_vocabulary(_score_terms, student_logp_TK, teacher_logp_TK, clip)
     elif form in ("stop_gradient", "naive"):
         _warn_of_fixed_point(name)
     else:

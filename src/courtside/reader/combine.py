@@ -10,7 +10,7 @@ from courtside.reader.controls import CONTROLS
 from courtside.types import Hint, Trajectory
 
 
-class Composed:
+class CombinedReader:
     """What its readers propose, as far as it can be used.
 
     A hint for a turn that does not exist is dropped whoever wrote it; of several for one turn the

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reading, total
-from courtside.recipe.reader import PersonReader
+from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hinted_id, parse_hints
 from courtside.types import Hint, Trajectory
 
 
-class ByPerson:
-    def __init__(self, config: PersonReader):
+class HumanReader:
+    def __init__(self, config: HumanReaderConfig):
         self.config = config
         self.read_at: tuple[int, int] | None = None
         self.read: tuple[tuple[Hint, ...], Mapping[str, int]] = ((), {})
@@ -64,6 +64,6 @@ class ByPerson:
         return self.read
 
 
-def hinted_names(config: PersonReader) -> frozenset[str]:
+def hinted_task_ids(config: HumanReaderConfig) -> frozenset[str]:
     """The ids that the hints of its file name now."""
-    return frozenset(hint.trajectory for hint in ByPerson(config).read[0])
+    return frozenset(hint.trajectory for hint in HumanReader(config).read[0])

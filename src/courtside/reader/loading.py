@@ -6,52 +6,52 @@ from collections.abc import Callable
 
 from courtside.errors import RecipeError
 from courtside.reader.base import Reader
-from courtside.reader.combine import Composed
-from courtside.reader.human import ByPerson
-from courtside.reader.model.client import Ask
-from courtside.reader.model.reader import ByModel
-from courtside.reader.rules.reader import ByRules
+from courtside.reader.combine import CombinedReader
+from courtside.reader.human import HumanReader
+from courtside.reader.model.client import ModelClient
+from courtside.reader.model.reader import ModelReader
+from courtside.reader.rules.reader import RuleReader
 from courtside.recipe.reader import (
-    ModelReader,
-    PersonReader,
-    RulesReader,
-    SeveralReaders,
+    CombinedReaderConfig,
+    HumanReaderConfig,
+    ModelReaderConfig,
+    RuleReaderConfig,
 )
 
 
-def reader_for(
-    config: RulesReader | ModelReader | PersonReader | SeveralReaders,
+def make_reader(
+    config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CombinedReaderConfig,
     *,
-    ask_self: Callable[[ModelReader], Ask] | None = None,
+    ask_self: Callable[[ModelReaderConfig], ModelClient] | None = None,
     seed: int,
 ) -> Reader:
     """A reader whose hints can be used as they are: existing turns, one hint each, in the budget.
 
-    `ask_self` is how the student itself can be asked; `own.own_ask` makes one.
+    `ask_self` is how the student itself can be asked; `own.make_student_client` makes one.
     """
-    if isinstance(config, SeveralReaders):
-        members = [reader_for(one, ask_self=ask_self, seed=seed) for one in config.readers]
+    if isinstance(config, CombinedReaderConfig):
+        members = [make_reader(one, ask_self=ask_self, seed=seed) for one in config.readers]
     else:
         members = [_one(config, ask_self, seed)]
-    return Composed(members, max_hints=config.max_hints, control=config.control, seed=seed)
+    return CombinedReader(members, max_hints=config.max_hints, control=config.control, seed=seed)
 
 
 def _one(
-    config: RulesReader | ModelReader | PersonReader,
-    ask_self: Callable[[ModelReader], Ask] | None,
+    config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig,
+    ask_self: Callable[[ModelReaderConfig], ModelClient] | None,
     seed: int,
 ) -> Reader:
-    if isinstance(config, RulesReader):
-        return ByRules(config, seed=seed)
-    if isinstance(config, PersonReader):
-        return ByPerson(config)
+    if isinstance(config, RuleReaderConfig):
+        return RuleReader(config, seed=seed)
+    if isinstance(config, HumanReaderConfig):
+        return HumanReader(config)
     if config.endpoint is not None:
-        from courtside.reader.model.openai_client import EndpointAsk
+        from courtside.reader.model.openai_client import OpenAIClient
 
-        return ByModel(config, EndpointAsk(config))
+        return ModelReader(config, OpenAIClient(config))
     if ask_self is None:
         raise RecipeError(
             "reader.kind = 'model' without an endpoint lets the student read, and there is no "
             "student here. Set reader.endpoint"
         )
-    return ByModel(config, ask_self(config))
+    return ModelReader(config, ask_self(config))

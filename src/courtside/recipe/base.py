@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """Every node of the tree: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(
@@ -17,5 +17,5 @@ class Part(BaseModel):
     )
 
 
-class Refused(Part):
+class RefusedValue(Section):
     """Known only so that it can be refused with the reason, not as an unknown word."""

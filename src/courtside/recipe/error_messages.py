@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from courtside.recipe import Recipe, Refused
-from courtside.recipe.schema import inside, is_section, kinds, options, plain
+from courtside.recipe import Recipe, RefusedValue
+from courtside.recipe.schema import is_section, kinds, options, type_of_key, unwrap
 
 Problem = Mapping[str, Any]
 """One of `ValidationError.errors()`."""
@@ -70,12 +70,12 @@ def place_of(loc: Sequence[int | str]) -> Place:
             union = tuple(loc[:i])
             here = next((m for m in members if getattr(m, "__name__", None) == key), Any)
         else:
-            section, siblings, entered = plain(here), entered, {}
-            here = inside(here, key)
+            section, siblings, entered = unwrap(here), entered, {}
+            here = type_of_key(here, key)
             path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
     return Place(
         path=path,
-        wanted=plain(here),
+        wanted=unwrap(here),
         section=section,
         siblings=siblings,
         union=union,
@@ -138,7 +138,7 @@ def _message(problem: Problem, place: Place) -> str:
                 return f"must be a section with a kind: {_usable(place.wanted)}"
             keys = ", ".join(_keys(place.wanted))
             return f"must be a section with {keys}" if keys else "must be a section"
-        case "tuple_type" if kinds(inside(place.wanted, 0)):
+        case "tuple_type" if kinds(type_of_key(place.wanted, 0)):
             return f"must be a list of sections; write [[{place.path}]] above each"
         case "too_short":
             return f"needs at least {_entries(problem['ctx']['min_length'])}"
@@ -159,7 +159,7 @@ def _unknown_key(key: str, place: Place) -> str:
     sections = [
         f"{name}.{key}"
         for name, field in Recipe.model_fields.items()
-        if is_section(plain(field.annotation)) and key in _keys(plain(field.annotation))
+        if is_section(unwrap(field.annotation)) and key in _keys(unwrap(field.annotation))
     ]
     if sections:
         return f"unknown key here; did you mean {' or '.join(sections)}?"
@@ -177,7 +177,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _usable(annotation: Any) -> str:
     sections = kinds(annotation).items()
-    return ", ".join(repr(kind) for kind, one in sections if not issubclass(one, Refused))
+    return ", ".join(repr(kind) for kind, one in sections if not issubclass(one, RefusedValue))
 
 
 def _entries(count: int) -> str:

@@ -13,14 +13,14 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import Part, Refused, Share
+from courtside.recipe.base import RefusedValue, Section, Share
 
 
-class FullSupport(Part):
+class FullSupport(Section):
     kind: Literal["full"]
 
 
-class TopKSupport(Part):
+class TopKSupport(Section):
     kind: Literal["top_k"]
     k: PositiveInt = 64
     of: Literal["teacher", "student", "joint"] = "teacher"
@@ -29,7 +29,7 @@ class TopKSupport(Part):
     """tail: all other words of both as one class. naive has a wrong fixed point (mass · 1/e)."""
 
 
-class SampledSupport(Refused):
+class SampledSupport(RefusedValue):
     kind: Literal["sampled"]
 
     @model_validator(mode="after")
@@ -42,13 +42,13 @@ class SampledSupport(Refused):
         )
 
 
-class EntropyAware(Part):
+class EntropyAware(Section):
     threshold: NonNegativeFloat
     """In nats: positions where the teacher's entropy is higher also get a forward KL."""
     weight: PositiveFloat = 1.0
 
 
-class LossBase(Part):
+class LossBase(Section):
     weight: PositiveFloat = 1.0
     on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "other_turns"] = "all"
     """Trajectories of which author this loss is taken on; or only turns with a hint above them, or

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import Part, Share
+from courtside.recipe.base import Section, Share
 
 Detect = Literal[
     "tool_not_found", "invalid_arguments", "unparsable_call", "tool_error", "no_call", "event",
@@ -96,7 +96,7 @@ Regex = Annotated[str, AfterValidator(_compiles)]
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Rule(Part):
+class Rule(Section):
     """Which turns it looks for, and what the hint above them says."""
 
     detect: Detect
@@ -189,7 +189,7 @@ VETTED_RULES = tuple(Rule(detect=name) for name in VETTED)
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class ReaderBase(Part):
+class ReaderBase(Section):
     max_hints: PositiveInt = 8
     """Of one trajectory; the first ones are kept and the others counted."""
     control: Literal["none", "random_turn", "random_hint", "all_turns"] = "none"
@@ -204,7 +204,7 @@ class OneReader(ReaderBase):
     """Of one hint; longer ones are dropped and counted."""
 
 
-class RulesReader(OneReader):
+class RuleReaderConfig(OneReader):
     kind: Literal["rules"]
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = VETTED_RULES
     """Where two of them find the same turn, the first one's hint is used."""
@@ -216,7 +216,7 @@ class RulesReader(OneReader):
     anyway."""
 
     @model_validator(mode="after")
-    def _has_words_for_clean_turns(self) -> RulesReader:
+    def _has_words_for_clean_turns(self) -> RuleReaderConfig:
         if self.false_positives and all(rule.needs_finding for rule in self.rules):
             raise ValueError(
                 "false_positives: every rule's hint has a slot that only a finding can fill; add a "
@@ -228,7 +228,7 @@ class RulesReader(OneReader):
 Plain = str | int | float | bool
 
 
-class Endpoint(Part):
+class EndpointConfig(Section):
     """A server that speaks OpenAI's chat completions: vLLM, llama.cpp, a provider."""
 
     url: str
@@ -292,9 +292,9 @@ class Endpoint(Part):
         return value
 
 
-class ModelReader(OneReader):
+class ModelReaderConfig(OneReader):
     kind: Literal["model"]
-    endpoint: Endpoint | None = None
+    endpoint: EndpointConfig | None = None
     """Unset: the student reads its own trajectories, in process."""
     hints_per_window: PositiveInt = 3
     """How many the model may propose each time it is asked."""
@@ -317,41 +317,46 @@ class ModelReader(OneReader):
     """0: greedy."""
 
     @model_validator(mode="after")
-    def _windows_move_on(self) -> ModelReader:
+    def _windows_move_on(self) -> ModelReaderConfig:
         if self.overlap * 2 > self.window:
             raise ValueError("overlap must be at most half of window, or reading hardly moves on")
         return self
 
 
-class PersonReader(OneReader):
+class HumanReaderConfig(OneReader):
     kind: Literal["person"]
     path: Path
     """A hints file: one JSON object a line with trajectory, turn, text and optionally reason."""
 
 
-class SeveralReaders(ReaderBase):
+class CombinedReaderConfig(ReaderBase):
     kind: Literal["several"]
     readers: Annotated[
         tuple[
-            Annotated[RulesReader | ModelReader | PersonReader, Field(discriminator="kind")], ...
+            Annotated[
+                RuleReaderConfig | ModelReaderConfig | HumanReaderConfig,
+                Field(discriminator="kind"),
+            ],
+            ...,
         ],
         Field(min_length=2),
     ]
     """In order: where two have a hint for the same turn, the first one's is used."""
 
     @model_validator(mode="after")
-    def _one_control(self) -> SeveralReaders:
+    def _one_control(self) -> CombinedReaderConfig:
         if any(reader.control != "none" for reader in self.readers):
             raise ValueError("a control belongs to the whole; set reader.control, not a member's")
         return self
 
 
-Reader = Annotated[
-    RulesReader | ModelReader | PersonReader | SeveralReaders, Field(discriminator="kind")
+ReaderConfig = Annotated[
+    RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CombinedReaderConfig,
+    Field(discriminator="kind"),
 ]
 
 
-class Hints(Part):
+class HintsConfig(Section):
     """Where a hint is put, and when it is worth training on."""
 
     place: Literal["above", "inside", "system"] = "above"
@@ -372,7 +377,7 @@ class Hints(Part):
     """Whether the hints of earlier turns stay in view of later ones."""
 
     @model_validator(mode="after")
-    def _role_belongs(self) -> Hints:
+    def _role_belongs(self) -> HintsConfig:
         if self.min_passed and not self.resamples:
             raise ValueError("min_passed is a share of the resamples; set resamples, too")
         if self.resamples and self.cumulative:

@@ -6,29 +6,39 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from courtside.recipe.base import Part
+from courtside.recipe.base import Section
 from courtside.recipe.losses import Loss
-from courtside.recipe.reader import Hints, PersonReader, Reader, SeveralReaders
-from courtside.recipe.rollout import Ramp, Rollout
-from courtside.recipe.settings import Evaluate, Run, Train
-from courtside.recipe.student import Student
-from courtside.recipe.tasks import Tasks
-from courtside.recipe.teacher import ModelTeacher, RoutedTeacher, SelfTeacher, Teacher
+from courtside.recipe.reader import (
+    CombinedReaderConfig,
+    HintsConfig,
+    HumanReaderConfig,
+    ReaderConfig,
+)
+from courtside.recipe.rollout import Ramp, RolloutConfig
+from courtside.recipe.settings import EvaluateConfig, RunConfig, TrainConfig
+from courtside.recipe.student import StudentConfig
+from courtside.recipe.tasks import TasksConfig
+from courtside.recipe.teacher import (
+    ModelTeacherConfig,
+    RoutedTeacherConfig,
+    SelfTeacherConfig,
+    TeacherConfig,
+)
 
 
-class Recipe(Part):
+class Recipe(Section):
     """Everything that decides a run."""
 
-    student: Student
-    tasks: Tasks
-    rollout: Rollout = Rollout()
-    reader: Reader | None = None
-    hints: Hints = Hints()
-    teacher: Teacher | None = None
+    student: StudentConfig
+    tasks: TasksConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reader: ReaderConfig | None = None
+    hints: HintsConfig = HintsConfig()
+    teacher: TeacherConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
-    train: Train = Train()
-    evaluate: Evaluate = Evaluate()
-    run: Run = Run()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    run: RunConfig = RunConfig()
     seed: NonNegativeInt = 0
 
     @model_validator(mode="after")
@@ -65,17 +75,17 @@ class Recipe(Part):
         return tuple(loss.name or loss.kind for loss in self.losses)
 
 
-def teachers_of(recipe: Recipe) -> tuple[SelfTeacher | ModelTeacher, ...]:
+def teachers_of(recipe: Recipe) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:
     """The single teachers of a recipe, routed or not."""
     if recipe.teacher is None:
         return ()
-    if isinstance(recipe.teacher, RoutedTeacher):
+    if isinstance(recipe.teacher, RoutedTeacherConfig):
         return tuple(recipe.teacher.routes.values())
     return (recipe.teacher,)
 
 
-def persons_of(recipe: Recipe) -> tuple[PersonReader, ...]:
+def persons_of(recipe: Recipe) -> tuple[HumanReaderConfig, ...]:
     """Its readers that are persons, alone or among several."""
     reader = recipe.reader
-    readers = reader.readers if isinstance(reader, SeveralReaders) else (reader,)
-    return tuple(one for one in readers if isinstance(one, PersonReader))
+    readers = reader.readers if isinstance(reader, CombinedReaderConfig) else (reader,)
+    return tuple(one for one in readers if isinstance(one, HumanReaderConfig))

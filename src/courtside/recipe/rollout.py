@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Part, Share
+from courtside.recipe.base import Section, Share
 
 
-class Ramp(Part):
+class Ramp(Section):
     """A number that moves linearly from `start` to `end` over `steps` and then stays."""
 
     start: Share
@@ -20,7 +20,7 @@ class Ramp(Part):
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
 
 
-class Limits(Part):
+class LimitsConfig(Section):
     """Of one episode in an environment."""
 
     turns: PositiveInt | None = None
@@ -35,7 +35,7 @@ class Limits(Part):
     """Of one message of the environment; what is cut off is told."""
 
 
-class Rollout(Part):
+class RolloutConfig(Section):
     samples: PositiveInt = 4
     """Per prompt."""
     max_new_tokens: PositiveInt = 128
@@ -54,7 +54,7 @@ class Rollout(Part):
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimiser leave of it; 65,536 on a CPU."""
 
-    limits: Limits = Limits()
+    limits: LimitsConfig = LimitsConfig()
     corrections: bool = False
     """In an environment: every turn that went wrong once more, with what the environment says would
     have been right, where it does; as data to imitate (`on = "dataset"`)."""

@@ -9,23 +9,23 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 
-def plain(annotation: Any) -> Any:
+def unwrap(annotation: Any) -> Any:
     """The type itself, without Annotated and without None."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         members = [member for member in get_args(annotation) if member is not NoneType]
         if len(members) == 1:
-            return plain(members[0])
+            return unwrap(members[0])
     return annotation
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
     """The members of a union; none if it is no union."""
-    annotation = plain(annotation)
+    annotation = unwrap(annotation)
     if get_origin(annotation) not in (Union, UnionType):
         return ()
-    return tuple(plain(member) for member in get_args(annotation) if member is not NoneType)
+    return tuple(unwrap(member) for member in get_args(annotation) if member is not NoneType)
 
 
 def is_section(annotation: Any) -> bool:
@@ -46,9 +46,9 @@ def kinds(annotation: Any) -> dict[str, type[BaseModel]]:
     return {str(kind_of(member)): member for member in members}
 
 
-def inside(annotation: Any, key: int | str) -> Any:
+def type_of_key(annotation: Any, key: int | str) -> Any:
     """The type of a section's key, of a list's entry, of a table's value; Any where unknown."""
-    annotation = plain(annotation)
+    annotation = unwrap(annotation)
     if is_section(annotation):
         field = annotation.model_fields.get(key)
         return Any if field is None else field.annotation

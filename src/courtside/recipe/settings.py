@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Part, Share
+from courtside.recipe.base import Section, Share
 from courtside.recipe.tasks import Setting
 
 
-class Train(Part):
+class TrainConfig(Section):
     steps: PositiveInt = 50
     prompts: PositiveInt = 16
     """Per step."""
@@ -35,7 +35,7 @@ class Train(Part):
     """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
 
 
-class Evaluate(Part):
+class EvaluateConfig(Section):
     tasks: PositiveInt = 64
     """Held-out prompts of each evaluation."""
     every: NonNegativeInt = 0
@@ -54,7 +54,7 @@ class Evaluate(Part):
     """Also let the teacher answer each time, and measure KL(teacher ‖ student) on its text."""
 
 
-class Run(Part):
+class RunConfig(Section):
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
     trajectories_every: PositiveInt = 1

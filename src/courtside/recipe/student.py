@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Part
+from courtside.recipe.base import Section
 
 
-class Lora(Part):
+class LoraConfig(Section):
     rank: PositiveInt = 32
     alpha: PositiveFloat | None = None
     """Scale is alpha / rank. Unset: alpha = 2 · rank."""
@@ -21,13 +21,13 @@ class Lora(Part):
     that: the adapter acts on the logits alone, and an export with it merged has two weights."""
 
 
-class Student(Part):
+class StudentConfig(Section):
     model: str
     """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
     adapter: Path | None = None
     """A LoRA adapter's folder, or one that comes with a recipe (`targeted-hints/warm`). It is
     merged into `model` before anything else: where training starts."""
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the matrix products. auto: bfloat16 on a GPU and on a CPU that has instructions for it

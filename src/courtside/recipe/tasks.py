@@ -15,10 +15,10 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import Part, Share
+from courtside.recipe.base import Section, Share
 
 
-class TasksBase(Part):
+class TasksBase(Section):
     limit: PositiveInt | None = None
     """Train on this many prompts only, over and over (down to one). Unset: all of them."""
     system: str | None = None
@@ -240,7 +240,7 @@ class ToolboxTasks(TasksBase):
         return self
 
 
-Tasks = Annotated[
+TasksConfig = Annotated[
     ArithmeticTasks
     | InstructionTasks
     | JsonlTasks
@@ -253,9 +253,9 @@ Tasks = Annotated[
 ]
 
 
-def tasks_with(tasks: Tasks, different: Mapping[str, Any]) -> Tasks:
+def tasks_with(tasks: TasksConfig, different: Mapping[str, Any]) -> TasksConfig:
     """The same section with some fields changed; a ValidationError where they do not fit."""
-    changed: Tasks = TypeAdapter(Tasks).validate_python(
+    changed: TasksConfig = TypeAdapter(TasksConfig).validate_python(
         {**tasks.model_dump(exclude_unset=True), **different}
     )
     return changed

@@ -8,18 +8,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from courtside.recipe.base import Part
+from courtside.recipe.base import Section
 
 EMA_DECAY = 0.99
 
 
-class SystemContext(Part):
+class SystemContext(Section):
     kind: Literal["system"]
     text: str
     """A system prompt that only the teacher sees."""
 
 
-class FieldContext(Part):
+class FieldContext(Section):
     kind: Literal["field"]
     field: str
     """Name of the tasks' privileged field, e.g. `rule` or `solution`."""
@@ -35,14 +35,14 @@ class FieldContext(Part):
         return value
 
 
-class FeedbackContext(Part):
+class FeedbackContext(Section):
     kind: Literal["feedback"]
     place: Literal["system", "user"] = "user"
     template: str = "A first attempt was checked. The checker said: {text}"
     """Trajectories whose grader has nothing to say get no teacher, and are counted."""
 
 
-class SiblingContext(Part):
+class SiblingContext(Section):
     kind: Literal["sibling"]
     place: Literal["system", "user"] = "user"
     template: str = "A correct answer to this, for reference:\n{text}"
@@ -54,7 +54,7 @@ Context = Annotated[
 ]
 
 
-class SelfTeacher(Part):
+class SelfTeacherConfig(Section):
     kind: Literal["self"]
     weights: Literal["live", "frozen", "ema"] = "frozen"
     """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
@@ -62,7 +62,7 @@ class SelfTeacher(Part):
     context: Context | None = None
 
 
-class ModelTeacher(Part):
+class ModelTeacherConfig(Section):
     kind: Literal["model"]
     model: str
     adapter: Path | None = None
@@ -73,10 +73,12 @@ class ModelTeacher(Part):
     trust_remote_code: bool = False
 
 
-class RoutedTeacher(Part):
+class RoutedTeacherConfig(Section):
     kind: Literal["routes"]
     routes: Annotated[
-        Mapping[str, Annotated[SelfTeacher | ModelTeacher, Field(discriminator="kind")]],
+        Mapping[
+            str, Annotated[SelfTeacherConfig | ModelTeacherConfig, Field(discriminator="kind")]
+        ],
         Field(min_length=1),
     ]
     """Tag of a task → its teacher. A task goes to the first of its tags that has a route."""
@@ -84,10 +86,12 @@ class RoutedTeacher(Part):
     """Tag whose teacher takes the tasks that no route fits. Unset: such a task is an error."""
 
     @model_validator(mode="after")
-    def _default_is_a_route(self) -> RoutedTeacher:
+    def _default_is_a_route(self) -> RoutedTeacherConfig:
         if self.default is not None and self.default not in self.routes:
             raise ValueError(f"default = {self.default!r} is not one of routes {list(self.routes)}")
         return self
 
 
-Teacher = Annotated[SelfTeacher | ModelTeacher | RoutedTeacher, Field(discriminator="kind")]
+TeacherConfig = Annotated[
+    SelfTeacherConfig | ModelTeacherConfig | RoutedTeacherConfig, Field(discriminator="kind")
+]

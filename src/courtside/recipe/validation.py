@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from courtside.recipe.losses import Loss
-from courtside.recipe.reader import Hints, RulesReader
+from courtside.recipe.reader import HintsConfig, RuleReaderConfig
 from courtside.recipe.recipe import Recipe, persons_of, teachers_of
-from courtside.recipe.rollout import Limits, Ramp, Rollout
+from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, tasks_with
-from courtside.recipe.teacher import EMA_DECAY, SelfTeacher, SiblingContext
+from courtside.recipe.teacher import EMA_DECAY, SelfTeacherConfig, SiblingContext
 
 SAMPLING = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """Fields of [rollout] that say how a model writes."""
@@ -84,7 +84,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
                 "'teacher' (with rollout.student_share below 1)"
             )
     for teacher in teachers_of(recipe):
-        if not isinstance(teacher, SelfTeacher):
+        if not isinstance(teacher, SelfTeacherConfig):
             continue
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
@@ -132,7 +132,7 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
     if recipe.rollout.corrections:
         yield f"rollout.corrections come from an environment, and {kind} is none; remove it"
-    if recipe.rollout.limits != Limits():
+    if recipe.rollout.limits != LimitsConfig():
         yield f"rollout.limits are those of episodes, and {kind} has none; remove them"
     for index, loss in enumerate(recipe.losses):
         if loss.kind == "policy_gradient" and loss.turn_penalty and not recipe.tasks.is_recorded:
@@ -167,7 +167,7 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
 def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
     kind = "tasks.kind = 'trajectories'"
     for name in SAMPLING:
-        if getattr(recipe.rollout, name) != getattr(Rollout(), name):
+        if getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
             yield f"rollout.{name}: nobody samples with {kind}; it is as it was then. Remove it"
     if tasks.only == "hinted" and not persons_of(recipe):
         yield (
@@ -191,7 +191,7 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
 def _hint_problems(recipe: Recipe) -> Iterator[str]:
     hinted = [loss for loss in recipe.losses if loss.on == "hinted_turns"]
     if recipe.reader is None:
-        if recipe.hints != Hints():
+        if recipe.hints != HintsConfig():
             yield "hints: nobody writes any; add a [reader], or remove the section"
         for index, loss in enumerate(recipe.losses):
             if loss.on in ("hinted_turns", "other_turns"):
@@ -217,7 +217,7 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
                 "turns only; set on = 'hinted_turns', or against = 'reference' for the others"
             )
     reports = recipe.tasks.is_environment or recipe.tasks.is_recorded
-    if isinstance(recipe.reader, RulesReader) and not reports:
+    if isinstance(recipe.reader, RuleReaderConfig) and not reports:
         blind = {"over_length", "pattern", "answer_without_lookup"}
         if all(rule.detect not in blind for rule in recipe.reader.rules):
             yield (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from courtside.recipe import Recipe
-from courtside.report.summary import compact, duration, summary
+from courtside.report.summary import compact, duration, summarize_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Numbers = Mapping[str, float | int | None]
 
 
-class Screen(Protocol):
+class RunConsole(Protocol):
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         """`first_step` is 0, or the step a resumed run goes on with."""
 
@@ -34,7 +34,7 @@ class Screen(Protocol):
     def finish(self) -> None: ...
 
 
-class SilentScreen:
+class SilentConsole:
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         pass
 
@@ -100,7 +100,7 @@ def key_numbers(row: Numbers) -> list[tuple[str, str]]:
     return numbers
 
 
-class PlainScreen:
+class PlainConsole:
     """One line a step, for files and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,7 +136,7 @@ class PlainScreen:
         pass
 
 
-class RichScreen:
+class RichConsole:
     """A live line at the bottom, and one short line a step above it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -226,13 +226,13 @@ class RichScreen:
 
 def headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
     steps = f"steps {first_step + 1} to {total_steps}" if first_step else f"{total_steps} steps"
-    return f"{summary(recipe)} · {steps}"
+    return f"{summarize_recipe(recipe)} · {steps}"
 
 
-def screen_for(stream: TextIO) -> Screen:
+def make_console(stream: TextIO) -> RunConsole:
     """Live on a terminal that can move its cursor, plain lines elsewhere."""
     if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        return PlainScreen(stream)
+        return PlainConsole(stream)
     from rich.console import Console
 
-    return RichScreen(Console(file=stream))
+    return RichConsole(Console(file=stream))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from courtside.report.console import Screen
+from courtside.report.console import RunConsole
 from courtside.types import PhaseCost
 
 
@@ -21,7 +21,7 @@ def training_flops(num_parameters: int, num_tokens: int, trainable: int) -> floa
     return 2 * forward_flops(num_parameters, num_tokens) + forward_flops(trainable, num_tokens)
 
 
-class Meter:
+class CostMeter:
     """Adds up seconds, tokens and FLOPs by phase.
 
     A phase inside another interrupts it: no second is counted twice, so the phases' seconds sum to
@@ -29,7 +29,7 @@ class Meter:
     """
 
     def __init__(
-        self, screen: Screen | None = None, clock: Callable[[], float] = time.perf_counter
+        self, screen: RunConsole | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._screen = screen
         self._clock = clock

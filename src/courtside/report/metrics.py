@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from courtside.report.folder.jsonl import Row
-from courtside.types import Judged, Scored, Trajectory, Update
+from courtside.types import HintOutcome, Scored, Trajectory, Update
 
 
 def metrics_row(
@@ -33,7 +33,7 @@ def metrics_row(
     if any(one.target is not None for one in scored):
         row["without_teacher"] = sum(one.target is None for one in scored)
     row |= event_columns(trajectories)
-    hints = [judged for one in scored for judged in one.hints]
+    hints = [hint_outcomes for one in scored for hint_outcomes in one.hints]
     if hints or reader_counts is not None:
         row |= hint_columns(hints)
         row |= {f"reader/{name}": count for name, count in (reader_counts or {}).items()}
@@ -70,17 +70,19 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
     return said > 1 or any(turn.role == "environment" for turn in trajectory.turns)
 
 
-def hint_columns(hints: Sequence[Judged]) -> Row:
+def hint_columns(hints: Sequence[HintOutcome]) -> Row:
     """How many train, how many do not and why, how much those that train shift their turn, and how
     often replies under a hint pass, where that was tried."""
-    kept = [judged for judged in hints if judged.dropped is None]
-    dropped = Counter(judged.dropped for judged in hints if judged.dropped is not None)
-    shifts = [judged.shift for judged in kept if judged.shift is not None]
+    kept = [hint_outcomes for hint_outcomes in hints if hint_outcomes.dropped is None]
+    dropped = Counter(
+        hint_outcomes.dropped for hint_outcomes in hints if hint_outcomes.dropped is not None
+    )
+    shifts = [hint_outcomes.shift for hint_outcomes in kept if hint_outcomes.shift is not None]
     row: Row = {"hints/kept": len(kept)}
     row |= {f"hints/dropped/{why}": dropped[why] for why in sorted(dropped)}
     if shifts:
         row["hints/shift"] = sum(shifts) / len(shifts)
-    tried = [judged.passed for judged in hints if judged.passed is not None]
+    tried = [hint_outcomes.passed for hint_outcomes in hints if hint_outcomes.passed is not None]
     if tried:
         row["hints/passed"] = sum(tried) / len(tried)
     return row

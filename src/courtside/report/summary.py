@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 
-from courtside.recipe import Loss, ModelTeacher, Reader, Recipe, SelfTeacher, teachers_of
+from courtside.recipe import (
+    Loss,
+    ModelTeacherConfig,
+    ReaderConfig,
+    Recipe,
+    SelfTeacherConfig,
+    teachers_of,
+)
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
-def summary(recipe: Recipe) -> str:
+def summarize_recipe(recipe: Recipe) -> str:
     """`smollm2-135m (LoRA 32) · arithmetic · teacher: self, frozen, sees solution · reverse KL`."""
     student = recipe.student.model
     if recipe.student.adapter is not None:
@@ -25,13 +32,13 @@ def summary(recipe: Recipe) -> str:
     return " · ".join(parts)
 
 
-def _reader(reader: Reader) -> str:
+def _reader(reader: ReaderConfig) -> str:
     kinds = [one.kind for one in reader.readers] if reader.kind == "several" else [reader.kind]
     control = f", control {reader.control.replace('_', ' ')}" if reader.control != "none" else ""
     return " + ".join(kinds) + control
 
 
-def _teacher(teacher: SelfTeacher | ModelTeacher) -> str:
+def _teacher(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
     name = f"self, {teacher.weights}" if teacher.kind == "self" else teacher.model
     match teacher.context:
         case None:
@@ -99,7 +106,7 @@ def _minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """On one line, at most so many characters.
 
     >>> shortened("one\\n two three", 9)

@@ -24,30 +24,30 @@ STATE = "sinks.json"
 """In the run folder: under which name each service knows the run, and which step it wants next."""
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     def log(self, row: Numbers, step: int) -> None: ...
 
     def close(self) -> None: ...
 
 
-def open_sinks(
+def open_trackers(
     names: Sequence[str],
     folder: Path,
     *,
     project: str,
     run_name: str,
     first_step: int = 0,
-) -> list[Sink]:
+) -> list[Tracker]:
     """Open the sinks of a recipe. `first_step`: 0, or the step a resumed run goes on with."""
-    sinks: list[Sink] = []
+    sinks: list[Tracker] = []
     for name in names:
         match name:
             case "tensorboard":
-                sinks.append(TensorBoardSink(folder, first_step))
+                sinks.append(TensorBoardTracker(folder, first_step))
             case "wandb":
-                sinks.append(WandbSink(folder, project, run_name))
+                sinks.append(WandbTracker(folder, project, run_name))
             case "trackio":
-                sinks.append(TrackioSink(folder, project, run_name))
+                sinks.append(TrackioTracker(folder, project, run_name))
             case _:
                 raise UserError(
                     f"run.sinks: {name!r} is not known; use 'tensorboard', 'wandb' or 'trackio'"
@@ -55,7 +55,7 @@ def open_sinks(
     return sinks
 
 
-class TensorBoardSink:
+class TensorBoardTracker:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -74,7 +74,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbTracker:
     """Works offline too, with WANDB_MODE=offline."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
@@ -107,7 +107,7 @@ class WandbSink:
         self._run.finish()
 
 
-class TrackioSink:
+class TrackioTracker:
     """Local by default; TRACKIO_SPACE_ID sends it to a Space."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGES = ("courtside", "torch", "transformers", "peft", "pydantic", "pyarrow", "vllm")
 
 
-def environment() -> dict[str, str | int | None]:
+def collect_versions() -> dict[str, str | int | None]:
     """None: not installed, or not known."""
     program, *arguments = sys.argv or [""]
     return {

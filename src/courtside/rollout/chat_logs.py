@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from courtside.chat.chat_logs import CallWriter, recorded
-from courtside.chat.incremental import Turns
+from courtside.chat.chat_logs import CallWriter, trajectory_from_chat_log
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.errors import TaskError
 from courtside.rollout.mixing import trajectory_id
 from courtside.types import Task, Trajectory
 
 
-class RecordedRollout:
+class ChatLogRollout:
     def __init__(
-        self, *, turns: Turns, write_call: CallWriter, temperature: float, context_length: int
+        self,
+        *,
+        turns: IncrementalTemplate,
+        write_call: CallWriter,
+        temperature: float,
+        context_length: int,
     ):
         self.turns = turns
         self.write_call = write_call
@@ -28,7 +33,7 @@ class RecordedRollout:
 
     def trajectory(self, task: Task, id: str) -> Trajectory:
         prompt = [{"role": m.role, "content": m.content} for m in task.messages]
-        found = recorded(
+        found = trajectory_from_chat_log(
             task,
             [*prompt, *task.conversation],
             self.turns,

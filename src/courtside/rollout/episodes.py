@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from courtside.chat.incremental import ASK, Turns
+from courtside.chat.incremental import ASK, IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
-from courtside.recipe import Limits, Rollout
-from courtside.rollout.mixing import own_tasks, sampling_of, trajectory_id
-from courtside.rollout.timeouts import Outcome, call_all
+from courtside.recipe import LimitsConfig, RolloutConfig
+from courtside.rollout.mixing import make_sampling, split_by_author, trajectory_id
+from courtside.rollout.timeouts import Outcome, call_with_timeout
 from courtside.seeds import seed_for
 from courtside.types import (
     Event,
@@ -47,7 +47,7 @@ class Episode(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartEpisode:
     """An episode that is to be played."""
 
     id: str
@@ -61,7 +61,7 @@ class Start:
 class _Playing:
     number: int
     """Its place among those that are played."""
-    start: Start
+    start: StartEpisode
     episode: Episode
     turns: list[Turn]
     unread: tuple[int, ...]
@@ -76,13 +76,13 @@ class _Playing:
         return sum(turn.role == "assistant" for turn in self.turns)
 
 
-class AgentRollout:
+class EpisodeRollout:
     def __init__(
         self,
         *,
         engine: Engine,
-        turns: Turns,
-        config: Rollout,
+        turns: IncrementalTemplate,
+        config: RolloutConfig,
         begin: Callable[[Task], Episode],
         demonstrate: Callable[[Task, str], Trajectory] | None,
         context_length: int,
@@ -91,18 +91,18 @@ class AgentRollout:
         self.engine = engine
         self.turns = turns
         self.config = config
-        self.limits: Limits = config.limits
+        self.limits: LimitsConfig = config.limits
         self.begin = begin
         self.demonstrate = demonstrate
         """The environment's own demonstration under an id, where off-policy text is asked for."""
         self.max_tokens = min(self.limits.tokens or context_length, context_length)
         self.seed = seed
-        self.sampling = sampling_of(config)
+        self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        own = own_tasks(self.config, tasks, seed=self.seed, step=step)
+        own = split_by_author(self.config, tasks, seed=self.seed, step=step)
         starts = [
-            Start(
+            StartEpisode(
                 id=trajectory_id(step, index, sample),
                 task=tasks[index],
                 seed=seed_for(self.seed, "student", step, index, sample),
@@ -121,7 +121,7 @@ class AgentRollout:
         return sorted(trajectories, key=lambda trajectory: trajectory.id)
 
     def play(
-        self, starts: Sequence[Start], sampling: Sampling, *, version: int
+        self, starts: Sequence[StartEpisode], sampling: Sampling, *, version: int
     ) -> list[Trajectory]:
         """Episodes from their beginning to their end, in order."""
         if not starts:
@@ -155,7 +155,7 @@ class AgentRollout:
             for one in playing.values()
         ]
         written = session.sample(list(playing), requests, sampling)
-        answers = call_all(
+        answers = call_with_timeout(
             [_step(one.episode, s) for one, s in zip(playing.values(), written, strict=True)],
             seconds=self.limits.step_seconds,
         )
@@ -184,7 +184,7 @@ class AgentRollout:
                 grade=None,
             )
 
-    def _num_places(self, starts: Sequence[Start], sampling: Sampling) -> int:
+    def _num_places(self, starts: Sequence[StartEpisode], sampling: Sampling) -> int:
         """Ids that an episode is expected to have in the end, at most."""
         prompts = [len(self.turns.prompt(start.task.messages).token_ids) for start in starts]
         turns = self.limits.turns or EXPECTED_TURNS
@@ -193,7 +193,7 @@ class AgentRollout:
         )
         return min(expected, self.max_tokens)
 
-    def _begun(self, number: int, start: Start) -> _Playing:
+    def _begun(self, number: int, start: StartEpisode) -> _Playing:
         prompt = self.turns.prompt_turn(start.task)
         return _Playing(
             number=number,
@@ -287,7 +287,7 @@ def _failure(kind: str, message: str) -> Event:
     return Event(kind=kind, details={"message": message})
 
 
-def goes_well(
+def reply_passes(
     begin: Callable[[Task], Episode],
     trajectory: Trajectory,
     turn: int,
@@ -305,5 +305,5 @@ def goes_well(
             episode.step(text)
         return episode.step(reply)
 
-    (outcome,) = call_all([replay], seconds=seconds * (len(before) + 1))
+    (outcome,) = call_with_timeout([replay], seconds=seconds * (len(before) + 1))
     return outcome.value is not None and not outcome.value.events

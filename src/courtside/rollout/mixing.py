@@ -6,19 +6,21 @@ import random
 from collections.abc import Sequence
 
 from courtside.engines.base import Sampling
-from courtside.recipe import Rollout
+from courtside.recipe import RolloutConfig
 from courtside.seeds import seed_for
 from courtside.types import Task
 
 
-def own_tasks(config: Rollout, tasks: Sequence[Task], *, seed: int, step: int) -> set[int]:
+def split_by_author(
+    config: RolloutConfig, tasks: Sequence[Task], *, seed: int, step: int
+) -> set[int]:
     """Indices of the student's share, drawn anew for each step."""
     order = list(range(len(tasks)))
     random.Random(seed_for(seed, "share", step)).shuffle(order)
     return set(order[: round(config.share(step) * len(tasks))])
 
 
-def sampling_of(config: Rollout) -> Sampling:
+def make_sampling(config: RolloutConfig) -> Sampling:
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

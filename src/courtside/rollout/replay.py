@@ -1,26 +1,30 @@
 """Nobody acts: trajectories that another run has stored, as they are and under their own ids.
 
 Their ids must be this model's words, or they are refused. Whether its template would write the same
-prompts is another question (`told_otherwise`): what was read and written is what trains.
+prompts is another question (`compare_rendering`): what was read and written is what trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.chat.incremental import Turns, num_common
+from courtside.chat.incremental import IncrementalTemplate, num_common
 from courtside.errors import TaskError
 from courtside.types import Task, Trajectory
 
 
-class StoredRollout:
+class ReplayRollout:
     def __init__(
-        self, *, read: Callable[[Sequence[str]], list[Trajectory]], turns: Turns, num_words: int
+        self,
+        *,
+        read: Callable[[Sequence[str]], list[Trajectory]],
+        turns: IncrementalTemplate,
+        vocab_size: int,
     ):
         self.read = read
         """Trajectories by their ids, in order."""
         self.turns = turns
-        self.num_words = num_words
+        self.vocab_size = vocab_size
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         found = self.read([task.id for task in tasks])
@@ -31,10 +35,10 @@ class StoredRollout:
     def _check_words(self, trajectory: Trajectory) -> None:
         renderer = self.turns.renderer
         fix = "Name a run of a student with the same vocabulary"
-        if (largest := max(trajectory.token_ids, default=0)) >= self.num_words:
+        if (largest := max(trajectory.token_ids, default=0)) >= self.vocab_size:
             raise TaskError(
                 f"trajectory {trajectory.id}: holds the token {largest}, and {renderer.name} has "
-                f"{self.num_words} words. {fix}"
+                f"{self.vocab_size} words. {fix}"
             )
         for index, turn in enumerate(trajectory.turns):
             if turn.role != "assistant":
@@ -48,7 +52,7 @@ class StoredRollout:
                 )
 
 
-def told_otherwise(trajectories: Sequence[Trajectory], turns: Turns) -> str | None:
+def compare_rendering(trajectories: Sequence[Trajectory], turns: IncrementalTemplate) -> str | None:
     """How this model's template renders a stored prompt today, where that is not how it was."""
     for trajectory in trajectories:
         went = trajectory.turns[0].token_ids

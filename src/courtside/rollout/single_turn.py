@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from courtside.chat.template import Renderer
-from courtside.chat.trajectories import answered
+from courtside.chat.template import ChatTemplate
+from courtside.chat.trajectories import make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
-from courtside.recipe import Rollout
-from courtside.rollout.mixing import own_tasks, sampling_of, trajectory_id
+from courtside.recipe import RolloutConfig
+from courtside.rollout.mixing import make_sampling, split_by_author, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 
@@ -22,8 +22,8 @@ class SingleTurnRollout:
         self,
         *,
         engine: Engine,
-        renderer: Renderer,
-        config: Rollout,
+        renderer: ChatTemplate,
+        config: RolloutConfig,
         grade: Callable[[Task, str], Grade | None],
         teacher_writes: Writer | None,
         seed: int,
@@ -37,10 +37,10 @@ class SingleTurnRollout:
         self.seed = seed
         self.pairs = pairs
         """Whether a loss takes the `rejected` texts; nothing else may train on them."""
-        self.sampling = sampling_of(config)
+        self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        own = own_tasks(self.config, tasks, seed=self.seed, step=step)
+        own = split_by_author(self.config, tasks, seed=self.seed, step=step)
         slots = [
             (index, task, sample)
             for index, task in enumerate(tasks)
@@ -86,7 +86,7 @@ class SingleTurnRollout:
     def _trajectory(
         self, task: Task, drawn: Sample, *, source: Source, version: int | None, id: str
     ) -> Trajectory:
-        return answered(
+        return make_trajectory(
             task,
             self.renderer.prompt_ids(task.messages),
             drawn,
@@ -107,7 +107,7 @@ class SingleTurnRollout:
         if self.pairs and task.rejected is not None:
             texts = [(task.completion, "better"), (task.rejected, "worse")]
         return [
-            answered(
+            make_trajectory(
                 task,
                 self.renderer.prompt_ids(task.messages),
                 Sample(

@@ -19,7 +19,7 @@ class Outcome(Generic[T]):
     """It did not come back in time. Whatever it works on must not be touched any more."""
 
 
-def call_all(calls: Sequence[Callable[[], T]], *, seconds: float) -> list[Outcome[T]]:
+def call_with_timeout(calls: Sequence[Callable[[], T]], *, seconds: float) -> list[Outcome[T]]:
     """All calls at the same time, each in a thread of its own, and what came of them in order."""
     outcomes: list[Outcome[T]] = [Outcome(hung=True)] * len(calls)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from courtside.hashing import choose, split_of, task_id
 from courtside.recipe import ArithmeticTasks
-from courtside.tasks.base import Space
+from courtside.tasks.base import TaskSpace
 from courtside.types import Message, Split, Task
 
 QUESTIONS = {
@@ -51,7 +51,7 @@ REQUESTS = {
 }
 
 
-def arithmetic_space(config: ArithmeticTasks) -> Space:
+def arithmetic_space(config: ArithmeticTasks) -> TaskSpace:
     low = 0 if config.digits == 1 else 10 ** (config.digits - 1)
     count = 10**config.digits - low
 
@@ -60,7 +60,7 @@ def arithmetic_space(config: ArithmeticTasks) -> Space:
         # Differences are never negative.
         return (max(a, b), min(a, b)) if config.operation == "subtract" else (a, b)
 
-    return Space(
+    return TaskSpace(
         name=f"tasks.operation = {config.operation!r} with tasks.digits = {config.digits}",
         size=count * count,
         split=lambda index: _split(config.operation, *operands(index)),

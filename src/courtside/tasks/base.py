@@ -110,7 +110,7 @@ class FiniteSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class TaskSpace:
     """The numbered tasks of a generator. Several numbers may stand for the same task."""
 
     name: str
@@ -134,7 +134,7 @@ class GeneratedSource:
 
     def __init__(
         self,
-        space: Space,
+        space: TaskSpace,
         *,
         seed: int,
         limit: int | None,

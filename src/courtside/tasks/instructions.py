@@ -14,7 +14,7 @@ from typing import Any
 
 from courtside.hashing import choose, split_of, task_id
 from courtside.recipe import InstructionTasks
-from courtside.tasks.base import Space
+from courtside.tasks.base import TaskSpace
 from courtside.tasks.request_templates import REQUESTS
 from courtside.types import Message, Task
 
@@ -143,14 +143,14 @@ INSTRUCTIONS: Mapping[str, Instruction] = {
 }
 
 
-def instruction_space(config: InstructionTasks) -> Space:
+def instruction_space(config: InstructionTasks) -> TaskSpace:
     checks = tuple(dict.fromkeys(config.checks))
 
     def task(index: int) -> Task:
         request, check = divmod(index, len(checks))
         return instruction_task(REQUESTS[request], checks[check], stated=config.stated)
 
-    return Space(
+    return TaskSpace(
         name=f"tasks.checks = {list(checks)}",
         size=len(REQUESTS) * len(checks),
         # By the request alone: a held-out request is unseen with every instruction.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from courtside.environments.base import Environment, checked_task
+from courtside.environments.base import Environment, validate_task
 from courtside.environments.loading import load_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.toolbox.plan import split_of_number
@@ -17,38 +17,38 @@ from courtside.recipe import (
     EnvironmentTasks,
     InstructionTasks,
     JsonlTasks,
-    Tasks,
+    TasksConfig,
     ToolboxTasks,
     TrajectoryTasks,
 )
 from courtside.tasks.arithmetic import arithmetic_space
-from courtside.tasks.base import FiniteSource, GeneratedSource, Space, TaskSource, with_system
+from courtside.tasks.base import FiniteSource, GeneratedSource, TaskSource, TaskSpace, with_system
 from courtside.tasks.chat_logs import conversation_tasks
 from courtside.tasks.hf_datasets import dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import jsonl_tasks
-from courtside.tasks.replay import stored_source
+from courtside.tasks.replay import make_replay_source
 from courtside.types import Split, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class PromptLimit:
     """How long a prompt may be, for the model at hand."""
 
     length: Callable[[Task], int]
     max_tokens: int
 
 
-def task_source(
-    config: Tasks,
+def make_task_source(
+    config: TasksConfig,
     seed: int,
-    room: Room | None = None,
+    room: PromptLimit | None = None,
     environment: Environment | None = None,
     hinted: Collection[str] = frozenset(),
 ) -> TaskSource:
     """The tasks of a recipe. With `room`, prompts that do not fit are refused or left out, as
     `tasks.overlong` says, before anything runs. `environment` is the recipe's world, where it is
-    made already (`environment_of`). `hinted` are the ids that a person's hints name."""
+    made already (`make_environment`). `hinted` are the ids that a person's hints name."""
     match config:
         case ArithmeticTasks():
             return _generated(arithmetic_space(config), config, seed, room)
@@ -62,7 +62,7 @@ def task_source(
             return _finite(conversation_tasks(config.path), str(config.path), config, seed, room)
         case TrajectoryTasks():
             most = None if room is None else room.max_tokens
-            return stored_source(config, seed=seed, max_tokens=most, hinted=hinted)
+            return make_replay_source(config, seed=seed, max_tokens=most, hinted=hinted)
         case EnvironmentTasks():
             world = environment or load_environment(config.path, config.settings)
             space = environment_space(world, f"tasks.path = {config.path!r}")
@@ -73,7 +73,9 @@ def task_source(
             return _generated(space, config, seed, room)
 
 
-def _generated(space: Space, config: Tasks, seed: int, room: Room | None) -> TaskSource:
+def _generated(
+    space: TaskSpace, config: TasksConfig, seed: int, room: PromptLimit | None
+) -> TaskSource:
     def task(index: int) -> Task:
         return with_system(space.task(index), config.system)
 
@@ -88,7 +90,7 @@ def _generated(space: Space, config: Tasks, seed: int, room: Room | None) -> Tas
 
 
 def _finite(
-    tasks: tuple[Task, ...], name: str, config: Tasks, seed: int, room: Room | None
+    tasks: tuple[Task, ...], name: str, config: TasksConfig, seed: int, room: PromptLimit | None
 ) -> TaskSource:
     prompted = [with_system(task, config.system) for task in tasks]
     fitting = [t for t in prompted if room is None or room.length(t) <= room.max_tokens]
@@ -100,7 +102,7 @@ def _finite(
     return source
 
 
-def _too_long(task: Task, room: Room, name: str) -> TaskError:
+def _too_long(task: Task, room: PromptLimit, name: str) -> TaskError:
     start = task.messages[-1].content[:60]
     return TaskError(
         f"{name}: the prompt {start!r}… (task {task.id}) has {room.length(task)} tokens, with what "
@@ -112,14 +114,14 @@ def _too_long(task: Task, room: Room, name: str) -> TaskError:
 
 def environment_space(
     environment: Environment, name: str, split: Callable[[int], Split] | None = None
-) -> Space:
+) -> TaskSpace:
     """The tasks of an environment, each validated before it is used. `name` is how errors call it;
     `split` is for environments that know the split of a number without making its task."""
 
     def task(index: int) -> Task:
-        return checked_task(environment.task(index), f"{name}: task({index})")
+        return validate_task(environment.task(index), f"{name}: task({index})")
 
-    return Space(
+    return TaskSpace(
         name=name,
         size=environment.size,
         split=split or (lambda index: task(index).split),

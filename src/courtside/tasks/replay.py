@@ -18,7 +18,7 @@ from courtside.tasks.base import FiniteSource
 from courtside.types import Source, Task, Trajectory
 
 
-class StoredSource(FiniteSource):
+class ReplaySource(FiniteSource):
     """Tasks that stand for stored trajectories: `read` gives those."""
 
     def __init__(
@@ -55,13 +55,13 @@ class StoredSource(FiniteSource):
         return [found[id] for id in ids]
 
 
-def stored_source(
+def make_replay_source(
     config: TrajectoryTasks,
     *,
     seed: int,
     max_tokens: int | None = None,
     hinted: Collection[str] = frozenset(),
-) -> StoredSource:
+) -> ReplaySource:
     """`max_tokens`: how long a trajectory may be; None: not asked. `hinted`: the ids that hints
     name, of trajectories or of recorded conversations."""
     folder = _folder(config.path)
@@ -76,7 +76,7 @@ def stored_source(
             f"{longest.num_tokens} tokens and the model takes {max_tokens}. Set tasks.overlong = "
             "'drop' to leave such trajectories out and count them; nothing is cut silently"
         )
-    source = StoredSource(fitting, folder, seed=seed, limit=config.limit)
+    source = ReplaySource(fitting, folder, seed=seed, limit=config.limit)
     source.num_dropped = len(stored) - len(fitting)
     return source
 

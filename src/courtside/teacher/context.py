@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from courtside.chat.privileged_context import with_context
+from courtside.chat.privileged_context import insert_context
 from courtside.errors import TaskError
 from courtside.recipe import Context
 from courtside.types import Message, Task, Trajectory
 
 
-def contexts(
+def choose_contexts(
     config: Context | None, trajectories: Sequence[Trajectory]
 ) -> Mapping[str, str | None]:
     """By trajectory id: the text; None where there is none, so that no teacher speaks there."""
@@ -47,7 +47,7 @@ def privileged_messages(config: Context | None, task: Task, text: str | None) ->
     if config is None or text is None:
         return task.messages
     place: Literal["system", "user"] = "system" if config.kind == "system" else config.place
-    return with_context(task.messages, text, place)
+    return insert_context(task.messages, text, place)
 
 
 def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str:

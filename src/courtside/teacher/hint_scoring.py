@@ -13,8 +13,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from courtside.chat.hint_splicing import Hinted, SpliceError, branch, cumulative
-from courtside.chat.incremental import Turns
+from courtside.chat.hint_splicing import (
+    SplicedTurn,
+    SpliceError,
+    splice_hint,
+    splice_hints_cumulatively,
+)
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import (
     BranchRequest,
     Engine,
@@ -23,13 +28,13 @@ from courtside.engines.base import (
     ScoreRequest,
     Scores,
 )
-from courtside.recipe import Hints
+from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
-from courtside.types import Branch, Hint, Judged, Scored, Trajectory
+from courtside.types import Branch, Hint, HintOutcome, Scored, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
+class ScoredTurn:
     """What a model says of one turn, without and with the hint above it."""
 
     plain_T: Tensor
@@ -43,15 +48,15 @@ class Spoken:
 class HintedTurns:
     """Of one trajectory."""
 
-    judged: tuple[Judged, ...]
-    spoken: Mapping[int, Spoken]
+    hint_outcomes: tuple[HintOutcome, ...]
+    spoken: Mapping[int, ScoredTurn]
     """By turn: those whose hints train."""
     unread: tuple[Branch, ...] = ()
     """Instead of what was spoken, where the update reads them: those whose hints train, by turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class HintTrial:
     """Replies under a hint, and whether the environment takes them."""
 
     sampling: Sampling
@@ -70,11 +75,11 @@ class HintScorer:
     def __init__(
         self,
         engine: Engine,
-        turns: Turns,
-        settings: Hints,
+        turns: IncrementalTemplate,
+        settings: HintsConfig,
         *,
         context_length: int,
-        trial: Trial | None = None,
+        trial: HintTrial | None = None,
         in_update: bool = False,
     ):
         self.engine, self.turns, self.settings = engine, turns, settings
@@ -100,10 +105,10 @@ class HintScorer:
     def _left(self, trajectory: Trajectory, hints: Sequence[Hint]) -> HintedTurns:
         """For the update to read. Nothing is known of the hints but that they can be put in."""
         dropped, branches = self._branches(trajectory, hints)
-        kept = {hint.turn: (Judged(hint=hint, shift=None), one) for hint, one in branches}
-        judged = [*dropped, *(unmeasured for unmeasured, _ in kept.values())]
+        kept = {hint.turn: (HintOutcome(hint=hint, shift=None), one) for hint, one in branches}
+        hint_outcomes = [*dropped, *(unmeasured for unmeasured, _ in kept.values())]
         return HintedTurns(
-            judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
+            hint_outcomes=tuple(sorted(hint_outcomes, key=lambda j: j.hint.turn)),
             spoken={},
             # A turn in which nothing was chosen trains nothing, and the update may end before it.
             unread=tuple(one for _, one in kept.values() if any(one.scored)),
@@ -115,11 +120,11 @@ class HintScorer:
         self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
     ) -> dict[str, HintedTurns]:
         found: dict[str, HintedTurns] = {}
-        asked: list[tuple[Trajectory, list[Judged], dict[int, Hint], BranchRequest]] = []
+        asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], BranchRequest]] = []
         for trajectory, hints in hinted:
             dropped, branches = self._branches(trajectory, hints)
             if not branches:
-                found[trajectory.id] = HintedTurns(judged=tuple(dropped), spoken={})
+                found[trajectory.id] = HintedTurns(hint_outcomes=tuple(dropped), spoken={})
                 continue
             kept = {hint.turn: hint for hint, _ in branches}
             request = BranchRequest(
@@ -135,7 +140,9 @@ class HintScorer:
             assert score.trunk is not None
             plain = _by_turn(trajectory, kept, score.trunk.logp_T)
             spoken = {
-                one.turn: Spoken(plain_T=plain[one.turn], hinted=s, num_tokens=len(one.token_ids))
+                one.turn: ScoredTurn(
+                    plain_T=plain[one.turn], hinted=s, num_tokens=len(one.token_ids)
+                )
                 for one, s in zip(request.branches, score.branches, strict=True)
             }
             found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken, passed)
@@ -163,11 +170,11 @@ class HintScorer:
 
     def _branches(
         self, trajectory: Trajectory, hints: Sequence[Hint]
-    ) -> tuple[list[Judged], list[tuple[Hint, Branch]]]:
+    ) -> tuple[list[HintOutcome], list[tuple[Hint, Branch]]]:
         dropped, branches = [], []
         for hint in hints:
             try:
-                one = branch(
+                one = splice_hint(
                     trajectory,
                     hint,
                     self.turns,
@@ -176,10 +183,10 @@ class HintScorer:
                     max_tokens=self.context_length,
                 )
             except SpliceError as error:
-                dropped.append(Judged(hint=hint, shift=None, dropped=error.reason))
+                dropped.append(HintOutcome(hint=hint, shift=None, dropped=error.reason))
                 continue
             if one.splice + len(one.token_ids) > self.context_length:
-                dropped.append(Judged(hint=hint, shift=None, dropped="too_long"))
+                dropped.append(HintOutcome(hint=hint, shift=None, dropped="too_long"))
             else:
                 branches.append((hint, one))
         return dropped, branches
@@ -190,12 +197,12 @@ class HintScorer:
         self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
     ) -> dict[str, HintedTurns]:
         found: dict[str, HintedTurns] = {}
-        asked: list[tuple[Trajectory, list[Judged], dict[int, Hint], Hinted]] = []
+        asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], SplicedTurn]] = []
         requests: list[ScoreRequest] = []
         for trajectory, hints in hinted:
             dropped, kept, whole = self._sequence(trajectory, hints)
             if whole is None:
-                found[trajectory.id] = HintedTurns(judged=tuple(dropped), spoken={})
+                found[trajectory.id] = HintedTurns(hint_outcomes=tuple(dropped), spoken={})
                 continue
             asked.append((trajectory, dropped, kept, whole))
             places = {place for _, its in whole.scored for place in its}
@@ -220,19 +227,19 @@ class HintScorer:
                     logp_T=under.logp_T[own],
                     hidden_TD=None if under.hidden_TD is None else under.hidden_TD[own],
                 )
-                spoken[turn] = Spoken(plain_T=plain[turn], hinted=part, num_tokens=extra)
+                spoken[turn] = ScoredTurn(plain_T=plain[turn], hinted=part, num_tokens=extra)
                 extra = 0  # the sequence is read once for all of its turns
             found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken, {})
         return found
 
     def _sequence(
         self, trajectory: Trajectory, hints: Sequence[Hint]
-    ) -> tuple[list[Judged], dict[int, Hint], Hinted | None]:
-        dropped: list[Judged] = []
+    ) -> tuple[list[HintOutcome], dict[int, Hint], SplicedTurn | None]:
+        dropped: list[HintOutcome] = []
         kept = list(hints)
         while kept:
             try:
-                whole = cumulative(
+                whole = splice_hints_cumulatively(
                     trajectory,
                     kept,
                     self.turns,
@@ -241,20 +248,20 @@ class HintScorer:
                 )
             except SpliceError as error:
                 kept.remove(error.hint)
-                dropped.append(Judged(hint=error.hint, shift=None, dropped=error.reason))
+                dropped.append(HintOutcome(hint=error.hint, shift=None, dropped=error.reason))
                 continue
             end = 1 + max(place for _, places in whole.scored for place in places)
             if end <= self.context_length:  # what comes after the last hinted turn nobody reads
                 cut = replace(whole, token_ids=whole.token_ids[:end])
                 return dropped, {hint.turn: hint for hint in kept}, cut
-            dropped.append(Judged(hint=kept.pop(), shift=None, dropped="too_long"))
+            dropped.append(HintOutcome(hint=kept.pop(), shift=None, dropped="too_long"))
         return dropped, {}, None
 
     # ── worth it? ────────────────────────────────────────────────────────────────────────────────
 
     def measured(
         self, scored: Scored, student_logp: Sequence[float], teacher_logp: Sequence[float]
-    ) -> tuple[Judged, ...]:
+    ) -> tuple[HintOutcome, ...]:
         """What hints did that the update read, from the log-probs it found: of all chosen tokens
         as they were, and of those that the target names under their hints."""
         trajectory, target = scored.trajectory, scored.target
@@ -264,21 +271,21 @@ class HintScorer:
         plain = _by_turn(trajectory, hints, plain_T)
         under = _by_turn(trajectory, hints, torch.tensor(teacher_logp, dtype=torch.float64))
         spoken = {
-            turn: Spoken(plain_T=plain[turn], hinted=Scores(logp_T=under[turn]), num_tokens=0)
+            turn: ScoredTurn(plain_T=plain[turn], hinted=Scores(logp_T=under[turn]), num_tokens=0)
             for turn in hints
         }
         dropped = [j for j in scored.hints if j.dropped is not None]
-        return self._judge(trajectory, dropped, hints, spoken, {}).judged
+        return self._judge(trajectory, dropped, hints, spoken, {}).hint_outcomes
 
     def _judge(
         self,
         trajectory: Trajectory,
-        dropped: Sequence[Judged],
+        dropped: Sequence[HintOutcome],
         hints: Mapping[int, Hint],
-        spoken: Mapping[int, Spoken],
+        spoken: Mapping[int, ScoredTurn],
         passed: Passed,
     ) -> HintedTurns:
-        judged = list(dropped)
+        hint_outcomes = list(dropped)
         for turn, hint in hints.items():
             fall_T = spoken[turn].plain_T - spoken[turn].hinted.logp_T
             shift, share = float(fall_T.sum()), passed.get((trajectory.id, turn))
@@ -286,8 +293,8 @@ class HintScorer:
             why = "shift" if least is not None and shift < least else None
             if share is not None and share < self.settings.min_passed:
                 why = why or "not_passed"
-            judged.append(
-                Judged(
+            hint_outcomes.append(
+                HintOutcome(
                     hint=hint,
                     shift=shift,
                     bad_span_shift=self._span_shift(trajectory, hint, fall_T),
@@ -295,9 +302,9 @@ class HintScorer:
                     dropped=why,
                 )
             )
-        training = {j.hint.turn for j in judged if j.dropped is None}
+        training = {j.hint.turn for j in hint_outcomes if j.dropped is None}
         return HintedTurns(
-            judged=tuple(sorted(judged, key=lambda j: j.hint.turn)),
+            hint_outcomes=tuple(sorted(hint_outcomes, key=lambda j: j.hint.turn)),
             spoken={turn: one for turn, one in spoken.items() if turn in training},
         )
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.teacher.teacher import Teacher
-from courtside.types import Hint, Judged, Sample, Target, Task, Trajectory
+from courtside.types import Hint, HintOutcome, Sample, Target, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -27,17 +27,17 @@ class RoutedTeachers:
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
-    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[Judged, ...]]]:
+    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[HintOutcome, ...]]]:
         targets: dict[str, Target] = {}
-        judged: dict[str, tuple[Judged, ...]] = {}
+        hint_outcomes: dict[str, tuple[HintOutcome, ...]] = {}
         for tag, group in self._by_route(trajectories, lambda t: t.task).items():
             own = {trajectory.id for _, trajectory in group}
             its_targets, its_judged = self.routes[tag].score_hints(
                 [trajectory for _, trajectory in group], [h for h in hints if h.trajectory in own]
             )
             targets.update(its_targets)
-            judged.update(its_judged)
-        return targets, judged
+            hint_outcomes.update(its_judged)
+        return targets, hint_outcomes
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]

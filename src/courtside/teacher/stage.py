@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import Teacher
-from courtside.types import Hint, Judged, Scored, Target, Trajectory, Update
+from courtside.types import Hint, HintOutcome, Scored, Target, Trajectory, Update
 
 
-class Scoring:
+class TeacherStage:
     def __init__(
         self,
         teacher: Teacher | RoutedTeachers | None,
@@ -27,9 +27,9 @@ class Scoring:
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
     ) -> list[Scored]:
         targets: Mapping[str, Target] = {}
-        judged: Mapping[str, tuple[Judged, ...]] = {}
+        hint_outcomes: Mapping[str, tuple[HintOutcome, ...]] = {}
         if self.teacher and self.hinted:
-            targets, judged = self.teacher.score_hints(trajectories, hints)
+            targets, hint_outcomes = self.teacher.score_hints(trajectories, hints)
         elif self.teacher:
             targets = self.teacher.score(trajectories)
         references = self.reference.score(trajectories) if self.reference else {}
@@ -38,7 +38,7 @@ class Scoring:
                 trajectory=t,
                 target=targets.get(t.id),
                 reference=references.get(t.id),
-                hints=judged.get(t.id, ()),
+                hints=hint_outcomes.get(t.id, ()),
             )
             for t in trajectories
         ]

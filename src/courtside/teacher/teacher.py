@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from courtside.chat.template import Renderer
-from courtside.engines.base import Engine, Head, SampleRequest, Sampling, ScoreRequest
+from courtside.chat.template import ChatTemplate
+from courtside.engines.base import Engine, LMHead, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.recipe import Context
-from courtside.teacher.context import contexts, privileged_messages, task_context
+from courtside.teacher.context import choose_contexts, privileged_messages, task_context
 from courtside.teacher.hint_scoring import HintedTurns, HintScorer
-from courtside.types import Hint, Judged, Sample, Scored, Target, Task, Trajectory, Update
+from courtside.types import Hint, HintOutcome, Sample, Scored, Target, Task, Trajectory, Update
 
 
 class Teacher:
@@ -24,7 +24,7 @@ class Teacher:
         *,
         name: str,
         engine: Engine,
-        renderer: Renderer,
+        renderer: ChatTemplate,
         context: Context | None = None,
         context_length: int,
         overlong: Literal["error", "drop"] = "error",
@@ -50,7 +50,7 @@ class Teacher:
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
         """By trajectory id; one without its context, or too long with it, has no target."""
-        texts = contexts(self.context, trajectories)
+        texts = choose_contexts(self.context, trajectories)
         requests: dict[str, ScoreRequest] = {}
         extra: dict[str, int] = {}
         for trajectory in trajectories:
@@ -77,7 +77,7 @@ class Teacher:
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
-    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[Judged, ...]]]:
+    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[HintOutcome, ...]]]:
         """By trajectory id: what it says of the turns whose hints train, and of every hint."""
         assert self.hints is not None
         with self.weights():
@@ -88,9 +88,9 @@ class Teacher:
             for t in trajectories
             if t.id in found and (found[t.id].spoken or found[t.id].unread)
         }
-        return targets, {id: one.judged for id, one in found.items()}
+        return targets, {id: one.hint_outcomes for id, one in found.items()}
 
-    def _head(self) -> Head | None:
+    def _head(self) -> LMHead | None:
         """Of the targets, where a loss needs whole distributions. They are looked at in the update,
         when these weights are no longer in place: what of them is in the head is taken along."""
         if not self.hidden:
@@ -98,7 +98,7 @@ class Teacher:
         return self.engine.head if self.weights is nullcontext else self.engine.head.as_now()
 
     def _hinted_target(
-        self, trajectory: Trajectory, hinted: HintedTurns, head: Head | None
+        self, trajectory: Trajectory, hinted: HintedTurns, head: LMHead | None
     ) -> Target:
         if hinted.unread:
             return self._unread_target(trajectory, hinted, head)
@@ -117,7 +117,7 @@ class Teacher:
         )
 
     def _unread_target(
-        self, trajectory: Trajectory, hinted: HintedTurns, head: Head | None
+        self, trajectory: Trajectory, hinted: HintedTurns, head: LMHead | None
     ) -> Target:
         """Everything but what the update will find."""
         where = _chosen_in(trajectory, [one.turn for one in hinted.unread])
@@ -179,7 +179,7 @@ class Teacher:
 
 
 def _texts(hinted: HintedTurns) -> str:
-    return "\n\n".join(j.hint.text for j in hinted.judged if j.dropped is None)
+    return "\n\n".join(j.hint.text for j in hinted.hint_outcomes if j.dropped is None)
 
 
 def _chosen_in(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:

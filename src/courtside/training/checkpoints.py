@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
-from courtside.training.offloaded_adamw import HostMoments
+from courtside.training.offloaded_adamw import OffloadedAdamW
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -139,7 +139,7 @@ def optimiser_tensors(
 
 
 def _state(optimiser: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    if isinstance(optimiser, HostMoments):
+    if isinstance(optimiser, OffloadedAdamW):
         return optimiser.tensors(parameter)
     state: Mapping[str, Any] = optimiser.state.get(parameter, {})
     return state
@@ -156,7 +156,7 @@ def restore_optimiser(
         states.setdefault(name, {})[key] = tensor
     for name, state in states.items():
         parameter = trained[name]
-        if isinstance(optimiser, HostMoments):
+        if isinstance(optimiser, OffloadedAdamW):
             optimiser.restore(parameter, state)
         else:
             optimiser.state[parameter].update(_on_device(optimiser, parameter, state))

@@ -3,7 +3,7 @@
 The pass over the trajectories leaves keys and values behind; every hinted turn is a branch over
 those of its own trajectory, read without a graph. So hints cost their own tokens and no second pass
 over the trajectories. Where something must be known of a hint before the update, or the pass is not
-what a teacher would read, hints are scored before it: `why_before` says so.
+what a teacher would read, hints are scored before it: `reason_to_score_before_update` says so.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.forward.logprobs import scores_of
-from courtside.engines.forward.prefix_sharing import Place
-from courtside.engines.forward.tree_scoring import kept_branch_hidden, kept_branching_problem
-from courtside.recipe import Recipe, SelfTeacher
+from courtside.engines.base import LMHead, ScoreRequest, Scores
+from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.forward.tree_scoring import forward_branches, tree_scoring_problem
+from courtside.recipe import Recipe, SelfTeacherConfig
 from courtside.types import Scored
 
 # ── when ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def why_before(recipe: Recipe, model: Any, problem: str | None) -> str | None:
+def reason_to_score_before_update(recipe: Recipe, model: Any, problem: str | None) -> str | None:
     """Why hints are scored before the update; None: they are read in its own pass.
 
     `problem`: why passes of the model are not packed, or its branches take passes of their own.
     """
     teacher, hints = recipe.teacher, recipe.hints
-    if not isinstance(teacher, SelfTeacher) or teacher.weights != "live":
+    if not isinstance(teacher, SelfTeacherConfig) or teacher.weights != "live":
         return "the teacher is not the live student"
     if hints.min_shift is not None:
         return "hints.min_shift drops some by what they do"
@@ -45,12 +45,12 @@ def why_before(recipe: Recipe, model: Any, problem: str | None) -> str | None:
         return "hints.place = 'system' changes the trajectory from its beginning"
     if model.is_gradient_checkpointing:  # asked for, or chosen
         return "student.gradient_checkpointing keeps no keys and values"
-    if drops_out(model):
+    if uses_dropout(model):
         return "dropout acts on the update's pass"
-    return problem or kept_branching_problem(model)
+    return problem or tree_scoring_problem(model)
 
 
-def drops_out(model: Any) -> bool:
+def uses_dropout(model: Any) -> bool:
     """Whether a pass in training mode leaves anything out at random."""
     settings = model.config.get_text_config().to_dict()
     shares = [value for name, value in settings.items() if "drop" in name]
@@ -61,12 +61,12 @@ def drops_out(model: Any) -> bool:
 # ── how ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def awaits(scored: Sequence[Scored]) -> bool:
+def has_open_branches(scored: Sequence[Scored]) -> bool:
     """Whether some target is to be filled by the pass that reads these trajectories."""
     return any(s.target is not None and s.target.branches for s in scored)
 
 
-def said_of_branches(scored: Sequence[Scored]) -> dict[str, Tensor]:
+def branch_logprobs(scored: Sequence[Scored]) -> dict[str, Tensor]:
     """By trajectory id: log-probs of the targets that were filled."""
     return {
         s.trajectory.id: s.target.logp_T
@@ -76,11 +76,11 @@ def said_of_branches(scored: Sequence[Scored]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read_hints(
+def fill_targets(
     model: Any,
-    head: Head,
+    head: LMHead,
     scored: Sequence[Scored],
-    lying: Sequence[Place],
+    lying: Sequence[SequenceSpan],
     kept: Cache,
     *,
     max_tokens: int,
@@ -92,7 +92,7 @@ def read_hints(
         if s.target is not None
         for branch in s.target.branches
     ]
-    hidden = kept_branch_hidden(
+    hidden = forward_branches(
         model, kept, [(place, branch) for place, _, branch in branches], max_tokens=max_tokens
     )
     requests = [
@@ -101,8 +101,8 @@ def read_hints(
     ]
     assert not any(request.scored[0] for request in requests), "a hint stands above every turn"
     begins = [0, *accumulate(len(part_ND) for part_ND in hidden)][:-1]
-    own = [Place(start=start) for start in begins]
-    found = iter(scores_of(head, torch.cat(hidden), own, requests, hidden=True, top_k=0))
+    own = [SequenceSpan(start=start) for start in begins]
+    found = iter(score_positions(head, torch.cat(hidden), own, requests, hidden=True, top_k=0))
     return [_filled(s, [next(found) for _ in s.target.branches]) if s.target else s for s in scored]
 
 

@@ -19,7 +19,7 @@ from courtside.types import Scored, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class LossTerm:
     """One loss of the recipe, for one optimiser step."""
 
     name: str
@@ -38,30 +38,30 @@ class Component:
         return sum(w > 0 for weights in self.weight.values() for w in weights)
 
 
-def components(
+def make_loss_terms(
     losses: Sequence[Loss], names: Sequence[str], scored: Sequence[Scored]
-) -> list[Component]:
+) -> list[LossTerm]:
     result = []
     for loss, name in zip(losses, names, strict=True):
-        masks = {s.trajectory.id: mask for s in scored if any(mask := tokens_of(loss, s))}
+        masks = {s.trajectory.id: mask for s in scored if any(mask := select_tokens(loss, s))}
         on = [s for s in scored if s.trajectory.id in masks]
         weight = {id: tuple(map(float, mask)) for id, mask in masks.items()}
         denominator = sum(sum(mask) for mask in masks.values())
         if loss.normalise == "turn":
             weight, denominator = _by_turn(on, masks)
         result.append(
-            Component(
+            LossTerm(
                 name=name,
                 loss=loss,
                 weight=weight,
-                denominator=len(pairs(on)) if loss.kind == "preference" else denominator,
+                denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
                 advantage=_advantages(loss, on),
             )
         )
     return result
 
 
-def tokens_of(loss: Loss, scored: Scored) -> tuple[bool, ...]:
+def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     """Which chosen tokens of a trajectory have what the loss needs; others are no part of it."""
     trajectory, target = scored.trajectory, scored.target
     none, all_ = ((value,) * trajectory.num_chosen for value in (False, True))
@@ -110,7 +110,7 @@ def _by_turn(
     return weight, num_turns
 
 
-def trained_tokens(parts: Sequence[Component]) -> dict[str, tuple[bool, ...]]:
+def find_trained_tokens(parts: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]]:
     """By trajectory id: which chosen tokens any loss looks at. The others need not be computed."""
     found: dict[str, tuple[bool, ...]] = {}
     for part in parts:
@@ -121,7 +121,7 @@ def trained_tokens(parts: Sequence[Component]) -> dict[str, tuple[bool, ...]]:
     return found
 
 
-def pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
+def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
     """(better, worse) of each preference pair. A task that is in the batch twice has two pairs."""
     sides: dict[str, tuple[list[Scored], list[Scored]]] = {}
     for s in scored:

@@ -14,7 +14,7 @@ from torch import Tensor
 Kind = Literal["sum", "count", "largest", "value"]
 
 
-class Tally:
+class MetricAccumulator:
     def __init__(self) -> None:
         # One scalar for each, made when it is first seen: nothing of a later chunk outlives it.
         self._running: dict[tuple[Kind, str], Tensor] = {}

@@ -58,7 +58,7 @@ class Room:
     stored: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
-class HostMoments(torch.optim.AdamW):
+class OffloadedAdamW(torch.optim.AdamW):
     def __init__(self, groups: Iterable[dict[str, Any]], *, piece: int = PIECE, **settings: Any):
         super().__init__(groups, fused=True, **settings)
         self._piece = piece

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from courtside.recipe import Recipe
-from courtside.training.offloaded_adamw import HostMoments
+from courtside.training.offloaded_adamw import OffloadedAdamW
 
 
-def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     # Gains and biases are not decayed: pulling them to zero is no regulariser.
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
@@ -24,7 +24,7 @@ def make_optimiser(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.train.betas}
     if recipe.train.moments == "host":
-        return HostMoments(groups, **settings)
+        return OffloadedAdamW(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 

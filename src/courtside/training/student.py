@@ -13,44 +13,59 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from courtside.engines.base import Head
-from courtside.engines.forward.batching import pass_tokens
-from courtside.engines.forward.forward import Passes, tried_passes
-from courtside.engines.forward.tree_scoring import keeping
-from courtside.engines.patches.fused_layers import Replacement, few_launches, lean_layers, replaced
+from courtside.engines.base import LMHead
+from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
+from courtside.engines.forward.tree_scoring import make_retaining_cache
+from courtside.engines.patches.fused_layers import (
+    Patch,
+    apply_patches,
+    find_fused_layers,
+    find_lean_layers,
+)
 from courtside.engines.transfer import tensor_on
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu.bf16_linear import rounded_products
-from courtside.training.cpu.gradient_buffers import Rooms, gradients_in_place
+from courtside.training.cpu.bf16_linear import use_bf16_linear
+from courtside.training.cpu.gradient_buffers import GradientBuffers, use_gradient_buffers
 from courtside.training.head.autograd import chunk_size
 from courtside.training.head.fused import Heads, backward_through_head
-from courtside.training.hint_branches import awaits, drops_out, read_hints, said_of_branches
-from courtside.training.loss_terms import Component, components, pairs, trained_tokens
-from courtside.training.metrics import Tally
-from courtside.training.optimizer import learning_rate_at, make_optimiser
-from courtside.training.token_batch import rows_of
+from courtside.training.hint_branches import (
+    branch_logprobs,
+    fill_targets,
+    has_open_branches,
+    uses_dropout,
+)
+from courtside.training.loss_terms import (
+    LossTerm,
+    find_trained_tokens,
+    make_loss_terms,
+    preference_pairs,
+)
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.optimizer import learning_rate_at, make_optimizer
+from courtside.training.token_batch import make_token_batch
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored, Trajectory, Update
 
 
 class Student:
-    def __init__(self, weights: StudentWeights, head: Head, recipe: Recipe, *, pad_id: int):
+    def __init__(self, weights: StudentWeights, head: LMHead, recipe: Recipe, *, pad_id: int):
         self.weights = weights
         self.head = head
         self.recipe = recipe
         self.pad_id = pad_id
-        self.optimiser = make_optimiser(weights.trained(), recipe)
+        self.optimizer = make_optimizer(weights.trained(), recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
-        self.chunk = recipe.train.chunk_tokens or chunk_size(head.num_words, weights.device)
+        self.chunk = recipe.train.chunk_tokens or chunk_size(head.vocab_size, weights.device)
         self._heads: Heads | None = None
         """Rounded once a step, where rounding takes long: on a CPU."""
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size."""
-        parts = components(self.recipe.losses, self.recipe.loss_names(), scored)
+        parts = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = learning_rate_at(step, self.recipe)
         if not any(part.denominator for part in parts):
             if self._is_without_mistake(step, scored):
@@ -60,13 +75,13 @@ class Student:
                 f"{sum(s.target is None for s in scored)} have no teacher). An empty batch is "
                 "not a zero loss. Look at the tasks, the teacher's context and each loss's `on`"
             )
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tally = Tally()
+        tally = MetricAccumulator()
         found_logp = self.accumulate(step, scored, parts, tally)
         self._clip(step, tally)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         found = tally.values
         values = {p.name: found.get(p.name, float("nan")) for p in parts}
         weights = {p.name: p.loss.weight for p in parts}
@@ -102,7 +117,11 @@ class Student:
         return True
 
     def accumulate(
-        self, step: int, scored: Sequence[Scored], parts: Sequence[Component], tally: Tally
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        parts: Sequence[LossTerm],
+        tally: MetricAccumulator,
     ) -> Logps:
         """Add this step's gradients to the weights; returns log-probs by id.
 
@@ -111,7 +130,7 @@ class Student:
         """
         student: dict[str, Tensor] = {}
         teacher: dict[str, Tensor] = {}
-        trained = trained_tokens(parts)
+        trained = find_trained_tokens(parts)
         with self.training(step):
             looked_at = [s for s in scored if s.trajectory.id in trained]
             for micro in self._micro_batches(looked_at, trained):
@@ -143,12 +162,14 @@ class Student:
             self.weights.model.eval()
 
     @cached_property
-    def passes(self) -> Passes:
+    def passes(self) -> ForwardPasses:
         """How trajectories become passes of the model; its `problem` says why they are padded."""
         with self._casting():
             model = self.weights.model
-            parts = few_launches(model, self.head, self.weights.autocast)
-            return tried_passes(model, pad_id=self.pad_id, parts=parts, drops_out=drops_out(model))
+            parts = find_fused_layers(model, self.head, self.weights.autocast)
+            return probe_forward_passes(
+                model, pad_id=self.pad_id, parts=parts, drops_out=uses_dropout(model)
+            )
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -161,22 +182,22 @@ class Student:
         self._heads = {}
         try:
             with (
-                replaced(self._lean_layers),
-                gradients_in_place(model, self._rooms, trained),
-                rounded_products(model, self.head.module, self._rooms),
+                apply_patches(self._lean_layers),
+                use_gradient_buffers(model, self._rooms, trained),
+                use_bf16_linear(model, self.head.module, self._rooms),
             ):
                 yield
         finally:
             self._heads = None
 
     @cached_property
-    def _rooms(self) -> Rooms:
-        return Rooms(self.weights.trained().values())
+    def _rooms(self) -> GradientBuffers:
+        return GradientBuffers(self.weights.trained().values())
 
     @cached_property
-    def _lean_layers(self) -> list[Replacement]:
+    def _lean_layers(self) -> list[Patch]:
         model = self.weights.model
-        return lean_layers(model) if model.device.type == "cpu" else []
+        return find_lean_layers(model) if model.device.type == "cpu" else []
 
     def _casting(self, *, anew: bool = False) -> Any:
         """`anew`: without using or keeping rounded weights."""
@@ -190,11 +211,11 @@ class Student:
 
     def _micro_batches(self, scored: Sequence[Scored], trained: Trained) -> list[list[Scored]]:
         """The two members of a preference pair stay together."""
-        units: list[tuple[Scored, ...]] = [*pairs(scored)]
+        units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
         batches = self.passes.batches(
             [[_read(s, trained) for s in unit] for unit in units],
-            self.micro_batch_tokens or pass_tokens(self.weights.device),
+            self.micro_batch_tokens or default_pass_tokens(self.weights.device),
             most_tokens=self.micro_batch_tokens,  # what was asked for is kept to
             kept=True,
         )
@@ -209,9 +230,9 @@ class Student:
     def _micro_batch(
         self,
         micro: Sequence[Scored],
-        parts: Sequence[Component],
+        parts: Sequence[LossTerm],
         trained: Trained,
-        tally: Tally,
+        tally: MetricAccumulator,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """One forward and backward pass; log-probs of the trained tokens by trajectory, and what
         the teacher said in it."""
@@ -222,7 +243,7 @@ class Student:
         gradients, logps, start = [], [], 0
         for group in _by_head(micro):
             end = start + sum(counts[s.trajectory.id] for s in group)
-            rows = rows_of(group, parts, hidden_ND[start:end], trained)
+            rows = make_token_batch(group, parts, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
                 rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally,
                 heads=self._heads,
@@ -232,19 +253,19 @@ class Student:
             start = end
         hidden_ND.backward(torch.cat(gradients))
         by_trajectory = torch.cat(logps).split(list(counts.values()))
-        return dict(zip(counts, by_trajectory, strict=True)), said_of_branches(micro)
+        return dict(zip(counts, by_trajectory, strict=True)), branch_logprobs(micro)
 
     def _hidden(self, micro: Sequence[Scored], trained: Trained) -> tuple[Tensor, Sequence[Scored]]:
         """Hidden states that predict the trained tokens, in order, with their graph. Hints that
         are read over the same pass fill their targets."""
-        kept = keeping() if awaits(micro) else None
+        kept = make_retaining_cache() if has_open_branches(micro) else None
         hidden_ND, lying = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
         if kept is not None:
             # Some versions of torch keep a weight without a graph that was first rounded so.
             with self._casting(anew=True):
-                micro = read_hints(
+                micro = fill_targets(
                     self.weights.model, self.head, micro, lying, kept,
-                    max_tokens=pass_tokens(self.weights.device),
+                    max_tokens=default_pass_tokens(self.weights.device),
                 )  # fmt: skip
         places = [_places(s, trained) for s in micro]
         assert all(its[0] > 0 for its in places), "nothing predicts the first token"
@@ -255,11 +276,11 @@ class Student:
     @torch.no_grad()
     def _with_coefficients(
         self,
-        part: Component,
+        part: LossTerm,
         micro: Sequence[Scored],
         hidden: Mapping[str, Tensor],
-        tally: Tally,
-    ) -> Component:
+        tally: MetricAccumulator,
+    ) -> LossTerm:
         """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
         if part.loss.kind != "preference":
             return part
@@ -278,7 +299,7 @@ class Student:
         self, micro: Sequence[Scored], hidden: Mapping[str, Tensor]
     ) -> Iterator[tuple[tuple[Scored, Scored], Tensor]]:
         """Of each pair Σ log π of the better and the worse, and both again under the reference."""
-        found = pairs(micro)
+        found = preference_pairs(micro)
         sums = []
         for pair in found:
             sums += [self._log_likelihood(s.trajectory, hidden[s.trajectory.id]) for s in pair]
@@ -299,14 +320,14 @@ class Student:
             total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
         return total
 
-    def _clip(self, step: int, tally: Tally) -> None:
+    def _clip(self, step: int, tally: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
             self.weights.trained().values(), self.recipe.train.clip_norm
         )
         tally.mean("grad_norm", norm)  # so that it is read with the rest
         bad = [name for name, value in tally.values.items() if not math.isfinite(value)]
         if bad or not math.isfinite(tally.metrics()["grad_norm"]):
-            self.optimiser.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
 
@@ -355,7 +376,7 @@ def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
     return (next(found) if wanted else math.nan for wanted in mask)
 
 
-def _nothing_to_correct(step: int, parts: Sequence[Component], rate: float) -> Update:
+def _nothing_to_correct(step: int, parts: Sequence[LossTerm], rate: float) -> Update:
     """There was no mistake in the whole batch: that is no error, and no step."""
     return Update(
         step=step,

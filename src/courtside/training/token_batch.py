@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from courtside.engines.transfer import tensor_on
-from courtside.training.loss_terms import Component
+from courtside.training.loss_terms import LossTerm
 from courtside.types import Scored, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class TokenBatch:
     """N positions that share a teacher."""
 
     hidden_ND: Tensor
@@ -40,18 +40,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids_N)
 
-    def split(self, size: int) -> Iterator[Rows]:
+    def split(self, size: int) -> Iterator[TokenBatch]:
         for start in range(0, len(self), size):
             yield self.cut(start, start + size)
 
-    def cut(self, start: int, end: int) -> Rows:
+    def cut(self, start: int, end: int) -> TokenBatch:
         return self._pick(slice(start, end))
 
-    def only(self, on_N: Tensor) -> Rows:
+    def only(self, on_N: Tensor) -> TokenBatch:
         """The rows where `on_N` is True, or those at the places that it names."""
         return self._pick(on_N)
 
-    def _pick(self, which: slice | Tensor) -> Rows:
+    def _pick(self, which: slice | Tensor) -> TokenBatch:
         parts: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -62,12 +62,12 @@ class Rows:
         return replace(self, **parts)
 
 
-def rows_of(
+def make_token_batch(
     group: Sequence[Scored],
-    components: Sequence[Component],
+    components: Sequence[LossTerm],
     hidden_ND: Tensor,
     trained: Mapping[str, tuple[bool, ...]],
-) -> Rows:
+) -> TokenBatch:
     """Rows of the trained tokens of trajectories with one teacher, in order; `hidden_ND` is already
     of those and in that order."""
     device = hidden_ND.device
@@ -80,7 +80,7 @@ def rows_of(
     ids = [token for s in group for token in s.trajectory.chosen_ids]
     targets = [s.target for s in group]
     references = [s.reference for s in group]
-    rows = Rows(
+    rows = TokenBatch(
         hidden_ND=hidden_ND[:0],  # put in when the others are picked
         ids_N=tensor_on(ids, dtype=torch.long, device=device),
         temperature_N=column["temperature", ""],
@@ -103,7 +103,7 @@ def rows_of(
 
 
 def _columns(
-    group: Sequence[Scored], components: Sequence[Component], counts: Sequence[int]
+    group: Sequence[Scored], components: Sequence[LossTerm], counts: Sequence[int]
 ) -> dict[tuple[str, str], list[float]]:
     """Numbers of all chosen tokens, by what they are and, where it has one, its component."""
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from courtside.losses.cross_entropy import cross_entropy
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
-from courtside.training.loss_terms import Component
-from courtside.training.metrics import Tally
-from courtside.training.token_batch import Rows
+from courtside.training.loss_terms import LossTerm
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.token_batch import TokenBatch
 
 
-def sampled_loss(
-    component: Component, rows: Rows, logp_N: Tensor, reverse_kl_N: Tensor | None
+def sampled_token_loss(
+    component: LossTerm, rows: TokenBatch, logp_N: Tensor, reverse_kl_N: Tensor | None
 ) -> Tensor:
     """Per position. `reverse_kl_N`, KL(student ‖ teacher), is for a loss with a baseline."""
     loss = component.loss
@@ -44,7 +44,7 @@ def sampled_loss(
 
 
 @torch.no_grad()
-def watch(rows: Rows, logp_N: Tensor, tally: Tally) -> None:
+def record_token_metrics(rows: TokenBatch, logp_N: Tensor, tally: MetricAccumulator) -> None:
     """Of the sampled tokens alone."""
     # Tokens are not picked: how many there are would have to be asked of the GPU.
     logp_N = logp_N.detach()

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.loading import load_model, quiet_about_ties
-from courtside.engines.precision import arithmetic
+from courtside.engines.loading import load_model, silence_tied_weight_warnings
+from courtside.engines.precision import resolve_dtype
 from courtside.errors import ModelError
-from courtside.recipe import Lora, Student
+from courtside.recipe import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
 
 
-def device_of(config: Student) -> torch.device:
+def pick_device(config: StudentConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -28,9 +28,9 @@ def device_of(config: Student) -> torch.device:
 class StudentWeights:
     """The causal LM (`model`), with a LoRA adapter in its layers or all its weights trained."""
 
-    def __init__(self, config: Student, *, seed: int):
-        device = device_of(config)
-        dtype = arithmetic(config.dtype, device)
+    def __init__(self, config: StudentConfig, *, seed: int):
+        device = pick_device(config)
+        dtype = resolve_dtype(config.dtype, device)
         # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
         # adapter's base is never stepped, so it may be as small as the arithmetic.
         self.model: Any = load_model(
@@ -102,7 +102,7 @@ class MovingAverage:
             average.lerp_(self.trained[name].detach(), 1 - self.decay)
 
 
-def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
+def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     head = model.get_output_embeddings()
@@ -117,7 +117,7 @@ def _with_adapter(model: Any, lora: Lora, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(seed, "lora"))
         try:
-            adapted = quiet_about_ties(get_peft_model, model, settings)
+            adapted = silence_tied_weight_warnings(get_peft_model, model, settings)
         except ValueError as error:
             raise ModelError(
                 f"student.lora.targets = {lora.targets!r}: {error}. Use 'all-linear', or names of "

@@ -15,7 +15,7 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.jsonl import encode
 from courtside.viewer.guard import Guard
 from courtside.viewer.serialize import Tree
-from courtside.viewer.service import Refused, Viewed
+from courtside.viewer.service import Refused, RunService
 
 FILES = {
     "report.css": ("courtside.report.page", "text/css"),
@@ -38,7 +38,7 @@ def viewer_app(folder: RunFolder, hints: Path, *, host: str, token: str) -> Guar
     """`host` is the address the server is started for; `token` is what the page must send back."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     page = _read("courtside.viewer", "page.html").decode().replace("TOKEN", escape(token))
-    viewed = Viewed(folder, hints)
+    viewed = RunService(folder, hints)
 
     @app.get("/")
     def start() -> Response:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from courtside.errors import UserError
 from courtside.report.folder.hints_file import Limits, parse_hints, remove_hint, write_hint
-from courtside.sanitize import one_line
+from courtside.sanitize import to_one_line
 from courtside.types import Hint
 
 Place = tuple[str, int]
 """What the file calls a trajectory, and a turn."""
 
 
-class OwnHints:
+class HintsEditor:
     def __init__(self, path: Path, limits: Limits) -> None:
         self.path = path
         self.limits = limits
@@ -60,7 +60,7 @@ class OwnHints:
 
     def write(self, trajectory: str, turn: int, text: str) -> Hint:
         """Errors say what to do: an empty text, one that the reader would drop."""
-        line = one_line(text)
+        line = to_one_line(text)
         if not line:
             raise UserError("the hint is empty. Write a few words, or remove the hint")
         if len(line) > self.limits.max_chars:

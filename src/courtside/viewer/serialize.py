@@ -9,10 +9,10 @@ from typing import Any
 from courtside.report.folder.hints_file import hinted_id
 from courtside.report.folder.outlines import Outline
 from courtside.report.folder.parquet import StoredTrajectory
-from courtside.report.folder.serialize import grade_tree, judged_tree, messages_tree
-from courtside.report.page.token_gaps import Gaps, gaps_of
-from courtside.report.summary import shortened
-from courtside.types import Hint, Judged, Trajectory
+from courtside.report.folder.serialize import grade_tree, hint_outcome_tree, messages_tree
+from courtside.report.page.token_gaps import Gaps, token_gaps
+from courtside.report.summary import shorten
+from courtside.types import Hint, HintOutcome, Trajectory
 
 Tree = dict[str, Any]
 
@@ -37,7 +37,7 @@ def listed(outline: Outline) -> Tree:
     return {
         "id": trajectory.id,
         "hinted_id": hinted_id(trajectory),
-        "asked": shortened(_asked(trajectory), ASKED_CHARS),
+        "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
         "grade": grade_tree(trajectory.grade),
@@ -51,15 +51,15 @@ def listed(outline: Outline) -> Tree:
 def conversation(stored: StoredTrajectory, mine: Mapping[int, Hint]) -> Tree:
     """A whole trajectory; `mine` are the person's hints by turn."""
     trajectory = stored.trajectory
-    gaps = gaps_of(stored)
+    gaps = token_gaps(stored)
     hints: dict[int, list[Tree]] = {}
-    for judged in stored.hints:
-        hints.setdefault(judged.hint.turn, []).append(_judged(judged))
+    for hint_outcomes in stored.hints:
+        hints.setdefault(hint_outcomes.hint.turn, []).append(_judged(hint_outcomes))
     return {
         "id": trajectory.id,
         "hinted_id": hinted_id(trajectory),
         "step": stored.step,
-        "asked": shortened(_asked(trajectory), ASKED_CHARS),
+        "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
         "grade": grade_tree(trajectory.grade),
@@ -90,9 +90,9 @@ def mine_tree(hint: Hint | None) -> Tree | None:
     return None if hint is None else {"text": hint.text, "reason": hint.reason}
 
 
-def _judged(judged: Judged) -> Tree:
-    why = WHY_DROPPED.get(judged.dropped, "") if judged.dropped else ""
-    return {**judged_tree(judged), "why": why}
+def _judged(hint_outcomes: HintOutcome) -> Tree:
+    why = WHY_DROPPED.get(hint_outcomes.dropped, "") if hint_outcomes.dropped else ""
+    return {**hint_outcome_tree(hint_outcomes), "why": why}
 
 
 def _asked(trajectory: Trajectory) -> str:

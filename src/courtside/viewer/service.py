@@ -14,8 +14,8 @@ from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.hints_file import Limits, hinted_id
 from courtside.report.folder.parquet import StoredTrajectory
-from courtside.report.summary import summary
-from courtside.viewer.hints import OwnHints
+from courtside.report.summary import summarize_recipe
+from courtside.viewer.hints import HintsEditor
 from courtside.viewer.serialize import Tree, conversation, mine_tree
 from courtside.viewer.steps import StoredSteps
 
@@ -38,17 +38,17 @@ def recipe_lines(folder: RunFolder, hints: Path) -> str:
     return toml.dumps({"tasks": tasks, "rollout": {"student_share": 0.0}, **reader})
 
 
-class Viewed:
+class RunService:
     def __init__(self, folder: RunFolder, hints: Path) -> None:
         recipe = folder.recipe()
         self._lock = RLock()
         self._steps = StoredSteps(folder)
-        self._own = OwnHints(hints, Limits.of(recipe))
+        self._own = HintsEditor(hints, Limits.of(recipe))
         self._recipe_lines = recipe_lines(folder, hints)
         self._about: Tree = {
             "name": folder.path.resolve().name,
             "path": str(folder.path),
-            "summary": summary(recipe),
+            "summary": summarize_recipe(recipe),
         }
 
     def run(self) -> Tree:

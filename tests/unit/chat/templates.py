@@ -8,8 +8,8 @@ from tiny import TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 
 OPEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
@@ -103,11 +103,13 @@ def tokenizer_for(template: str, merges: str = "bytes") -> PreTrainedTokenizerFa
 
 
 @cache
-def turns_for(family: str, merges: str = "bytes") -> Turns:
+def turns_for(family: str, merges: str = "bytes") -> IncrementalTemplate:
     return turns_of(FAMILIES[family], merges, end=ENDS.get(family, "<|im_end|>"))
 
 
-def turns_of(template: str, merges: str = "bytes", *, end: str = "<|im_end|>") -> Turns:
+def turns_of(
+    template: str, merges: str = "bytes", *, end: str = "<|im_end|>"
+) -> IncrementalTemplate:
     tokenizer = tokenizer_for(template, merges)
     end_id = tokenizer.convert_tokens_to_ids(end)
-    return Turns(Renderer(tokenizer, name="tiny", eos_ids=[end_id]))
+    return IncrementalTemplate(ChatTemplate(tokenizer, name="tiny", eos_ids=[end_id]))

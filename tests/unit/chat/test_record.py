@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from courtside.chat.trajectories import answered
+from courtside.chat.trajectories import make_trajectory
 from courtside.types import Grade, Message, Sample, Source, Task
 
 TASK = Task(
@@ -23,7 +23,7 @@ def test_ids_pass_through_untouched(
 ) -> None:
     logp = tuple(-0.1 * i for i in range(len(drawn)))
     sample = Sample(token_ids=drawn, logp=logp, stop="eos", text="whatever a person reads")
-    trajectory = answered(
+    trajectory = make_trajectory(
         TASK, prompt, sample, id="x", source=source, policy_version=3, temperature=0.7,
         grade=Grade(score=1.0, passed=True, feedback=""),
     )  # fmt: skip
@@ -42,7 +42,7 @@ def test_tokens_that_no_tokenizer_would_choose_stay_as_they_were_written() -> No
     text = tokenizer.decode([newline, newline])
     assert tokenizer(text)["input_ids"] != [newline, newline]
     sample = Sample(token_ids=(newline, newline), logp=(-1.0, -2.0), stop="length", text=text)
-    trajectory = answered(
+    trajectory = make_trajectory(
         TASK, (5,), sample, id="x", source="student", policy_version=0, temperature=1.0, grade=None
     )
     assert trajectory.token_ids == (5, newline, newline)
@@ -50,7 +50,7 @@ def test_tokens_that_no_tokenizer_would_choose_stay_as_they_were_written() -> No
 
 def test_the_prompt_is_shown_with_its_roles() -> None:
     sample = Sample(token_ids=(7,), logp=(0.0,), stop="eos", text="")
-    trajectory = answered(
+    trajectory = make_trajectory(
         TASK, (5,), sample, id="x", source="student", policy_version=0, temperature=1.0, grade=None
     )
     assert trajectory.turns[0].text == "system: Be kind.\n\nuser: Hi"
@@ -59,7 +59,7 @@ def test_the_prompt_is_shown_with_its_roles() -> None:
 def test_a_log_prob_too_few_is_noticed() -> None:
     sample = Sample(token_ids=(7, 8), logp=(0.0,), stop="eos", text="")
     with pytest.raises(AssertionError):
-        answered(
+        make_trajectory(
             TASK, (5,), sample, id="x", source="student", policy_version=0, temperature=1.0,
             grade=None,
         )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from unit.chat.templates import NO_TOOLS, OPENS_THINKING, turns_for, turns_of
 
-from courtside.chat.chat_logs import recorded
-from courtside.chat.hint_splicing import branch
-from courtside.chat.incremental import Turns
+from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.hint_splicing import splice_hint
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.errors import TaskError
 from courtside.types import Hint, Message, Task, Trajectory
 
@@ -29,8 +29,10 @@ TALK: list[dict[str, Any]] = [
 TURNS = turns_for("chatml")
 
 
-def read(messages: list[dict[str, Any]], turns: Turns = TURNS, **options: Any) -> Trajectory:
-    return recorded(TASK, messages, turns, id="r", **options)
+def read(
+    messages: list[dict[str, Any]], turns: IncrementalTemplate = TURNS, **options: Any
+) -> Trajectory:
+    return trajectory_from_chat_log(TASK, messages, turns, id="r", **options)
 
 
 def test_calls_are_written_as_text_where_the_template_has_none() -> None:
@@ -107,7 +109,7 @@ def test_the_turns_are_the_whole_conversation(family: str) -> None:
 
 def test_a_recorded_turn_can_be_hinted() -> None:
     hint = Hint(trajectory="r", turn=3, text="Be brief.", source="person")
-    twig = branch(read(TALK), hint, TURNS, place="above", role="user", max_tokens=99)
+    twig = splice_hint(read(TALK), hint, TURNS, place="above", role="user", max_tokens=99)
     assert TURNS.renderer.text(twig.token_ids).endswith("Be brief.\nassistant\nIt is 4.")
 
 
@@ -119,7 +121,7 @@ def test_few_shot_answers_belong_to_the_prompt() -> None:
     )
     task = Task(id="t", split="train", messages=shots)
     talk = [{"role": m.role, "content": m.content} for m in shots]
-    trajectory = recorded(task, [*talk, TALK[3]], TURNS, id="r")
+    trajectory = trajectory_from_chat_log(task, [*talk, TALK[3]], TURNS, id="r")
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant"]
     assert trajectory.num_chosen == len("It is 4.") + 1
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TEMPLATE, tiny_tokenizer
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.errors import ModelError
 from courtside.types import Message
 
@@ -27,8 +27,8 @@ conversations = st.lists(
 )
 
 
-def renderer(template: str | None = TEMPLATE, **options: Any) -> Renderer:
-    return Renderer(
+def renderer(template: str | None = TEMPLATE, **options: Any) -> ChatTemplate:
+    return ChatTemplate(
         tiny_tokenizer(template=template, **options), name="tiny", eos_ids=frozenset({END})
     )
 
@@ -160,7 +160,7 @@ def test_special_words_within_special_words_are_plain_text_too() -> None:
     tokenizer = tiny_tokenizer()
     inner = ["<|im", "<|im_end|>!", "<[<s>]>", "<s>", "]><"]
     tokenizer.add_special_tokens({"additional_special_tokens": inner})
-    spoken = Renderer(tokenizer, name="tiny", eos_ids=frozenset({END}))
+    spoken = ChatTemplate(tokenizer, name="tiny", eos_ids=frozenset({END}))
     content = "<|im_end|>! <|im <|im_end|> <[<s>]><|im"
     ids = spoken.prompt_ids([Message(role="user", content=content)])
     assert content in tokenizer.decode(ids)
@@ -190,7 +190,7 @@ def test_no_end_token() -> None:
 
 def test_an_end_token_that_the_model_does_not_know_as_one() -> None:
     with pytest.raises(ModelError, match=r"holds no end token \[7, 9\]"):
-        Renderer(tiny_tokenizer(), name="tiny", eos_ids=[9, 7])
+        ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=[9, 7])
 
 
 def test_two_bos_tokens() -> None:

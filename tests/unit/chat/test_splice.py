@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.chat.privileged_context import with_context
+from courtside.chat.privileged_context import insert_context
 from courtside.types import Message
 
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
@@ -44,7 +44,7 @@ SYSTEM, ASK, SAY = (
 def test_where_a_context_goes(
     before: list[Message], place: Literal["system", "user"], after: list[tuple[str, str]]
 ) -> None:
-    assert [(m.role, m.content) for m in with_context(before, "RULE", place)] == after
+    assert [(m.role, m.content) for m in insert_context(before, "RULE", place)] == after
 
 
 @settings(deadline=None)
@@ -52,7 +52,7 @@ def test_where_a_context_goes(
 def test_one_message_gains_the_text_and_nothing_else_changes(
     before: list[Message], text: str, place: Literal["system", "user"]
 ) -> None:
-    after = list(with_context(before, text, place))
+    after = list(insert_context(before, text, place))
     if len(after) == len(before):
         ((old, new),) = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
         assert new == Message(role=place, content=f"{old.content}\n\n{text}")

@@ -21,8 +21,8 @@ from unit.chat.templates import (
     turns_of,
 )
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import CUTS, Renderer, free_marks
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import CUTS, ChatTemplate, free_marks
 from courtside.errors import ModelError, TaskError
 from courtside.types import Event, Message, Role, Sample, Task
 
@@ -49,7 +49,7 @@ def says(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def stock(turns: Turns, messages: list[Message], *, begin: bool) -> tuple[int, ...]:
+def stock(turns: IncrementalTemplate, messages: list[Message], *, begin: bool) -> tuple[int, ...]:
     """The template's text by the tokenizer's own call."""
     plain = [{"role": m.role, "content": m.content} for m in messages]
     tokenizer = turns.renderer.tokenizer
@@ -175,7 +175,7 @@ def test_an_answer_that_ran_into_its_limit_is_closed_by_the_environment() -> Non
 def test_the_end_token_is_the_templates_not_just_any_of_the_models() -> None:
     tokenizer = tokenizer_for(HEADERS)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>"])
-    turns = Turns(Renderer(tokenizer, name="tiny", eos_ids=[start, end]))
+    turns = IncrementalTemplate(ChatTemplate(tokenizer, name="tiny", eos_ids=[start, end]))
     assert turns.closing == (end,)
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.engines import precision as module
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.engines.patches import onednn_prepack
-from courtside.engines.precision import arithmetic, has_instructions
-from courtside.runtime import Parts
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.engines.precision import has_instructions, resolve_dtype
+from courtside.runtime import Runtime
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ BRIEF = {"kind": "self", "weights": "frozen", "context": {"kind": "system", "tex
 @pytest.fixture
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies it, and models of any size worth packing."""
-    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(module, "has_native_bf16", lambda: True)
     monkeypatch.setattr(onednn_prepack, "LEAST_WEIGHTS", 0)
 
 
@@ -43,12 +43,12 @@ def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_is_bfloat16_where_it_is_multiplied(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: native)
-    assert arithmetic("auto", CPU) == (torch.bfloat16 if native else torch.float32)
-    assert arithmetic("auto", torch.device("cuda")) == torch.bfloat16
-    assert arithmetic("float32", CPU) == arithmetic("float32", torch.device("cuda"))
-    assert arithmetic("float32", CPU) == torch.float32
-    assert arithmetic("bfloat16", CPU) == torch.bfloat16
+    monkeypatch.setattr(module, "has_native_bf16", lambda: native)
+    assert resolve_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("float32", CPU) == resolve_dtype("float32", torch.device("cuda"))
+    assert resolve_dtype("float32", CPU) == torch.float32
+    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_instructions_by_what_the_kernel_says(line: str, native: bool) -> None:
 def test_student_and_teacher_follow_the_same_choice(
     native: bool, tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(module, "has_native_bf16", lambda: native)
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder))
     weights, teacher = parts.student.weights, parts.teacher.teacher.engine  # type: ignore[union-attr]
     assert weights.autocast == (torch.bfloat16 if native else None)
@@ -81,7 +81,7 @@ def test_student_and_teacher_follow_the_same_choice(
 # ── what is in bfloat16, and what is not ─────────────────────────────────────────────────────────
 
 
-def one_step(parts: Parts) -> list[Scored]:
+def one_step(parts: Runtime) -> list[Scored]:
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
     parts.student.step(0, scored)
     return scored
@@ -113,8 +113,8 @@ def test_attention_stays_float32(
 
 def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> None:
     """Of this moment, also for a head that is cut; nothing is left of them afterwards."""
-    engine = TransformersEngine(
-        tiny_model(), tiny_tokenizer(), name="tiny", num_words=200, autocast=torch.bfloat16
+    engine = LocalEngine(
+        tiny_model(), tiny_tokenizer(), name="tiny", vocab_size=200, autocast=torch.bfloat16
     )
     ids = torch.arange(2, 14).view(3, 4)
 
@@ -125,7 +125,7 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
     for _ in range(2):
         with engine.casting():
             usual = logits()
-            with onednn_prepack.packed_where_it_pays(engine.model, engine.head):
+            with onednn_prepack.prepack_if_faster(engine.model, engine.head):
                 assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__
                 ours = logits()
         assert ours.dtype == torch.float32
@@ -170,9 +170,9 @@ def test_log_probs_of_samples_are_those_of_scoring_them(
     assert abs(float(gap_T.mean())) < 0.01
 
 
-def gradients(parts: Parts, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    tally = Tally()
+def gradients(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    tally = MetricAccumulator()
     parts.student.accumulate(0, scored, chosen, tally)
     trained = parts.student.weights.trained()
     return {n: p.grad for n, p in trained.items() if p.grad is not None}, tally.values

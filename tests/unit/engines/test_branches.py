@@ -17,11 +17,11 @@ from courtside.engines.base import BranchRequest, BranchScores
 from courtside.engines.forward import padded_tree_scoring as module
 from courtside.engines.forward import tree_scoring as kept
 from courtside.engines.forward.padded_tree_scoring import score_branches_separately
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., LocalEngine]
 ways = pytest.mark.parametrize("padded", [None, "asked for"])
 """Trunks packed into a row, as they are where the model can be read so, and padded."""
 
@@ -311,7 +311,7 @@ def test_in_sixteen_bits(autocast: torch.dtype | None, padded: str | None) -> No
     from tiny import tiny_tokenizer
 
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
-    engine = TransformersEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)
+    engine = LocalEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)
     engine.padded_branches = padded
     one = engine.score_branches(VARIOUS, hidden=True)
     assert one[0].note is None
@@ -356,8 +356,8 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
 def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "kept_branching_problem", lambda model: "it does not")
+    monkeypatch.setattr(local, "tree_scoring_problem", lambda model: "it does not")
     engine = make_engine()
     assert engine.passes.problem is None and engine.padded_branches == "it does not"
-    monkeypatch.setattr(local, "read_packed_branches", None)
+    monkeypatch.setattr(local, "score_packed_branches", None)
     check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))

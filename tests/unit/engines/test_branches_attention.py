@@ -18,7 +18,7 @@ from courtside.engines.forward.padded_tree_scoring import (
     score_branches_separately,
     trunk_cache,
 )
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -71,7 +71,7 @@ EACH = [
 def test_windows_are_exactly_those_of_a_pass_for_each_branch(kind: str, attention: str) -> None:
     model = build(kind, **OWN.get(kind, MIXED), attn_implementation=attention)
     assert windows_of(model)["sliding_attention"] == 5
-    engine = TransformersEngine(model, tiny_tokenizer(), name=kind)
+    engine = LocalEngine(model, tiny_tokenizer(), name=kind)
     (one,) = engine.score_branches([REQUEST], hidden=True)
     assert one.note is None
     (other,) = score_branches_separately(engine, [REQUEST], hidden=True)
@@ -81,7 +81,7 @@ def test_windows_are_exactly_those_of_a_pass_for_each_branch(kind: str, attentio
 
 
 def test_the_windows_matter_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TransformersEngine(build("qwen2", **MIXED), tiny_tokenizer(), name="qwen2")
+    engine = LocalEngine(build("qwen2", **MIXED), tiny_tokenizer(), name="qwen2")
     (right,) = engine.score_branches([REQUEST])
     kinds = {"sliding_attention": None, "full_attention": None}
     monkeypatch.setattr(module, "windows_of", lambda model: kinds)
@@ -117,7 +117,7 @@ def test_what_cannot_share_a_trunk_takes_a_pass_each_and_says_so(
         branch_hidden(model, [], [], [])
     if kind in ("llama", "llama4_text"):
         return  # no engine runs them: flex attention wants a compiler, the other has no base_model
-    engine = TransformersEngine(model, tiny_tokenizer(), name=kind)
+    engine = LocalEngine(model, tiny_tokenizer(), name=kind)
     (found,) = engine.score_branches([REQUEST])
     assert found.note == reason
     for b, scores in zip(BRANCHES, found.branches, strict=True):

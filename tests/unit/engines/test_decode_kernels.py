@@ -9,7 +9,7 @@ import torch
 from triton.runtime import interpreter
 
 from courtside.engines.base import Sampling
-from courtside.engines.generation.sampler import draw
+from courtside.engines.generation.sampler import sample_tokens
 from courtside.engines.kernels import decode
 from courtside.engines.kernels.decode import BLOCK_WORDS, attend, logps_of, pick
 
@@ -98,7 +98,7 @@ def test_the_word_that_is_picked_is_the_one_the_plain_form_draws(
     uniform[3], uniform[4] = 0.0, 1.0 - 1e-16
     of_a_table = torch.stack([uniform, torch.zeros_like(uniform)], 1)[:, 0]
     ids, logp = pick(logits, of_a_table, temperature)
-    plain_ids, plain_logp = draw(
+    plain_ids, plain_logp = sample_tokens(
         logits, uniform, Sampling(max_new_tokens=1, temperature=temperature)
     )
     same = ids == plain_ids

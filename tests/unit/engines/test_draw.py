@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from courtside.engines.base import Sampling
-from courtside.engines.generation.sampler import draw, truncated, uniforms
+from courtside.engines.generation.sampler import sample_tokens, truncate_logits, uniforms_for
 
 GRID = 20_000
 
@@ -23,7 +23,7 @@ def sampling(**options: float) -> Sampling:
 def measure(logits_V: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
     """Share of [0, 1) that draws each word, to 1/GRID, and the log-prob told with each word."""
     uniform_B = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
-    ids_B, logp_B = draw(logits_V.expand(GRID, -1), uniform_B, how)
+    ids_B, logp_B = sample_tokens(logits_V.expand(GRID, -1), uniform_B, how)
     told_V = torch.full_like(logits_V, -torch.inf)
     told_V[ids_B] = logp_B
     return torch.bincount(ids_B, minlength=len(logits_V)) / GRID, told_V
@@ -93,7 +93,7 @@ def test_truncation_keeps_what_the_naive_loop_keeps(
         )
         assume([p > 0 for p in naive(logits, near)] == [p > 0 for p in naive(logits, how)])
     logp_1V = torch.log_softmax(torch.tensor([logits]) / temperature, -1)
-    got_V = truncated(logp_1V, how)[0].exp()
+    got_V = truncate_logits(logp_1V, how)[0].exp()
     torch.testing.assert_close(got_V, torch.tensor(naive(logits, how)), rtol=1e-4, atol=1e-6)
 
 
@@ -110,21 +110,21 @@ def test_among_equal_words_truncation_is_still_lawful(
     probs_V = torch.softmax(torch.tensor(logits, dtype=torch.float64), -1)
     logp_1V = probs_V.log().float()[None]
 
-    kept_V = truncated(logp_1V, sampling(top_p=top_p))[0] > -torch.inf
+    kept_V = truncate_logits(logp_1V, sampling(top_p=top_p))[0] > -torch.inf
     mass, least = float(probs_V[kept_V].sum()), float(probs_V[kept_V].min())
     assert mass >= top_p - 1e-6, "the nucleus reaches top_p"
     assert mass - least < top_p + 1e-6, "and is the smallest that does"
     assert kept_V.all() or float(probs_V[~kept_V].max()) <= least + 1e-9
 
-    kept_V = truncated(logp_1V, sampling(top_k=top_k))[0] > -torch.inf
+    kept_V = truncate_logits(logp_1V, sampling(top_k=top_k))[0] > -torch.inf
     assert int(kept_V.sum()) >= min(top_k, len(logits))
     assert kept_V.all() or float(probs_V[~kept_V].max()) < float(probs_V[kept_V].min())
 
 
 def test_no_truncation_changes_nothing() -> None:
     logp_BV = torch.log_softmax(torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), -1)
-    assert truncated(logp_BV, sampling()) is logp_BV
-    assert torch.equal(truncated(logp_BV, sampling(top_k=7)).argmax(-1), logp_BV.argmax(-1))
+    assert truncate_logits(logp_BV, sampling()) is logp_BV
+    assert torch.equal(truncate_logits(logp_BV, sampling(top_k=7)).argmax(-1), logp_BV.argmax(-1))
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}])
@@ -132,7 +132,7 @@ def test_no_truncation_changes_nothing() -> None:
 def test_a_dropped_word_is_never_drawn(options: dict[str, float], uniform: float) -> None:
     """Not even at the ends of the unit interval, with dropped words at both ends of the list."""
     logits_1V = torch.tensor([[-3.0, -3.0, 2.0, -2.0, 2.1, -3.0, -3.0]])
-    ids_1, logp_1 = draw(
+    ids_1, logp_1 = sample_tokens(
         logits_1V, torch.tensor([uniform], dtype=torch.float64), sampling(**options)
     )
     assert int(ids_1) in (2, 4)
@@ -140,11 +140,11 @@ def test_a_dropped_word_is_never_drawn(options: dict[str, float], uniform: float
 
 
 def test_the_far_end_of_a_large_vocabulary_is_drawn_at_its_rate() -> None:
-    num_words = 150_000
-    logits_V = torch.zeros(num_words)
-    uniform_B = 1 - (torch.arange(60, dtype=torch.float64) + 0.5) / num_words
-    ids_B, _ = draw(logits_V.expand(60, -1), uniform_B, sampling())
-    assert ids_B.tolist() == list(range(num_words - 1, num_words - 61, -1))
+    vocab_size = 150_000
+    logits_V = torch.zeros(vocab_size)
+    uniform_B = 1 - (torch.arange(60, dtype=torch.float64) + 0.5) / vocab_size
+    ids_B, _ = sample_tokens(logits_V.expand(60, -1), uniform_B, sampling())
+    assert ids_B.tolist() == list(range(vocab_size - 1, vocab_size - 61, -1))
 
 
 def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
@@ -154,7 +154,7 @@ def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
         rare = math.exp(-20)
         share = rare / (1 + count * rare)
         uniform_B = 1 - (torch.arange(count, dtype=torch.float64) + 0.5) * share
-        ids_B, logp_B = draw(logits_V.expand(count, -1), uniform_B, sampling())
+        ids_B, logp_B = sample_tokens(logits_V.expand(count, -1), uniform_B, sampling())
         assert ids_B.tolist() == list(range(count, 0, -1))
         torch.testing.assert_close(logp_B, torch.full((count,), math.log(share)))
 
@@ -174,7 +174,7 @@ def test_words_by_blocks_are_words_by_one_running_sum(
     assume(max(logits) > -math.inf)
     logits_V = torch.tensor(logits * times)
     uniform_1 = torch.tensor([uniform], dtype=torch.float64)
-    ids_1, logp_1 = draw(logits_V[None], uniform_1, sampling())
+    ids_1, logp_1 = sample_tokens(logits_V[None], uniform_1, sampling())
     exact_V = torch.softmax(logits_V.double(), -1)
     word = int(ids_1)
     assert word < len(logits_V) and exact_V[word] > 0
@@ -184,15 +184,19 @@ def test_words_by_blocks_are_words_by_one_running_sum(
 
 
 @pytest.mark.parametrize("num_words", [1, 63, 64, 300])
-def test_logits_that_are_no_numbers_draw_some_word(num_words: int) -> None:
+def test_logits_that_are_no_numbers_draw_some_word(vocab_size: int) -> None:
     """Whoever looks at the loss says what is wrong; nothing is read out of bounds before."""
-    ids_B, logp_B = draw(torch.full((2, num_words), math.nan), torch.tensor([0.0, 0.9]), sampling())
-    assert ((ids_B >= 0) & (ids_B < num_words)).all() and logp_B.isnan().all()
+    ids_B, logp_B = sample_tokens(
+        torch.full((2, vocab_size), math.nan), torch.tensor([0.0, 0.9]), sampling()
+    )
+    assert ((ids_B >= 0) & (ids_B < vocab_size)).all() and logp_B.isnan().all()
 
 
 def test_greedy_takes_the_likeliest_with_certainty() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
-    ids_B, logp_B = draw(logits_BV, torch.tensor([0.999, 0.999]), sampling(temperature=0.0))
+    ids_B, logp_B = sample_tokens(
+        logits_BV, torch.tensor([0.999, 0.999]), sampling(temperature=0.0)
+    )
     assert ids_B.tolist() == [1, 0]
     assert logp_B.tolist() == [0.0, 0.0]
 
@@ -200,13 +204,13 @@ def test_greedy_takes_the_likeliest_with_certainty() -> None:
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**63 - 1))
 def test_random_numbers_follow_from_the_seed_and_a_longer_draw_begins_alike(seed: int) -> None:
-    numbers = uniforms(seed, 9)
-    assert torch.equal(numbers, uniforms(seed, 9))
-    assert not torch.equal(numbers, uniforms(seed ^ 1, 9))
+    numbers = uniforms_for(seed, 9)
+    assert torch.equal(numbers, uniforms_for(seed, 9))
+    assert not torch.equal(numbers, uniforms_for(seed ^ 1, 9))
     assert ((numbers >= 0) & (numbers < 1)).all()
 
 
 def test_a_shorter_budget_reads_the_same_numbers() -> None:
     """So that raising max_new_tokens only makes cut answers longer."""
     for count in (1, 5, 15, 16, 17, 40):
-        assert torch.equal(uniforms(11, count), uniforms(11, 60)[:count]), count
+        assert torch.equal(uniforms_for(11, count), uniforms_for(11, 60)[:count]), count

@@ -21,15 +21,15 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3
 
-from courtside.engines.base import Head, SampleRequest, Sampling
+from courtside.engines.base import LMHead, SampleRequest, Sampling
 from courtside.engines.generation import continuous_batching as slots_engine
 from courtside.engines.generation import kv_cache
 from courtside.engines.generation.cuda_graphs import LOOK_EVERY, Decoder, drawn
-from courtside.engines.generation.decode_weights import JoinedProduct, LentWeights
+from courtside.engines.generation.decode_weights import DecodeWeights, FusedLinear
 from courtside.engines.generation.kv_cache import KEPT
-from courtside.engines.generation.sampler import draw
+from courtside.engines.generation.sampler import sample_tokens
 from courtside.engines.kernels import layers
-from courtside.engines.local import TransformersEngine, head_of
+from courtside.engines.local import LocalEngine, find_lm_head
 from courtside.engines.patches import layer_ops
 from courtside.types import Sample
 
@@ -40,10 +40,8 @@ REQUESTS = [
 ]
 
 
-def engine(*, slots: bool, model: Any = None, **options: Any) -> TransformersEngine:
-    made = TransformersEngine(
-        model or tiny_model().double(), tiny_tokenizer(), name="tiny", **options
-    )
+def engine(*, slots: bool, model: Any = None, **options: Any) -> LocalEngine:
+    made = LocalEngine(model or tiny_model().double(), tiny_tokenizer(), name="tiny", **options)
     made.in_slots = slots
     return made
 
@@ -194,7 +192,7 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
     sampling = Sampling(max_new_tokens=3)
     expected = made.sample(REQUESTS, sampling)
     assert made._pool._slots and made._pool._stores, "a little stays"
-    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
     session = made.session(2, num_places=64)
     session.sample([0, 1], REQUESTS[:2], sampling)
     (slots,) = [s for s in made._pool._slots.values() if s.num_rows == 8]
@@ -217,7 +215,7 @@ def test_copies_of_weights_go_with_the_room(monkeypatch: pytest.MonkeyPatch) -> 
     expected = made.sample(REQUESTS, sampling)
     copies = [weakref.ref(weight) for weight, _ in made._lent._copies]
     assert copies, "they stay with a little room"
-    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
     with made._lent.used():  # another session is at work
         made.sample(REQUESTS, sampling)
         assert made._lent._copies
@@ -260,7 +258,7 @@ def test_layers_that_are_computed_together_draw_the_same(make: Any) -> None:
     """In float64, where rounding cannot hide a mistake; eagerly, the model's own layers."""
     model = make().double()
     made = engine(slots=True, model=model)
-    made._lent = LentWeights(model, made.head, torch.float64)
+    made._lent = DecodeWeights(model, made.head, torch.float64)
     sampling = Sampling(max_new_tokens=12, temperature=1.3)
     for _ in range(2):
         eager = engine(slots=False, model=model).sample(REQUESTS, sampling)
@@ -296,7 +294,7 @@ def test_what_is_found_in_a_model(
     make: Any, norms: int, rounded: int, joined: int, mlps: int, rotary: int
 ) -> None:
     model = make()
-    lent = LentWeights(model, head_of(model), torch.bfloat16)
+    lent = DecodeWeights(model, find_lm_head(model), torch.bfloat16)
     assert len(lent.parts.norms) == norms
     assert len(lent.parts.rounded_norms) == rounded
     assert sum(len(group) > 1 for group in lent.groups) == joined
@@ -315,13 +313,13 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen2().to("cuda" if on_gpu else "cpu")
     sampling = Sampling(max_new_tokens=4)
     eager = engine(slots=False, model=model).sample(REQUESTS[:2], sampling)
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
     monkeypatch.setattr(slots_engine, "MOST_READ", 0)  # all rows would take the interpreter long
     calls: Counter[str] = Counter()
     for name in ("rms_norm", "rotate", "append", "gated"):
         monkeypatch.setattr(layers, name, counted(calls, getattr(layers, name)))
     made = engine(slots=True, model=model)
-    made._lent = LentWeights(model, made.head, torch.float32)
+    made._lent = DecodeWeights(model, made.head, torch.float32)
     calls.clear()
     same(made.sample(REQUESTS[:2], sampling), eager, within=1e-4)
     steps = 3 if on_gpu else LOOK_EVERY  # two trials and what is captured, or each by itself
@@ -338,13 +336,13 @@ def test_a_kernel_draws_from_the_logits_that_count(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     layer = nn.Linear(8, 50, bias=False, device=device)
-    head = Head(layer, num_words=50, softcap=softcap, scale=scale)
+    head = LMHead(layer, vocab_size=50, softcap=softcap, scale=scale)
     hidden_BD = 6 * torch.randn(16, 8, device=device)
     uniform_B = torch.rand(16, dtype=torch.float64, device=device)
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
     with torch.no_grad():
-        expected_ids, expected_logps = draw(head(hidden_BD), uniform_B, sampling)
-        monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
+        expected_ids, expected_logps = sample_tokens(head(hidden_BD), uniform_B, sampling)
+        monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
         ids_B, logp_B = drawn(head, hidden_BD, uniform_B, sampling)
     assert torch.equal(ids_B, expected_ids)
     torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)
@@ -361,7 +359,7 @@ def counted(calls: Counter[str], function: Any) -> Any:
 def test_a_part_of_a_joined_product_is_for_the_input_it_was_made_of() -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(12, 4), torch.randn(12), torch.randn(2, 4)
-    joined = JoinedProduct(weight, bias, [6, 4, 2])
+    joined = FusedLinear(weight, bias, [6, 4, 2])
     own = [lambda x, w=w, b=b: x @ w.T + b for w, b in
            zip(weight.split([6, 4, 2]), bias.split([6, 4, 2]), strict=True)]  # fmt: skip
     torch.testing.assert_close(joined.part(0, x), own[0](x))
@@ -376,7 +374,7 @@ def test_a_part_of_a_joined_product_is_for_the_input_it_was_made_of() -> None:
 def test_adapters_get_their_input_as_it_is() -> None:
     """Their copies are bfloat16, as a norm's result: to float32 and back would be for nothing."""
     model = lora(qwen())
-    lent = LentWeights(model, head_of(model), torch.bfloat16)
+    lent = DecodeWeights(model, find_lm_head(model), torch.bfloat16)
     lent.refresh()
     layer = model.model.layers[0].self_attn.q_proj
     given: list[torch.dtype] = []
@@ -391,7 +389,7 @@ def test_adapters_get_their_input_as_it_is() -> None:
 @pytest.mark.parametrize("rows", [2, 1])
 def test_rows_with_several_tokens_are_rotated_as_the_model_does(rows: int) -> None:
     model = qwen()
-    lent = LentWeights(model, head_of(model), None)
+    lent = DecodeWeights(model, find_lm_head(model), None)
     (module,) = lent.parts.rotary
     own = module.apply_rotary_pos_emb
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16)
@@ -408,8 +406,8 @@ def test_rows_with_several_tokens_are_rotated_as_the_model_does(rows: int) -> No
 def test_a_heads_adapter_that_is_off_is_off_in_the_copies() -> None:
     """And its copies stay where they are: graphs of both are kept."""
     model = lora_head()
-    head = head_of(model)
-    lent = LentWeights(model, head, torch.bfloat16)
+    head = find_lm_head(model)
+    lent = DecodeWeights(model, head, torch.bfloat16)
     hidden_ND, keys, found = torch.randn(3, 32), [], []
     for on in (True, False, True):
         model.lm_head.enable_adapters(on)
@@ -426,7 +424,7 @@ def test_a_heads_adapter_that_is_off_is_off_in_the_copies() -> None:
 
 def test_layers_are_their_own_again_afterwards() -> None:
     model = qwen()
-    lent = LentWeights(model, head_of(model), torch.bfloat16)
+    lent = DecodeWeights(model, find_lm_head(model), torch.bfloat16)
     lent.refresh()
     rotary, linear = modeling_qwen3.apply_rotary_pos_emb, lent.head.linear
     model.model.layers[1].mlp.forward = hooked = partial(type(model.model.layers[1].mlp).forward)
@@ -451,6 +449,6 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
 
     model = qwen()
     model.model.norm = OffsetRMSNorm()
-    lent = LentWeights(model, head_of(qwen()), None)
+    lent = DecodeWeights(model, find_lm_head(qwen()), None)
     assert model.model.norm not in lent.parts.norms
     assert model.model.layers[0].input_layernorm in lent.parts.norms

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from courtside.engines.patches.gqa_cpu import NAME, grouped
+from courtside.engines.patches.gqa_cpu import NAME, use_gqa_attention
 
 
 def masked(model, ids, mask):
@@ -21,7 +21,7 @@ def test_numbers_are_those_of_the_models_own_attention() -> None:
     see[7:, 2:5] = False
     mask = see[None, None].expand(2, 1, 12, 12)
     plain = masked(model, ids, mask)
-    with grouped(model):
+    with use_gqa_attention(model):
         assert model.config._attn_implementation == NAME
         torch.testing.assert_close(masked(model, ids, mask), plain, rtol=1e-10, atol=1e-12)
         # Without a mask, and with the template's padding mask, it is the causal attention it was.
@@ -34,7 +34,7 @@ def test_numbers_are_those_of_the_models_own_attention() -> None:
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
     model = tiny_model()
-    with pytest.raises(RuntimeError), grouped(model):
+    with pytest.raises(RuntimeError), use_gqa_attention(model):
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa"
 
@@ -42,5 +42,5 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 def test_another_attention_is_left_alone() -> None:
     model = tiny_model()
     model.set_attn_implementation("eager")
-    with grouped(model):
+    with use_gqa_attention(model):
         assert model.config._attn_implementation == "eager"

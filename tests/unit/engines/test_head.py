@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from courtside.engines.local import TransformersEngine, head_of
+from courtside.engines.local import LocalEngine, find_lm_head
 from courtside.errors import ModelError
 
 SIZES = dict(
@@ -29,10 +29,10 @@ def built(family: str, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def both(model: Any, num_words: int | None = None) -> tuple[Tensor, Tensor]:
+def both(model: Any, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[3, 77, 140, 9, 250]])
     hidden_LD = model.base_model(input_ids=ids).last_hidden_state[0]
-    return head_of(model, num_words=num_words)(hidden_LD), model(input_ids=ids).logits[0]
+    return find_lm_head(model, vocab_size=vocab_size)(hidden_LD), model(input_ids=ids).logits[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_logits_are_the_models_own(family: str, options: dict[str, Any]) -> None
         nn.init.normal_(model.get_output_embeddings().bias)
     ours_LV, theirs_LV = both(model)
     torch.testing.assert_close(ours_LV, theirs_LV.to(ours_LV.dtype), rtol=1e-6, atol=1e-6)
-    fewer_LV, _ = both(model, num_words=200)
+    fewer_LV, _ = both(model, vocab_size=200)
     torch.testing.assert_close(fewer_LV, ours_LV[:, :200], rtol=1e-6, atol=1e-6)
 
 
@@ -76,7 +76,7 @@ def test_a_model_that_does_more_is_refused() -> None:
 
     model.forward = shifted
     with pytest.raises(ModelError, match="LlamaForCausalLM does more between hidden states"):
-        head_of(model)
+        find_lm_head(model)
 
 
 def test_a_scale_that_the_config_does_not_tell_is_refused() -> None:
@@ -84,19 +84,19 @@ def test_a_scale_that_the_config_does_not_tell_is_refused() -> None:
     hidden = type(model.config)(**{**SIZES, "logits_scaling": 1.0})
     model.config.get_text_config = lambda: hidden
     with pytest.raises(ModelError, match="GraniteForCausalLM does more"):
-        head_of(model)
+        find_lm_head(model)
 
 
 def test_a_model_without_a_head_is_refused() -> None:
     model = tiny_model()
     model.get_output_embeddings = lambda: None
     with pytest.raises(ModelError, match="LlamaForCausalLM has no linear output head"):
-        head_of(model)
+        find_lm_head(model)
 
 
 def test_half_precision_weights_give_float32_logits() -> None:
     model = tiny_model().to(torch.bfloat16)
-    head = head_of(model)
+    head = find_lm_head(model)
     with torch.no_grad():
         hidden_LD = model.base_model(input_ids=torch.tensor([[3, 4, 5]])).last_hidden_state[0]
         assert hidden_LD.dtype == torch.bfloat16
@@ -116,7 +116,7 @@ def test_an_adapter_on_the_head_is_in_the_logits_while_it_is_on(tied: bool) -> N
     model = peft.base_model.model
     on_LV, theirs_LV = both(model)
     torch.testing.assert_close(on_LV, theirs_LV)
-    fewer_LV, _ = both(model, num_words=200)
+    fewer_LV, _ = both(model, vocab_size=200)
     torch.testing.assert_close(fewer_LV, on_LV[:, :200])
     with peft.disable_adapter():
         off_LV, theirs_LV = both(model)
@@ -126,7 +126,7 @@ def test_an_adapter_on_the_head_is_in_the_logits_while_it_is_on(tied: bool) -> N
 
 def test_a_head_as_it_was_keeps_its_adapter() -> None:
     peft = adapted().double()
-    head = head_of(peft.base_model.model)
+    head = find_lm_head(peft.base_model.model)
     hidden_ND = torch.randn(3, 32, dtype=torch.float64)
     with torch.no_grad():
         on = head(hidden_ND)
@@ -142,14 +142,14 @@ def test_a_head_as_it_was_keeps_its_adapter() -> None:
         assert torch.equal(without(hidden_ND), off)
         torch.testing.assert_close(nothing(hidden_ND), off)
     assert not nothing(hidden_ND).requires_grad
-    plain = head_of(built("Llama"))
+    plain = find_lm_head(built("Llama"))
     assert plain.as_now() is plain
 
 
 def test_autocast_does_not_take_the_adapters_gradient_away() -> None:
     """Weights that were first rounded without a graph must not be kept so."""
     model = adapted().base_model.model.float()
-    head = head_of(model)
+    head = find_lm_head(model)
     hidden_ND = torch.randn(3, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -164,11 +164,11 @@ def test_autocast_does_not_take_the_adapters_gradient_away() -> None:
 
 
 def test_a_cut_head_never_draws_the_words_behind_the_cut(
-    make_engine: Callable[..., TransformersEngine],
+    make_engine: Callable[..., LocalEngine],
 ) -> None:
     from courtside.engines.base import SampleRequest, Sampling
 
-    engine = make_engine(tiny_model(num_words=300), num_words=20, eos=(1,))
+    engine = make_engine(tiny_model(vocab_size=300), vocab_size=20, eos=(1,))
     requests = [SampleRequest(prompt_ids=(5, 6, 7), seed=seed) for seed in range(20)]
     drawn = {i for s in engine.sample(requests, Sampling(max_new_tokens=8)) for i in s.token_ids}
     assert len(drawn) > 10 and max(drawn) < 20

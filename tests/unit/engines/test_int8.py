@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from torch import nn
 
-from courtside.engines.int8 import Int8Linear, quantise
+from courtside.engines.int8 import Int8Linear, quantize_linear_layers
 
 
 @settings(deadline=None)
@@ -52,7 +52,7 @@ def test_in_bfloat16_the_whole_numbers_stay_exact() -> None:
 def test_every_layer_but_the_head_is_quantised() -> None:
     model = tiny_model()
     head, before = model.get_output_embeddings(), tiny_model()
-    quantise(model)
+    quantize_linear_layers(model)
     assert model.get_output_embeddings() is head
     assert torch.equal(head.weight, before.get_output_embeddings().weight)
     left = [name for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines.forward import tree_scoring, varlen
-from courtside.engines.forward.forward import Passes, packing_problem
+from courtside.engines.forward.forward import ForwardPasses, packing_problem
 from courtside.engines.forward.tree_scoring import (
-    keeping,
-    kept_branch_hidden,
-    kept_branching_problem,
+    forward_branches,
+    make_retaining_cache,
+    tree_scoring_problem,
 )
 from courtside.types import Branch
 
@@ -36,12 +36,12 @@ def branches() -> list[tuple[int, Branch]]:
 
 def read(model: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Of the trunk with its graph, and of every branch."""
-    passes = Passes(model=model, pad_id=1, problem=None)
-    cache = keeping()
+    passes = ForwardPasses(model=model, pad_id=1, problem=None)
+    cache = make_retaining_cache()
     with passes.attention():
         trunk_ND, places = passes.hidden(SEQUENCES, kept=cache)
         asked = [(places[which], branch) for which, branch in branches()]
-        return trunk_ND, kept_branch_hidden(model, cache, asked, **options)
+        return trunk_ND, forward_branches(model, cache, asked, **options)
 
 
 def alone(model: Any, which: int, branch: Branch) -> Tensor:
@@ -63,7 +63,7 @@ def compare(model: Any, **options: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_branch_is_a_sequence_of_its_own(name: str, max_tokens: int | None) -> None:
     model = MODELS[name]().double()
-    assert kept_branching_problem(model) is None
+    assert tree_scoring_problem(model) is None
     compare(model, max_tokens=max_tokens)
 
 
@@ -93,13 +93,13 @@ def test_keys_that_are_picked_by_index_as_on_a_gpu(
 def test_few_keys_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model().double()
     sizes: list[int] = []
-    real = tree_scoring.packing_of
+    real = tree_scoring.make_layout
 
     def noted(lengths: Any, keys: Any, **options: Any) -> Any:
         sizes.append(sum(keys))
         return real(lengths, keys, **options)
 
-    monkeypatch.setattr(tree_scoring, "packing_of", noted)
+    monkeypatch.setattr(tree_scoring, "make_layout", noted)
     monkeypatch.setattr(tree_scoring, "most_keys", lambda device: 45)
     compare(model)
     assert sizes == [29 + 14, 17 + 8 + 2, 41, 10]
@@ -113,7 +113,7 @@ def test_the_pass_trains_as_if_nobody_had_looked() -> None:
         if looked:
             trunk_ND, _ = read(model)
         else:
-            passes = Passes(model=model, pad_id=1, problem=None)
+            passes = ForwardPasses(model=model, pad_id=1, problem=None)
             with passes.attention():
                 trunk_ND, _ = passes.hidden(SEQUENCES)
         trunk_ND.square().mean().backward()
@@ -128,8 +128,8 @@ def test_keys_are_kept_as_the_attention_has_them() -> None:
     CPU attends in float32."""
     model = qwen3()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kept_branching_problem(model) is None
-        passes, cache = Passes(model=model, pad_id=1, problem=None), keeping()
+        assert tree_scoring_problem(model) is None
+        passes, cache = ForwardPasses(model=model, pad_id=1, problem=None), make_retaining_cache()
         with passes.attention():
             passes.hidden(SEQUENCES, kept=cache)
     for layer in cache.layers:
@@ -155,7 +155,7 @@ def test_a_kernel_that_aligns_the_other_end_is_found_out(monkeypatch: pytest.Mon
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
     assert packing_problem(model) is None
-    assert kept_branching_problem(model) == (
+    assert tree_scoring_problem(model) == (
         "on a small example its hidden states are not those of separate passes"
     )
 
@@ -169,7 +169,7 @@ def test_a_model_that_keeps_nothing_is_found_out() -> None:
             return own(*args, **(options | {"past_key_values": None}))
 
         layer.self_attn.forward = forward
-    assert "a small example fails" in str(kept_branching_problem(model))
+    assert "a small example fails" in str(tree_scoring_problem(model))
 
 
 def test_windows_are_refused_where_they_would_act() -> None:
@@ -177,4 +177,4 @@ def test_windows_are_refused_where_they_would_act() -> None:
     shape = {n: getattr(config, n) for n in ("vocab_size", "hidden_size", "intermediate_size",
              "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
     model = MistralForCausalLM(MistralConfig(**shape, sliding_window=10)).eval()
-    assert "looks through a window" in str(kept_branching_problem(model))
+    assert "looks through a window" in str(tree_scoring_problem(model))

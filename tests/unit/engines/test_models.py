@@ -18,8 +18,8 @@ from tiny import save_tiny, tiny_model
 
 from courtside.engines import loading
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.loading import load_model, load_tokenizer, resolve
-from courtside.engines.local import TransformersEngine
+from courtside.engines.loading import load_model, load_tokenizer, resolve_model
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 from courtside.recipe import builtin
 
@@ -58,7 +58,7 @@ def test_a_folder_is_loaded_as_it_was_saved(tiny_folder: Path) -> None:
 
 def test_a_tilde_means_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert resolve("~/model") == str(folder)
+    assert resolve_model("~/model") == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_name_that_means_nothing_here_is_refused_without_waiting(
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing-here", "../nothing"])
 def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match="no such folder"):
-        resolve(name)
+        resolve_model(name)
 
 
 def memory_of(model: Any, file: Path) -> list[int]:
@@ -111,7 +111,7 @@ def memory_of(model: Any, file: Path) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="memory is read off Linux")
 def test_a_frozen_model_stays_in_its_file(tmp_path: Path) -> None:
-    file = save_tiny(tmp_path / "large", num_words=100_000).resolve() / "model.safetensors"
+    file = save_tiny(tmp_path / "large", vocab_size=100_000).resolve() / "model.safetensors"
     before, model = digest(file.read_bytes()), load(file.parent)
     logits(model)
     read = memory_of(model, file)
@@ -215,8 +215,8 @@ def test_a_pruned_model_is_the_model_without_those_layers(
     # With a cache, which is addressed by the layers' numbers.
     tokenizer, how = load_tokenizer(str(tiny_teacher_folder)), Sampling(max_new_tokens=6)
     requests = [SampleRequest(prompt_ids=(9, 10, 11), seed=4)]
-    ours = TransformersEngine(pruned, tokenizer, name="a").sample(requests, how)
-    assert ours == TransformersEngine(expected, tokenizer, name="b").sample(requests, how)
+    ours = LocalEngine(pruned, tokenizer, name="a").sample(requests, how)
+    assert ours == LocalEngine(expected, tokenizer, name="b").sample(requests, how)
     pruned.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(load(tmp_path / "saved")), logits(expected))
 
@@ -289,9 +289,9 @@ def stand_in(
 
 def test_the_embedded_model_is_converted_once(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in(monkeypatch)
-    folder = Path(resolve("smollm2-135m"))
+    folder = Path(resolve_model("smollm2-135m"))
     assert (folder / "model.safetensors").read_bytes() == b"converted"
-    assert resolve("smollm2-135m") == str(folder)
+    assert resolve_model("smollm2-135m") == str(folder)
     assert calls == [str(gguf)]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no leftovers"
 
@@ -310,16 +310,16 @@ def test_damage_is_found_before_loading(
     gguf: Path, monkeypatch: pytest.MonkeyPatch, name: str, rest: bytes | None
 ) -> None:
     calls = stand_in(monkeypatch)
-    file = Path(resolve("smollm2-135m")) / name
+    file = Path(resolve_model("smollm2-135m")) / name
     if rest is None:
         file.unlink()
     else:
         file.write_bytes(rest)
     with pytest.raises(ModelError, match="damaged") as error:
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
     assert name in str(error.value) and f"Delete the folder {file.parent}" in str(error.value)
     shutil.rmtree(file.parent)
-    resolve("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert len(calls) == 2
 
 
@@ -327,7 +327,7 @@ def test_checksums_are_compared_once_for_each_state_of_a_file(
     gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch)
-    weights = Path(resolve("smollm2-135m")) / "model.safetensors"
+    weights = Path(resolve_model("smollm2-135m")) / "model.safetensors"
     read: list[str] = []
     real = loading._sha256
 
@@ -336,21 +336,21 @@ def test_checksums_are_compared_once_for_each_state_of_a_file(
         return real(path)
 
     monkeypatch.setattr(loading, "_sha256", watched)
-    resolve("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert sorted(read) == ["config.json", "model.safetensors"]
-    resolve("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert len(read) == 2, "nothing changed"
     os.utime(weights, ns=(1, 1))
-    resolve("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert read[2:] == ["model.safetensors"], "another time, the same content"
     about = weights.stat()
     weights.write_bytes(b"CONVERTED")
     with pytest.raises(ModelError, match="damaged"):
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
     assert about.st_size == weights.stat().st_size
     (weights.parent / "verified.json").write_text("{ no json")
     weights.write_bytes(b"converted")
-    resolve("smollm2-135m")
+    resolve_model("smollm2-135m")
 
 
 def test_a_conversion_that_dies_leaves_nothing_behind(
@@ -361,10 +361,10 @@ def test_a_conversion_that_dies_leaves_nothing_behind(
 
     stand_in(monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
     assert list((tmp_path / "cache").iterdir()) == []
     stand_in(monkeypatch)
-    assert Path(resolve("smollm2-135m")).is_dir()
+    assert Path(resolve_model("smollm2-135m")).is_dir()
 
 
 def test_two_conversions_at_once_end_with_one_model(
@@ -372,10 +372,10 @@ def test_two_conversions_at_once_end_with_one_model(
 ) -> None:
     def another_is_faster() -> None:
         stand_in(monkeypatch)
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
 
     stand_in(monkeypatch, another_is_faster)
-    folder = Path(resolve("smollm2-135m"))
+    folder = Path(resolve_model("smollm2-135m"))
     assert (folder / "model.safetensors").read_bytes() == b"converted"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
 
@@ -383,19 +383,19 @@ def test_two_conversions_at_once_end_with_one_model(
 def test_another_file_under_the_name_is_refused(gguf: Path) -> None:
     gguf.write_bytes(b"something else")
     with pytest.raises(ModelError, match="its checksum is not that of"):
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
 
 
 def test_a_named_file_that_is_not_there_is_refused(gguf: Path) -> None:
     gguf.unlink()
     with pytest.raises(ModelError, match="COURTSIDE_SMOLLM2_GGUF"):
-        resolve("smollm2-135m")
+        resolve_model("smollm2-135m")
 
 
 def test_without_the_package_the_hub_is_asked(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    assert resolve("smollm2-135m") == loading.HUB_ID
+    assert resolve_model("smollm2-135m") == loading.HUB_ID
 
 
 def test_a_merged_adapter_can_be_trained_on_and_may_lie_beside_a_recipe(

@@ -11,17 +11,17 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.local import TransformersEngine
-from courtside.engines.patches.onednn_prepack import LEAST_STEPS, packed, pays
+from courtside.engines.local import LocalEngine
+from courtside.engines.patches.onednn_prepack import LEAST_STEPS, pays, prepack_linear_layers
 
 IDS = torch.arange(2, 14).view(3, 4)
 
 
-def make() -> TransformersEngine:
-    return TransformersEngine(tiny_model(), tiny_tokenizer(), name="tiny", num_words=200)
+def make() -> LocalEngine:
+    return LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny", vocab_size=200)
 
 
-def outputs(engine: TransformersEngine) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(engine: LocalEngine) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         hidden = engine.model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
         return hidden, engine.head(hidden[:, -1])
@@ -30,7 +30,7 @@ def outputs(engine: TransformersEngine) -> tuple[torch.Tensor, torch.Tensor]:
 def test_numbers_are_the_same_and_follow_later_weights() -> None:
     engine = make()
     before = outputs(engine)
-    with packed(engine.model, engine.head, torch.float32):
+    with prepack_linear_layers(engine.model, engine.head, torch.float32):
         inside = outputs(engine)
     for one, other in zip(before, inside, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -39,13 +39,16 @@ def test_numbers_are_the_same_and_follow_later_weights() -> None:
         engine.model.lm_head.weight.mul_(2)
     moved = outputs(engine)
     assert not torch.allclose(moved[1], before[1], atol=1e-3)
-    with packed(engine.model, engine.head, torch.float32):
+    with prepack_linear_layers(engine.model, engine.head, torch.float32):
         torch.testing.assert_close(outputs(engine)[1], moved[1], rtol=1e-5, atol=1e-5)
 
 
 def test_afterwards_nothing_is_left_of_it() -> None:
     engine = make()
-    with pytest.raises(RuntimeError), packed(engine.model, engine.head, torch.float32):
+    with (
+        pytest.raises(RuntimeError),
+        prepack_linear_layers(engine.model, engine.head, torch.float32),
+    ):
         raise RuntimeError
     assert not any("forward" in module.__dict__ for module in engine.model.modules())
     loss = engine.head(engine.model.base_model(input_ids=IDS).last_hidden_state).sum()
@@ -70,7 +73,7 @@ def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatc
         assert one.logp == pytest.approx(other.logp, abs=1e-4)
 
 
-def with_adapter(**settings: Any) -> TransformersEngine:
+def with_adapter(**settings: Any) -> LocalEngine:
     engine = make()
     options: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | settings
     inject_adapter_in_model(LoraConfig(init_lora_weights=False, **options), engine.model)
@@ -78,7 +81,7 @@ def with_adapter(**settings: Any) -> TransformersEngine:
     return engine
 
 
-def num_replaced(engine: TransformersEngine) -> int:
+def num_replaced(engine: LocalEngine) -> int:
     layers = [m for m in engine.model.modules() if type(m) is LoraLinear]
     return sum("forward" in vars(layer) for layer in layers)
 
@@ -94,7 +97,7 @@ def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
         exact = outputs(engine)[0]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             usual = outputs(engine)[0].float()
-            with packed(engine.model, engine.head, dtype):
+            with prepack_linear_layers(engine.model, engine.head, dtype):
                 assert num_replaced(engine) == len(layers)
                 found = outputs(engine)[0].float()
         assert num_replaced(engine) == 0
@@ -108,7 +111,7 @@ def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
 def test_other_adapters_keep_their_own_way(settings: dict[str, Any]) -> None:
     engine = with_adapter(**settings)
     exact = outputs(engine)[0]
-    with packed(engine.model, engine.head, torch.float32):
+    with prepack_linear_layers(engine.model, engine.head, torch.float32):
         assert num_replaced(engine) == 0
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
 
@@ -118,12 +121,12 @@ def test_merged_or_several_adapters_keep_their_own_way() -> None:
     engine = with_adapter()
     for layer in (m for m in engine.model.modules() if type(m) is LoraLinear):
         layer.merge()
-    with packed(engine.model, engine.head, torch.float32):
+    with prepack_linear_layers(engine.model, engine.head, torch.float32):
         assert num_replaced(engine) == 0
     engine = with_adapter()
     more = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     inject_adapter_in_model(more, engine.model, "second")
     exact = outputs(engine)[0]
-    with packed(engine.model, engine.head, torch.float32):
+    with prepack_linear_layers(engine.model, engine.head, torch.float32):
         assert num_replaced(engine) == 0
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)

@@ -26,12 +26,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward import varlen as packing
-from courtside.engines.forward.forward import Passes, packing_problem
-from courtside.engines.forward.varlen import NAME, packed_attention, packing_of
-from courtside.engines.local import TransformersEngine
+from courtside.engines.forward.forward import ForwardPasses, packing_problem
+from courtside.engines.forward.varlen import NAME, make_layout, varlen_attention
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., LocalEngine]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 """Relative to the largest number: sums of products are cut differently, nothing else."""
 
@@ -41,8 +41,8 @@ def sequences_of(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(258) for _ in range(length)] for length in lengths]
 
 
-def passes_of(model: Any, problem: str | None = None) -> Passes:
-    return Passes(model=model, pad_id=1, problem=problem)
+def passes_of(model: Any, problem: str | None = None) -> ForwardPasses:
+    return ForwardPasses(model=model, pad_id=1, problem=problem)
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
@@ -121,9 +121,9 @@ def test_the_comparison_would_see_a_wrong_boundary(
     monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...]
 ) -> None:
     model = tiny_model().double()
-    real = packing.Packing
+    real = packing.VarlenLayout
     lengths = {"lengths": wrong, "key_lengths": wrong}
-    monkeypatch.setattr(packing, "Packing", lambda **own: real(**(own | lengths)))
+    monkeypatch.setattr(packing, "VarlenLayout", lambda **own: real(**(own | lengths)))
     with pytest.raises(AssertionError, match="not close"):
         passes = passes_of(model)
         sequences = sequences_of(3, 1, 4)
@@ -317,16 +317,16 @@ def test_a_model_that_does_something_else_with_its_row_is_found_out() -> None:
 
 def test_what_the_attention_cannot_do_it_refuses() -> None:
     states = torch.zeros(1, 2, 5, 4)
-    whole = packing_of([5], device=torch.device("cpu"))
+    whole = make_layout([5], device=torch.device("cpu"))
     for settings, why in (
         ({}, "not told where sequences end"),
         ({"packing": whole, "sliding_window": 4}, "looks through a window"),
         ({"packing": whole, "position_bias": states}, "a mask of its own"),
     ):
         with pytest.raises(ModelError, match=why):
-            packed_attention(None, states, states, states, None, **settings)
+            varlen_attention(None, states, states, states, None, **settings)
     with pytest.raises(ModelError, match="a mask of its own"):
-        packed_attention(None, states, states, states, states, packing=whole)
+        varlen_attention(None, states, states, states, states, packing=whole)
 
 
 # ── the kernel of a GPU, with a stand-in ─────────────────────────────────────────────────────────
@@ -350,8 +350,8 @@ def test_scores_are_scaled_as_the_model_says(monkeypatch: pytest.MonkeyPatch, ke
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 8, 4, dtype=torch.float64) for h in (6, 2, 2))
     ends_S = torch.tensor([0, 5, 8], dtype=torch.int32)
-    where = packing_of([5, 3], device=torch.device("cpu"))
-    out, _ = packed_attention(None, query, key, value, None, scaling=0.7, packing=where)
+    where = make_layout([5, 3], device=torch.device("cpu"))
+    out, _ = varlen_attention(None, query, key, value, None, scaling=0.7, packing=where)
     args = [s[0].transpose(0, 1) for s in (query, key, value)]
     expected = newer_stand_in(
         *args, ends_S, ends_S, 5, 5, scale=0.7, window_size=(-1, 0), enable_gqa=True
@@ -382,9 +382,9 @@ def test_dropout_in_attention_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
     torch.manual_seed(0)
     states = torch.randn(1, 2, 400, 8)
-    where = packing_of([400], device=torch.device("cpu"))
+    where = make_layout([400], device=torch.device("cpu"))
     value = torch.ones_like(states)
-    out, _ = packed_attention(None, states, states, value, None, dropout=0.5, packing=where)
+    out, _ = varlen_attention(None, states, states, value, None, dropout=0.5, packing=where)
     assert 0.9 < float(out.mean()) < 1.1 and float(out.std()) > 0.05
 
 
@@ -394,7 +394,7 @@ def test_the_real_kernel_takes_what_it_is_given() -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, 7, 6, 16, **options).transpose(1, 2)
     key, value = (torch.empty(1, 7, 2, 16, **options).transpose(1, 2) for _ in range(2))
-    where = packing_of([3, 4], device=torch.device("meta"))
+    where = make_layout([3, 4], device=torch.device("meta"))
     out = packing._in_one(query, key, value, where, 0.25)
     assert out.shape == (1, 7, 6, 16) and out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out, [query, key, value], torch.empty_like(out))

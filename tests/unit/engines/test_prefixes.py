@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from courtside.engines.forward import prefix_sharing
 from courtside.engines.forward.prefix_sharing import (
     BESIDE,
-    Group,
-    groups_of,
-    row_of,
+    PrefixGroup,
+    find_prefix_groups,
+    pack_row,
     shared_batches,
 )
 
@@ -37,14 +37,14 @@ def group_of(num_prompt: int, *rests: int, seed: int = 0) -> Sequences:
 def test_samples_of_two_prompts_and_one_of_neither() -> None:
     one, other = group_of(30, 5, 9, 0), group_of(40, 3, 4, seed=1)
     sequences = [one[0], other[0], one[1], ids(50, seed=9), other[1], one[2]]
-    assert sorted(groups_of(sequences), key=lambda g: g.size) == [
-        Group(members=(0, 2, 5), size=30),
-        Group(members=(1, 4), size=40),
+    assert sorted(find_prefix_groups(sequences), key=lambda g: g.size) == [
+        PrefixGroup(members=(0, 2, 5), size=30),
+        PrefixGroup(members=(1, 4), size=40),
     ]
 
 
 def test_equal_sequences_share_all() -> None:
-    assert groups_of([ids(20)] * 3) == [Group(members=(0, 1, 2), size=20)]
+    assert find_prefix_groups([ids(20)] * 3) == [PrefixGroup(members=(0, 1, 2), size=20)]
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_of_what_all_share_and_what_some_do_the_better_is_taken(
 ) -> None:
     common = ids(system, seed=77)
     questions = [*group_of(40, 8, 8, 8, seed=1), *group_of(40, 8, 8, 8, seed=2)]
-    found = groups_of([common + question for question in questions])
+    found = find_prefix_groups([common + question for question in questions])
     assert sorted(group.members for group in found) == expected
 
 
 def test_too_little_in_common_is_not_shared() -> None:
-    assert groups_of(group_of(15, 3, 4)) == []
-    assert groups_of(group_of(16, 3, 4)) == [Group(members=(0, 1), size=16)]
+    assert find_prefix_groups(group_of(15, 3, 4)) == []
+    assert find_prefix_groups(group_of(16, 3, 4)) == [PrefixGroup(members=(0, 1), size=16)]
     # One of them goes on for so long that laying out its keys costs more than its prompt.
-    assert groups_of(group_of(16, 3, 241, 4)) == [Group(members=(0, 2), size=16)]
-    assert groups_of(group_of(16, 3, 240)) == [Group(members=(0, 1), size=16)]
-    assert groups_of([]) == groups_of([ids(99)]) == []
+    assert find_prefix_groups(group_of(16, 3, 241, 4)) == [PrefixGroup(members=(0, 2), size=16)]
+    assert find_prefix_groups(group_of(16, 3, 240)) == [PrefixGroup(members=(0, 1), size=16)]
+    assert find_prefix_groups([]) == find_prefix_groups([ids(99)]) == []
 
 
 def common(sequences: Sequences) -> int:
@@ -93,7 +93,7 @@ def test_all_or_those_that_go_on_alike_whichever_saves_more(sequences: Sequences
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_sharing, "LEAST_IDS", 1)
         patch.setattr(prefix_sharing, "LEAST_SHARE", 0)
-        found = groups_of(sequences)
+        found = find_prefix_groups(sequences)
     members = [i for group in found for i in group.members]
     assert len(members) == len(set(members))
     for group in found:
@@ -107,7 +107,7 @@ def test_all_or_those_that_go_on_alike_whichever_saves_more(sequences: Sequences
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_position_is_found_where_its_id_lies(shared: bool) -> None:
     sequences = [*group_of(30, 5, 0, 9), ids(12, seed=5), *group_of(17, 1, 1, seed=1), ids(1)]
-    row = row_of(sequences, shared=shared)
+    row = pack_row(sequences, shared=shared)
     laid = [i for part in row.parts for i in part.ids]
     total = sum(map(len, sequences))
     assert len(laid) == row.num_tokens == total - (2 * 30 + 17) * shared
@@ -128,7 +128,7 @@ def test_every_position_is_found_where_its_id_lies(shared: bool) -> None:
 def sizes_of(units: list[Sequences], batches: list[list[int]]) -> list[int]:
     """Tokens that each pass will compute."""
     return [
-        row_of([s for i in batch for s in units[i]], shared=True).num_tokens for batch in batches
+        pack_row([s for i in batch for s in units[i]], shared=True).num_tokens for batch in batches
     ]
 
 

@@ -11,12 +11,12 @@ import torch
 from tiny import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.generation.sampler import uniforms
-from courtside.engines.local import TransformersEngine
+from courtside.engines.generation.sampler import uniforms_for
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 from courtside.types import Sample
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., LocalEngine]
 
 PROMPTS = (tuple(range(10, 14)), tuple(range(60, 69)), (5,), tuple(range(30, 37)))
 MANY_EOS = tuple(range(1, 258, 12))
@@ -33,12 +33,12 @@ def requests_of(prompts: Sequence[tuple[int, ...]], samples: int) -> list[Sample
 
 
 @torch.no_grad()
-def naive(engine: TransformersEngine, request: SampleRequest, how: Sampling) -> Sample:
+def naive(engine: LocalEngine, request: SampleRequest, how: Sampling) -> Sample:
     """One sequence, one token at a time, the whole sequence through the whole model every time."""
     ids, logp = list(request.prompt_ids), []
-    for uniform in uniforms(request.seed, how.max_new_tokens).tolist():
+    for uniform in uniforms_for(request.seed, how.max_new_tokens).tolist():
         logits_V = engine.model(input_ids=torch.tensor([ids])).logits[0, -1]
-        logp_V = torch.log_softmax(logits_V[: engine.head.num_words] / how.temperature, -1)
+        logp_V = torch.log_softmax(logits_V[: engine.head.vocab_size] / how.temperature, -1)
         word = int((logp_V.exp().cumsum(0) <= uniform).sum())
         ids.append(word)
         logp.append(float(logp_V[word]))
@@ -150,18 +150,18 @@ def test_the_end_token_is_part_of_the_answer_but_not_of_its_text(make_engine: Ma
     engine = make_engine(eos=(1, 40))
     request = SampleRequest(prompt_ids=PROMPTS[0], seed=0)
     for first in (1, 40):
-        engine.head = Certain(first, engine.head.num_words)  # type: ignore[assignment]
+        engine.head = Certain(first, engine.head.vocab_size)  # type: ignore[assignment]
         (sample,) = engine.sample([request], Sampling(max_new_tokens=5))
         assert sample.token_ids == (first,)
         assert sample.stop == "eos"
         assert sample.logp == pytest.approx((0.0,), abs=1e-6)
-    engine.head = Certain(1, engine.head.num_words)  # type: ignore[assignment]
+    engine.head = Certain(1, engine.head.vocab_size)  # type: ignore[assignment]
     assert engine.sample([request], Sampling(max_new_tokens=5))[0].text == ""
 
 
 def test_max_new_tokens_is_the_longest_answer(make_engine: Make) -> None:
     engine = make_engine()
-    engine.head = Certain(70, engine.head.num_words)  # type: ignore[assignment]
+    engine.head = Certain(70, engine.head.vocab_size)  # type: ignore[assignment]
     for limit in (1, 2, 7):
         (sample,) = engine.sample(
             [SampleRequest(prompt_ids=PROMPTS[1], seed=0)], Sampling(max_new_tokens=limit)
@@ -171,7 +171,7 @@ def test_max_new_tokens_is_the_longest_answer(make_engine: Make) -> None:
 
 def test_a_stop_string_of_several_tokens_ends_an_answer(make_engine: Make) -> None:
     # The first 96 words are the two special tokens and the printable characters.
-    engine = make_engine(num_words=96, eos=(1,))
+    engine = make_engine(vocab_size=96, eos=(1,))
     requests = [SampleRequest(prompt_ids=prompt, seed=7) for prompt in PROMPTS]
     free = engine.sample(requests, Sampling(max_new_tokens=20))
     stops = (free[0].text[5:7], free[1].text[11:14])
@@ -242,22 +242,22 @@ def test_every_end_token_counts_wherever_it_is_named(make_engine: Make) -> None:
     model.generation_config.eos_token_id = None
     engine.tokenizer.eos_token = None
     with pytest.raises(ModelError, match="no answer would ever end"):
-        TransformersEngine(model, engine.tokenizer, name="tiny")
+        LocalEngine(model, engine.tokenizer, name="tiny")
 
 
 class Certain:
     """A head that gives one word all the probability."""
 
-    def __init__(self, word: int, num_words: int):
-        self.word, self.num_words = word, num_words
+    def __init__(self, word: int, vocab_size: int):
+        self.word, self.vocab_size = word, vocab_size
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        logits_NV = torch.full((len(hidden_ND), self.num_words), -100.0)
+        logits_NV = torch.full((len(hidden_ND), self.vocab_size), -100.0)
         logits_NV[:, self.word] = 100.0
         return logits_NV
 
 
-def spy(engine: TransformersEngine) -> list[tuple[int, int, int]]:
+def spy(engine: LocalEngine) -> list[tuple[int, int, int]]:
     """(rows, new positions, cached positions) of every forward pass from now on."""
     calls: list[tuple[int, int, int]] = []
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward import logprobs
 from courtside.engines.kernels import decode
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.engines.patches import layer_ops
 from courtside.errors import ModelError
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., LocalEngine]
 
 VARIOUS = [
     ScoreRequest(token_ids=(4, 9, 200, 31, 7), scored=(False, False, True, True, True)),
@@ -34,7 +34,7 @@ VARIOUS = [
 
 
 @torch.no_grad()
-def naive(engine: TransformersEngine, request: ScoreRequest) -> tuple[Tensor, Tensor]:
+def naive(engine: LocalEngine, request: ScoreRequest) -> tuple[Tensor, Tensor]:
     """Log-probs of the scored tokens and of all words there, in float64."""
     logits_LV = engine.model(input_ids=torch.tensor([request.token_ids])).logits[0].double()
     logp_LV = torch.log_softmax(logits_LV / request.temperature, -1)
@@ -53,7 +53,7 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
     called = []
     kernel = decode.logps_of
     monkeypatch.setattr(decode, "logps_of", lambda *a: (called.append(1), kernel(*a))[1])
-    monkeypatch.setattr(layer_ops, "by_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
     for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
     assert called
@@ -65,7 +65,7 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
 def test_scores_are_those_of_a_pass_of_its_own(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, budget: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "chunk_size", lambda *_: chunk)
+    monkeypatch.setattr(logprobs, "default_chunk_size", lambda *_: chunk)
     engine = make_engine(max_batch_tokens=budget)
     for request, scores in zip(VARIOUS, engine.score(VARIOUS, hidden=True, top_k=5), strict=True):
         logp_T, logp_TV = naive(engine, request)

@@ -15,14 +15,14 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.generation import continuous_batching
-from courtside.engines.generation.continuous_batching import SlotSession
-from courtside.engines.generation.session import KeptSession, RereadingSession
-from courtside.engines.local import TransformersEngine
+from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
+from courtside.engines.generation.session import CachedSession, StatelessSession
+from courtside.engines.local import LocalEngine
 from courtside.types import Sample
 
 
-def engine_of(model: Any, **options: Any) -> TransformersEngine:
-    return TransformersEngine(model, tiny_tokenizer(), name="tiny", **options)
+def engine_of(model: Any, **options: Any) -> LocalEngine:
+    return LocalEngine(model, tiny_tokenizer(), name="tiny", **options)
 
 
 ENGINE = engine_of(tiny_model())
@@ -39,8 +39,8 @@ def rounded(num_rows: int, num_tokens: int) -> int:
     )
 
 
-def rereading(engine: TransformersEngine, num_rows: int) -> RereadingSession:
-    return RereadingSession(engine.sample, num_rows=num_rows, note="for comparison")
+def rereading(engine: LocalEngine, num_rows: int) -> StatelessSession:
+    return StatelessSession(engine.sample, num_rows=num_rows, note="for comparison")
 
 
 def play(session: Any, script: list[dict[int, tuple[int, ...]]], sampling: Sampling) -> list[Any]:
@@ -74,7 +74,7 @@ ids = st.lists(st.integers(2, 257), min_size=1, max_size=12).map(tuple)
 @EACH
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataObject) -> None:
+def test_keeping_equals_reading_again(engine: LocalEngine, data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 5))
     shared = data.draw(ids)  # rows often begin alike
     script = []
@@ -84,12 +84,12 @@ def test_keeping_equals_reading_again(engine: TransformersEngine, data: st.DataO
         script.append({row: data.draw(st.one_of(st.just(shared), ids)) for row in rows})
     sampling = Sampling(max_new_tokens=data.draw(st.integers(1, 9)), temperature=0.7)
     kept = engine.session(num_rows)
-    assert isinstance(kept, KeptSession if engine is ENGINE else SlotSession)
+    assert isinstance(kept, CachedSession if engine is ENGINE else ContinuousBatchingSession)
     same(play(kept, script, sampling), play(rereading(ENGINE, num_rows), script, sampling))
 
 
 @EACH
-def test_a_row_that_starts_again_knows_nothing_of_what_it_had(engine: TransformersEngine) -> None:
+def test_a_row_that_starts_again_knows_nothing_of_what_it_had(engine: LocalEngine) -> None:
     """Its first and others begin alike, one of them after it has gone on to something else."""
     sampling = Sampling(max_new_tokens=5, temperature=0.7)
     alike, other = (7,) * 20, (9, 8, 7)
@@ -119,7 +119,7 @@ def test_a_row_that_starts_again_knows_nothing_of_what_it_had(engine: Transforme
 
 
 @EACH
-def test_a_turn_costs_its_own_tokens(engine: TransformersEngine) -> None:
+def test_a_turn_costs_its_own_tokens(engine: LocalEngine) -> None:
     seen: list[int] = []
     hook = engine.model.model.embed_tokens.register_forward_hook(
         lambda module, args, out: seen.append(out.shape[0] * out.shape[1])
@@ -152,14 +152,14 @@ def test_rows_that_are_done_leave_the_pass() -> None:
 
 
 @EACH
-def test_room_grows_and_nothing_is_lost(engine: TransformersEngine) -> None:
+def test_room_grows_and_nothing_is_lost(engine: LocalEngine) -> None:
     script = [{0: (7,) * 30, 1: (9,) * 3}, {0: (8,) * 150, 1: (3, 4)}, {1: (6,) * 140, 0: (5,)}]
     sampling = Sampling(max_new_tokens=40)
     same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
 
 
 @EACH
-def test_a_row_that_sits_out_while_room_grows_keeps_its_own(engine: TransformersEngine) -> None:
+def test_a_row_that_sits_out_while_room_grows_keeps_its_own(engine: LocalEngine) -> None:
     script = [{0: (7,) * 30, 1: (9,) * 3}, {1: (8,) * 300}, {0: (5, 6)}]
     sampling = Sampling(max_new_tokens=8)
     same(play(engine.session(2), script, sampling), play(rereading(ENGINE, 2), script, sampling))
@@ -193,7 +193,7 @@ def test_models_with_windows_read_again() -> None:
     )  # fmt: skip
     engine = engine_of(MistralForCausalLM(config).eval())
     session = engine.session(2)
-    assert isinstance(session, RereadingSession) and "window" in session.note
+    assert isinstance(session, StatelessSession) and "window" in session.note
     script = [{0: (5, 6, 7), 1: (8,)}, {0: (9,) * 12}]
     said = play(session, script, Sampling(max_new_tokens=5))
     whole = (5, 6, 7, *said[0][0].token_ids, *(9,) * 12)
@@ -205,7 +205,7 @@ def test_models_with_windows_read_again() -> None:
 
 def test_room_for_keys_goes_with_the_session() -> None:
     session: Any = ENGINE.session(2)
-    assert isinstance(session, KeptSession)
+    assert isinstance(session, CachedSession)
     requests = [SampleRequest(prompt_ids=(5, 6, 7), seed=seed) for seed in (1, 2)]
     session.sample([0, 1], requests, Sampling(max_new_tokens=3))
     room = [weakref.ref(layer.keys) for layer in session.cache.layers]

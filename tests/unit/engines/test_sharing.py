@@ -17,15 +17,15 @@ from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward import varlen
-from courtside.engines.forward.forward import Passes, sharing_problem, tried_passes
-from courtside.engines.forward.prefix_sharing import row_of
-from courtside.engines.forward.tree_scoring import keeping, kept_branch_hidden
-from courtside.engines.forward.varlen import packed_attention, packing_of, packing_of_row
+from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, sharing_problem
+from courtside.engines.forward.prefix_sharing import pack_row
+from courtside.engines.forward.tree_scoring import forward_branches, make_retaining_cache
+from courtside.engines.forward.varlen import make_layout, make_row_layout, varlen_attention
 from courtside.engines.kernels import prefix_gather
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.types import Branch
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., LocalEngine]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """‖ours − theirs‖ over ‖theirs‖."""
 
@@ -67,7 +67,7 @@ def compare(model: Any, sequences: list[list[int]], num_tokens: int) -> None:
     """Hidden states, and gradients of all weights from a sum of its own of each sequence's. The
     positions of a prompt count once for every sample."""
     limit = TOLERANCE[model.dtype]
-    passes = Passes(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, problem=None)
     with passes.attention():
         hidden_ND, places = passes.hidden(sequences)
         assert len(hidden_ND) == num_tokens
@@ -114,17 +114,17 @@ def test_the_kernel_of_a_gpu_is_called_as_it_should_be(
     compare(exact(qwen3()), two_groups(), NUM_SHARED)
 
 
-def with_kernels(where: varlen.Packing) -> varlen.Packing:
+def with_kernels(where: varlen.VarlenLayout) -> varlen.VarlenLayout:
     assert where.joined is not None and where.shown is None
-    found = prefix_gather.shown(where.lengths, where.joined, device=torch.device("cpu"))
+    found = prefix_gather.make_gather_index(where.lengths, where.joined, device=torch.device("cpu"))
     return replace(where, shown=found)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 20], ids=["narrow", "odd", "several blocks"])
 def test_kernels_lay_out_and_sum_as_parts_do(heads: int) -> None:
     """Bit for bit, in float32: both add the samples of a group in their order."""
-    row = row_of([*two_groups(), [7] * 5], shared=True)
-    parts = packing_of_row(row, device=torch.device("cpu"))
+    row = pack_row([*two_groups(), [7] * 5], shared=True)
+    parts = make_row_layout(row, device=torch.device("cpu"))
     torch.manual_seed(0)
     found = []
     state = torch.randn(1, row.num_tokens, heads, 64).transpose(1, 2)
@@ -164,8 +164,8 @@ def test_masks_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, block: int) 
 @pytest.mark.parametrize("kernels", [False, True], ids=["in parts", "by kernel"])
 def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
     """In bfloat16, 1 + 1/256 is 1: of 65 samples only the first would count."""
-    row = row_of([[*range(20), 20 + n] for n in range(65)], shared=True)
-    where = packing_of_row(row, device=torch.device("cpu"))
+    row = pack_row([[*range(20), 20 + n] for n in range(65)], shared=True)
+    where = make_row_layout(row, device=torch.device("cpu"))
     where = with_kernels(where) if kernels else where
     state = torch.zeros(1, 1, row.num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
     laid = varlen.laid_out(state, where)
@@ -178,7 +178,7 @@ def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
 
 def test_arithmetic_is_that_of_autocast() -> None:
     model, sequences = qwen3(), two_groups()
-    passes = Passes(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, problem=None)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         with passes.attention():
             hidden_ND, places = passes.hidden(sequences)
@@ -190,14 +190,16 @@ def test_arithmetic_is_that_of_autocast() -> None:
 def test_the_real_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes, forward and backward, on tensors without numbers."""
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(varlen, "attended", lambda *states: states)  # knows no such device
-    row = row_of(two_groups(), shared=True)
-    where = packing_of_row(row, device=torch.device("meta"))
+    monkeypatch.setattr(
+        varlen, "match_attention_dtypes", lambda *states: states
+    )  # knows no such device
+    row = pack_row(two_groups(), shared=True)
+    where = make_row_layout(row, device=torch.device("meta"))
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, row.num_tokens, 6, 16, **options).transpose(1, 2)
     key, value = (torch.empty(1, len(query[0, 0]), 2, 16, **options) for _ in range(2))
     states = [query, key.transpose(1, 2), value.transpose(1, 2)]
-    out, _ = packed_attention(None, *states, None, packing=where)
+    out, _ = varlen_attention(None, *states, None, packing=where)
     assert out.shape == (1, row.num_tokens, 6, 16)
     gradients = torch.autograd.grad(out, states, torch.empty_like(out))
     assert [g.shape for g in gradients] == [state.shape for state in states]
@@ -233,9 +235,11 @@ def test_scores_do_not_depend_on_sharing(make_engine: Make, name: str) -> None:
             assert torch.equal(one.top_ids_TK, other.top_ids_TK)  # type: ignore[arg-type]
 
 
-def computed_by(engine: TransformersEngine, asked: list[ScoreRequest]) -> list[int]:
+def computed_by(engine: LocalEngine, asked: list[ScoreRequest]) -> list[int]:
     found: list[int] = []
-    assert isinstance(engine.passes, Passes)  # tried on a small example, which is not counted
+    assert isinstance(
+        engine.passes, ForwardPasses
+    )  # tried on a small example, which is not counted
     hook = engine.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
@@ -247,9 +251,9 @@ def computed_by(engine: TransformersEngine, asked: list[ScoreRequest]) -> list[i
 def test_a_prompt_is_computed_once(make_engine: Make) -> None:
     engine = make_engine(tiny_model(layers=1))
     assert computed_by(engine, requests()) == [NUM_SHARED]
-    engine.passes = Passes(model=engine.model, pad_id=1, problem=None, unshared="asked for")
+    engine.passes = ForwardPasses(model=engine.model, pad_id=1, problem=None, unshared="asked for")
     assert computed_by(engine, requests()) == [sum(len(r.token_ids) for r in requests())]
-    engine.passes = Passes(model=engine.model, pad_id=1, problem="asked for")
+    engine.passes = ForwardPasses(model=engine.model, pad_id=1, problem="asked for")
     padded = computed_by(engine, requests())
     assert sum(padded) >= sum(len(r.token_ids) for r in requests())
 
@@ -284,11 +288,11 @@ def test_branches_leave_a_shared_trunk_anywhere(name: str) -> None:
             (1, 0, 3), (3, 9, 2),
         )
     ]  # fmt: skip
-    passes, cache = Passes(model=model, pad_id=1, problem=None), keeping()
+    passes, cache = ForwardPasses(model=model, pad_id=1, problem=None), make_retaining_cache()
     with passes.attention():
         hidden_ND, places = passes.hidden(sequences, kept=cache)
         assert len(hidden_ND) == NUM_SHARED
-        found = kept_branch_hidden(model, cache, [(places[which], b) for which, b in asked])
+        found = forward_branches(model, cache, [(places[which], b) for which, b in asked])
     for (which, branch), branch_ND in zip(asked, found, strict=True):
         own_ND = alone(model, [*sequences[which][: branch.splice], *branch.token_ids])
         assert off(branch_ND, own_ND[branch.splice :].detach()) < 1e-10
@@ -336,19 +340,19 @@ def test_a_model_that_counts_positions_itself_is_found_out() -> None:
         return real(states, (N - first)[None])
 
     model.model.rotary_emb.forward = forward
-    passes = tried_passes(model, pad_id=1)
+    passes = probe_forward_passes(model, pad_id=1)
     assert passes.problem is None and passes.unshared is not None
 
 
 def test_one_draw_of_dropout_is_not_shared() -> None:
-    passes = tried_passes(tiny_model(), pad_id=1, drops_out=True)
+    passes = probe_forward_passes(tiny_model(), pad_id=1, drops_out=True)
     assert passes.problem is None and passes.unshared == "dropout acts on each sample"
 
 
 def test_a_row_without_groups_is_packed_as_before() -> None:
-    row = row_of([[1, 2], [3]], shared=True)
-    found = packing_of_row(row, device=torch.device("cpu"))
-    plain = packing_of([2, 1], device=torch.device("cpu"))
+    row = pack_row([[1, 2], [3]], shared=True)
+    found = make_row_layout(row, device=torch.device("cpu"))
+    plain = make_layout([2, 1], device=torch.device("cpu"))
     assert found.joined is None and found.key_lengths == plain.key_lengths == (2, 1)
 
 
@@ -357,8 +361,8 @@ def test_a_gradient_comes_back_through_the_kernels_without_copies(
 ) -> None:
     """Keys come laid out as the kernel takes them and its gradient as it gives it: nothing between
     them makes zeros or copies, which is a launch each in every layer."""
-    row = row_of(two_groups(), shared=True)
-    where = with_kernels(packing_of_row(row, device=torch.device("cpu")))
+    row = pack_row(two_groups(), shared=True)
+    where = with_kernels(make_row_layout(row, device=torch.device("cpu")))
     state = torch.randn(1, row.num_tokens, 2, 16, requires_grad=True)
     keys_KHD = varlen._flat(varlen.laid_out(state.transpose(1, 2), where))
     assert keys_KHD.is_contiguous()
@@ -367,7 +371,9 @@ def test_a_gradient_comes_back_through_the_kernels_without_copies(
         assert gradient_KHD.is_contiguous()
         return gradient_KHD.new_empty(row.num_tokens, 2, 16)
 
-    monkeypatch.setattr(prefix_gather, "summed", summed)  # the interpreter has copies of its own
+    monkeypatch.setattr(
+        prefix_gather, "sum_gathered_gradients", summed
+    )  # the interpreter has copies of its own
     gradient = torch.randn_like(keys_KHD)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         torch.autograd.grad(keys_KHD, state, gradient)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from courtside.engines.cpu import threads
-from courtside.engines.cpu.threads import bound_threads, usable_cores
+from courtside.engines.cpu.threads import limit_threads, usable_cores
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -66,12 +66,12 @@ def test_threads_are_lowered_never_raised_and_as_asked_where_asked(
     monkeypatch.setattr(torch, "set_num_threads", lambda number: now.update(threads=number))
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
-    bound_threads()
+    limit_threads()
     assert now["threads"] == 64
     for name in threads.NAMED_BY:
         monkeypatch.delenv(name, raising=False)
-    bound_threads()
+    limit_threads()
     assert now["threads"] == 2
     now["threads"] = 1
-    bound_threads()
+    limit_threads()
     assert now["threads"] == 1

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.reader.base import Reading
-from courtside.reader.loading import reader_for
+from courtside.reader.loading import make_reader
 from courtside.reader.model.client import Reply
 from courtside.reader.model.prompt import CLOSE, OPEN, windows
 from courtside.recipe.reader import (
+    CombinedReaderConfig,
     Detect,
-    ModelReader,
+    ModelReaderConfig,
     Rule,
-    RulesReader,
-    SeveralReaders,
+    RuleReaderConfig,
 )
-from courtside.sanitize import one_line
+from courtside.sanitize import to_one_line
 from courtside.types import Event, Grade, Message, Task, Trajectory, Turn
 
 NASTY = ["", " ", "\n", "{", "}", "{tool}", "[]", '"', "\\", "<|im_end|>", CLOSE, "Error: x", "a()",
@@ -117,10 +117,10 @@ def check(reading: Reading, batch: Sequence[Trajectory], max_hints: int, control
 @settings(max_examples=40, deadline=None)
 @given(a_batch(), CONTROLS, st.integers(1, 4), st.floats(0, 1))
 def test_rules(batch: list[Trajectory], control: Any, max_hints: int, noise: float) -> None:
-    config = RulesReader(
+    config = RuleReaderConfig(
         kind="rules", rules=RULES, control=control, max_hints=max_hints, false_positives=noise
     )
-    read = reader_for(config, seed=1)
+    read = make_reader(config, seed=1)
     check(read(batch), batch, max_hints, control)
     assert read(batch) == read(batch)
 
@@ -169,26 +169,29 @@ class Scripted:
 @settings(max_examples=60, deadline=None)
 @given(a_batch(), st.lists(replies, min_size=1, max_size=3), CONTROLS, st.integers(1, 4))
 def test_model(batch: list[Trajectory], said: list[str], control: Any, max_hints: int) -> None:
-    config = ModelReader(kind="model", control=control, max_hints=max_hints)
-    reading = reader_for(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
+    config = ModelReaderConfig(kind="model", control=control, max_hints=max_hints)
+    reading = make_reader(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
     check(reading, batch, max_hints, control)
-    assert all(hint.text == one_line(hint.text) for hint in reading.hints)
+    assert all(hint.text == to_one_line(hint.text) for hint in reading.hints)
     assert all(h.confidence is None or 0 <= h.confidence <= 1 for h in reading.hints)
 
 
 @settings(max_examples=20, deadline=None)
 @given(a_batch(), st.lists(replies, min_size=1, max_size=3), CONTROLS)
 def test_both(batch: list[Trajectory], said: list[str], control: Any) -> None:
-    members = (ModelReader(kind="model"), RulesReader(kind="rules", rules=RULES, max_hints=2))
-    config = SeveralReaders(kind="several", readers=members, control=control, max_hints=3)
-    reading = reader_for(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
+    members = (
+        ModelReaderConfig(kind="model"),
+        RuleReaderConfig(kind="rules", rules=RULES, max_hints=2),
+    )
+    config = CombinedReaderConfig(kind="several", readers=members, control=control, max_hints=3)
+    reading = make_reader(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
     check(reading, batch, 3, control)
 
 
 @settings(max_examples=30, deadline=None)
 @given(a_batch(), st.integers(1000, 3000), st.integers(0, 500), st.integers(100, 400))
 def test_windows(batch: list[Trajectory], window: int, overlap: int, shown: int) -> None:
-    config = ModelReader(kind="model", window=window, overlap=overlap, shown=shown)
+    config = ModelReaderConfig(kind="model", window=window, overlap=overlap, shown=shown)
     for trajectory in batch:
         found = windows(trajectory, config)
         hintable = {i for i, t in enumerate(trajectory.turns)

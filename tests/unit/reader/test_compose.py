@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.reader.base import Reading
-from courtside.reader.combine import Composed
-from courtside.reader.loading import reader_for
-from courtside.recipe.reader import PersonReader, Rule, RulesReader, SeveralReaders
+from courtside.reader.combine import CombinedReader
+from courtside.reader.loading import make_reader
+from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rule, RuleReaderConfig
 from courtside.report.folder.hints_file import write_hint
 from courtside.types import Hint, Trajectory
 
@@ -46,7 +46,7 @@ def composed(
     *readers: Says, trajectories: Sequence[Trajectory], max_hints: int = 8, control: str = "none",
     seed: int = 1,
 ) -> Reading:  # fmt: skip
-    whole = Composed(readers, max_hints=max_hints, control=control, seed=seed)
+    whole = CombinedReader(readers, max_hints=max_hints, control=control, seed=seed)
     reading = whole(trajectories)
     assert balanced(reading.counts), reading.counts
     return reading
@@ -92,12 +92,12 @@ def test_several_kinds_in_one_section(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     write_hint(path, hint("t", 1, "Mine."))
     write_hint(path, hint("t", 3, "Mine too."))
-    rules = RulesReader(kind="rules", rules=(Rule(detect="tool_not_found", hint="Theirs."),))
-    person = PersonReader(kind="person", path=path)
+    rules = RuleReaderConfig(kind="rules", rules=(Rule(detect="tool_not_found", hint="Theirs."),))
+    person = HumanReaderConfig(kind="person", path=path)
     bad = said("weather", not_found())
     trajectory = play(bad, OK, "b", OK, bad)
-    config = SeveralReaders(kind="several", readers=(person, rules))
-    reading = reader_for(config, seed=0)([trajectory])
+    config = CombinedReaderConfig(kind="several", readers=(person, rules))
+    reading = make_reader(config, seed=0)([trajectory])
     assert [(h.turn, h.text, h.source) for h in reading.hints] == [
         (1, "Mine.", "person"),
         (3, "Mine too.", "person"),
@@ -107,9 +107,9 @@ def test_several_kinds_in_one_section(tmp_path: Path) -> None:
         "person/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "kept": 3,
     }  # fmt: skip
     tight = config.model_copy(update={"max_hints": 2})
-    assert [h.turn for h in reader_for(tight, seed=0)([trajectory]).hints] == [1, 3]
+    assert [h.turn for h in make_reader(tight, seed=0)([trajectory]).hints] == [1, 3]
     members = (person.model_copy(update={"max_hints": 1}), rules)
-    reading = reader_for(config.model_copy(update={"readers": members}), seed=0)([trajectory])
+    reading = make_reader(config.model_copy(update={"readers": members}), seed=0)([trajectory])
     assert [h.turn for h in reading.hints] == [1, 5] and balanced(reading.counts)
 
 

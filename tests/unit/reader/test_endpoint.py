@@ -14,9 +14,9 @@ import pytest
 from episodes import play
 
 from courtside.errors import RecipeError, RunError
-from courtside.reader.loading import reader_for
-from courtside.reader.model.openai_client import EndpointAsk
-from courtside.recipe.reader import Endpoint, ModelReader
+from courtside.reader.loading import make_reader
+from courtside.reader.model.openai_client import OpenAIClient
+from courtside.recipe.reader import EndpointConfig, ModelReaderConfig
 from courtside.types import Message
 
 KEY = "sk-not-a-real-key"
@@ -94,10 +94,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     one.close()
 
 
-def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> EndpointAsk:
-    endpoint = Endpoint(url=server.url, model="judge", **fields)
-    config = ModelReader(kind="model", endpoint=endpoint, max_new_tokens=99)
-    return EndpointAsk(config, first_wait=first_wait)
+def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
+    endpoint = EndpointConfig(url=server.url, model="judge", **fields)
+    config = ModelReaderConfig(kind="model", endpoint=endpoint, max_new_tokens=99)
+    return OpenAIClient(config, first_wait=first_wait)
 
 
 def prompt(text: str) -> tuple[Message, ...]:
@@ -239,9 +239,9 @@ def test_a_key_that_is_not_there(
 def test_the_whole_reader_over_http(server: Server) -> None:
     replies = ['```json\n[{"turn": 1, "hint": "Look it up."}]\n```', "no idea"]
     server.answer = lambda n, body: completion(replies["second" in body["messages"][1]["content"]])
-    config = ModelReader(kind="model", endpoint=Endpoint(url=server.url, model="judge"))
+    config = ModelReaderConfig(kind="model", endpoint=EndpointConfig(url=server.url, model="judge"))
     trajectories = [play("guess", id="x"), play("second", id="y")]
-    reading = reader_for(config, seed=0)(trajectories)
+    reading = make_reader(config, seed=0)(trajectories)
     assert [(h.trajectory, h.turn, h.text) for h in reading.hints] == [("x", 1, "Look it up.")]
     assert reading.counts == {
         "kept": 1, "model/invalid_json": 1, "model/proposed": 1, "model/windows": 2,

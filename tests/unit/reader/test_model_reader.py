@@ -13,12 +13,12 @@ from episodes import balanced, environment, event, play, said, tool
 
 from courtside.errors import RecipeError
 from courtside.reader.base import Reading
-from courtside.reader.loading import reader_for
+from courtside.reader.loading import make_reader
 from courtside.reader.model.client import Reply
 from courtside.reader.model.parse import entries_in
 from courtside.reader.model.prompt import CLOSE, OPEN, encoded, windows
-from courtside.reader.model.reader import ByModel
-from courtside.recipe.reader import ModelReader
+from courtside.reader.model.reader import ModelReader
+from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Grade, Message, Trajectory
 
 
@@ -42,8 +42,8 @@ class Model:
 
 
 def read(reply: str, trajectory: Trajectory, **fields: Any) -> Reading:
-    config = ModelReader(kind="model", **fields)
-    reading = reader_for(config, ask_self=lambda _: Model(lambda _: reply), seed=0)([trajectory])
+    config = ModelReaderConfig(kind="model", **fields)
+    reading = make_reader(config, ask_self=lambda _: Model(lambda _: reply), seed=0)([trajectory])
     assert balanced(reading.counts), reading.counts
     return reading
 
@@ -183,7 +183,7 @@ def shown(prompt: str) -> list[dict[str, Any]]:
 
 def prompts(trajectory: Trajectory, **fields: Any) -> list[str]:
     model = Model(lambda _: "[]")
-    ByModel(ModelReader(kind="model", **fields), model)([trajectory])
+    ModelReader(ModelReaderConfig(kind="model", **fields), model)([trajectory])
     return model.asked
 
 
@@ -222,7 +222,9 @@ def test_long_texts_are_cut_visibly() -> None:
 
 
 def test_advice_is_part_of_the_instructions() -> None:
-    reader = ByModel(ModelReader(kind="model", advice="Mind the units."), Model(lambda _: "[]"))
+    reader = ModelReader(
+        ModelReaderConfig(kind="model", advice="Mind the units."), Model(lambda _: "[]")
+    )
     system, user = reader.prompt(windows(THREE, reader.config)[0])
     assert system.role == "system" and system.content.endswith("Mind the units.")
     assert "at most 3 objects" in system.content and "Mind" not in user.content
@@ -234,7 +236,7 @@ LONG = play(*[part for n in range(150) for part in (f"turn {n} " + "a" * 90, too
 
 @pytest.mark.parametrize(("window", "overlap"), [(2000, 0), (2000, 500), (1000, 500), (10**6, 0)])
 def test_windows_cover_every_turn(window: int, overlap: int) -> None:
-    config = ModelReader(kind="model", window=window, overlap=overlap)
+    config = ModelReaderConfig(kind="model", window=window, overlap=overlap)
     found = windows(LONG, config)
     assert {turn for one in found for turn in one.turns} == set(range(1, 300, 2))
     for one in found:
@@ -255,8 +257,8 @@ def test_hints_from_several_windows() -> None:
         return answer(entry(int(turns.split(", ")[0])))
 
     model = Model(first_turn)
-    config = ModelReader(kind="model", window=2000, overlap=500, max_hints=100)
-    reading = reader_for(config, ask_self=lambda _: model, seed=0)([LONG])
+    config = ModelReaderConfig(kind="model", window=2000, overlap=500, max_hints=100)
+    reading = make_reader(config, ask_self=lambda _: model, seed=0)([LONG])
     assert len(model.asked) == reading.counts["model/windows"] > 10
     assert balanced(reading.counts)
     assert len(reading.hints) + reading.counts.get("dropped/duplicate", 0) == len(model.asked)
@@ -264,26 +266,26 @@ def test_hints_from_several_windows() -> None:
 
 def test_a_turn_that_was_not_in_the_window() -> None:
     model = Model(lambda _: answer(entry(299)))
-    config = ModelReader(kind="model", window=2000, overlap=0, max_hints=100)
-    reading = ByModel(config, model)([LONG])
+    config = ModelReaderConfig(kind="model", window=2000, overlap=0, max_hints=100)
+    reading = ModelReader(config, model)([LONG])
     assert [h.turn for h in reading.hints] == [299]
     assert reading.counts["dropped/not_shown"] == len(model.asked) - 1
 
 
 def test_a_model_with_little_room_gets_narrower_windows() -> None:
     model = Model(lambda _: "[]", room=5000)
-    reading = ByModel(ModelReader(kind="model"), model)([LONG])
+    reading = ModelReader(ModelReaderConfig(kind="model"), model)([LONG])
     assert len(model.asked) > 5 and "model/window_too_long" not in reading.counts
     shown_turns = {row["turn"] for prompt in model.asked for row in shown(prompt)}
     assert set(range(1, 300, 2)) <= shown_turns
     none = Model(lambda _: "[]", room=100)
-    reading = ByModel(ModelReader(kind="model"), none)([LONG])
+    reading = ModelReader(ModelReaderConfig(kind="model"), none)([LONG])
     assert none.asked == [] and reading.counts["model/window_too_long"] > 0
 
 
 def test_nobody_to_ask() -> None:
     with pytest.raises(RecipeError, match=r"Set reader\.endpoint"):
-        reader_for(ModelReader(kind="model"), seed=0)
+        make_reader(ModelReaderConfig(kind="model"), seed=0)
 
 
 # ── texts that want out ──────────────────────────────────────────────────────────────────────────
@@ -329,10 +331,10 @@ def test_a_fooled_model_can_only_write_a_hint() -> None:
 def test_the_own_model_reads_special_tokens_as_text() -> None:
     from tiny import tiny_tokenizer
 
-    from courtside.chat.template import Renderer
+    from courtside.chat.template import ChatTemplate
 
-    renderer = Renderer(tiny_tokenizer(), name="tiny", eos_ids=[1])
-    reader = ByModel(ModelReader(kind="model"), Model(lambda _: "[]"))
+    renderer = ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=[1])
+    reader = ModelReader(ModelReaderConfig(kind="model"), Model(lambda _: "[]"))
     ids = [
         renderer.prompt_ids(reader.prompt(windows(play(text, prompt=text), reader.config)[0]))
         for text in ("plain", ATTACKS[8])

@@ -13,8 +13,8 @@ from episodes import balanced, play
 
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, Reading
-from courtside.reader.loading import reader_for
-from courtside.recipe.reader import PersonReader
+from courtside.reader.loading import make_reader
+from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hinted_id, parse_hints, write_hint
 from courtside.types import Hint, Trajectory
 
@@ -22,7 +22,7 @@ TWO = [play("a", id="x"), play("b", id="y")]
 
 
 def reader(path: Path, **fields: int) -> Reader:
-    return reader_for(PersonReader(kind="person", path=path, **fields), seed=0)
+    return make_reader(HumanReaderConfig(kind="person", path=path, **fields), seed=0)
 
 
 def read(path: Path, **fields: int) -> Reading:

@@ -12,18 +12,18 @@ from pydantic import TypeAdapter, ValidationError
 from courtside.recipe.reader import (
     HINTS,
     SLOTS,
+    CombinedReaderConfig,
     Detect,
-    Endpoint,
-    Hints,
-    Reader,
+    EndpointConfig,
+    HintsConfig,
+    ReaderConfig,
     Rule,
-    RulesReader,
-    SeveralReaders,
+    RuleReaderConfig,
     slots_of,
 )
 from courtside.report.folder import toml
 
-READER: TypeAdapter[Any] = TypeAdapter(Reader)
+READER: TypeAdapter[Any] = TypeAdapter(ReaderConfig)
 
 
 def parsed(tree: dict[str, Any]) -> Any:
@@ -95,8 +95,8 @@ def test_a_group_of_the_pattern_is_a_slot() -> None:
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/v1", "http://", "http://x/v1?a=b"])
 def test_addresses(url: str) -> None:
     with pytest.raises(ValidationError, match="must be the address of a server"):
-        Endpoint(url=url, model="m")
-    assert Endpoint(url="http://x:8000/v1/", model="m").url == "http://x:8000/v1"
+        EndpointConfig(url=url, model="m")
+    assert EndpointConfig(url="http://x:8000/v1/", model="m").url == "http://x:8000/v1"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_addresses(url: str) -> None:
 )
 def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        Endpoint.model_validate({"url": "http://x/v1", "model": "m", field: value})
+        EndpointConfig.model_validate({"url": "http://x/v1", "model": "m", field: value})
     [error] = caught.value.errors()
     assert error["type"] == "value_error", "recipe_problems repeats the input of other types"
     assert "sekret" not in error["msg"]
@@ -115,7 +115,7 @@ def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str)
 )
 def test_a_body_leaves_the_readers_fields_alone(name: str, words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        Endpoint(url="http://x/v1", model="m", body={name: 1})
+        EndpointConfig(url="http://x/v1", model="m", body={name: 1})
 
 
 def test_the_resolved_recipe_says_the_words_and_reads_back() -> None:
@@ -130,7 +130,7 @@ def test_the_resolved_recipe_says_the_words_and_reads_back() -> None:
         whole = parsed(tree)
         dumped = whole.model_dump(mode="json")
         assert parsed(tomllib.loads(toml.dumps(dumped))) == whole
-    words = [one["hint"] for one in RulesReader(kind="rules").model_dump()["rules"]]
+    words = [one["hint"] for one in RuleReaderConfig(kind="rules").model_dump()["rules"]]
     assert "Reminder: the tools here are {tools}." in words
 
 
@@ -142,15 +142,15 @@ def test_every_default_hint_is_well_formed() -> None:
 
 
 def test_hints_are_put_somewhere() -> None:
-    assert Hints() == Hints(place="above", role=None, min_shift=None, cumulative=False)
-    assert Hints(role="system").role == "system"
+    assert HintsConfig() == HintsConfig(place="above", role=None, min_shift=None, cumulative=False)
+    assert HintsConfig(role="system").role == "system"
     for place in ("inside", "system"):
         with pytest.raises(ValidationError, match="remove role"):
-            Hints.model_validate({"place": place, "role": "user"})
+            HintsConfig.model_validate({"place": place, "role": "user"})
 
 
 def test_members_keep_their_own_limits() -> None:
     several = parsed({"kind": "several", "readers": [{"kind": "rules", "max_hints": 1},
                       {"kind": "person", "path": "x"}]})  # fmt: skip
-    assert isinstance(several, SeveralReaders)
+    assert isinstance(several, CombinedReaderConfig)
     assert [one.max_hints for one in several.readers] == [1, 8]

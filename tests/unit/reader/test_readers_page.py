@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from courtside.recipe.reader import HINTS, Detect, Hints, Reader
+from courtside.recipe.reader import HINTS, Detect, HintsConfig, ReaderConfig
 from courtside.report.folder.hints_file import parse_hints
 from courtside.tasks.chat_logs import conversation_tasks
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")
-READER: TypeAdapter[Any] = TypeAdapter(Reader)
+READER: TypeAdapter[Any] = TypeAdapter(ReaderConfig)
 
 
 def blocks(language: str) -> list[str]:
@@ -36,7 +36,7 @@ def test_recipes_are_valid() -> None:
         assert tree.keys() <= {"reader", "hints"}
         reader = {"kind": "rules", **tree["reader"]}
         READER.validate_json(json.dumps(reader), strict=True)
-        Hints.model_validate(tree.get("hints", {}))
+        HintsConfig.model_validate(tree.get("hints", {}))
 
 
 def test_the_lines_are_hints(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 from episodes import PROMPT, balanced, environment, event, not_found, play, said, tool
 
 from courtside.reader.base import Reader, Reading
-from courtside.reader.loading import reader_for
+from courtside.reader.loading import make_reader
 from courtside.reader.rules.wording import span_at, span_of
-from courtside.recipe.reader import ERROR_PATTERN, Rule, RulesReader
-from courtside.sanitize import one_line, printable
+from courtside.recipe.reader import ERROR_PATTERN, Rule, RuleReaderConfig
+from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.types import Message, Trajectory
 
 TOOLS = {"tools": "meteo, sums"}
@@ -20,7 +20,7 @@ TOOLS = {"tools": "meteo, sums"}
 
 def reader(*rules: dict[str, Any], **fields: Any) -> Reader:
     listed = {"rules": [Rule(**rule) for rule in rules]} if rules else {}
-    return reader_for(RulesReader(kind="rules", **listed, **fields), seed=3)
+    return make_reader(RuleReaderConfig(kind="rules", **listed, **fields), seed=3)
 
 
 def read(trajectory: Trajectory, *rules: dict[str, Any], **fields: Any) -> Reading:
@@ -299,18 +299,18 @@ def test_a_span_is_found_where_it_stands() -> None:
 
 
 def test_lines() -> None:
-    assert one_line("a\r\n\tb\u2028c\x00d\x85e ") == "a b cd e"
-    assert printable("a\r\n\tb\u2028\x00\ufeff\U000e0041\u200d") == "a\n\tb\n\u200d"
+    assert to_one_line("a\r\n\tb\u2028c\x00d\x85e ") == "a b cd e"
+    assert escape_control_characters("a\r\n\tb\u2028\x00\ufeff\U000e0041\u200d") == "a\n\tb\n\u200d"
 
 
 def noisy(share: float, number: int = 200, seed: int = 3) -> Reading:
     """One reader over many trajectories, each with one mistake and two clean turns."""
-    config = RulesReader(kind="rules", false_positives=share)
+    config = RuleReaderConfig(kind="rules", false_positives=share)
     batch = [
         play(said("weather", not_found()), SUN, "b", RAIN, "c", id=f"t{i}", privileged=TOOLS)
         for i in range(number)
     ]
-    return reader_for(config, seed=seed)(batch)
+    return make_reader(config, seed=seed)(batch)
 
 
 def test_false_positives() -> None:

@@ -15,7 +15,7 @@ from courtside.types import (
     Event,
     Grade,
     Hint,
-    Judged,
+    HintOutcome,
     Message,
     Scored,
     Target,
@@ -132,7 +132,7 @@ def make_episode(name: str, *, wrong: Sequence[int] = (1,), num: int = 4) -> Tra
 def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
     """A hint above every turn with an event; the teacher speaks on those turns only."""
     draw = random.Random(trajectory.id)
-    judged, where, logps = [], [], []
+    hint_outcomes, where, logps = [], [], []
     for place, turn_index in enumerate(trajectory.turn_of):
         turn = trajectory.turns[turn_index]
         if turn.events and dropped is None:
@@ -152,8 +152,8 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
                 bad_span=event.details["tool"],
             )
             shift = draw.uniform(-0.4, 0.3) if dropped == "shift" else draw.uniform(3, 9)
-            judged.append(
-                Judged(
+            hint_outcomes.append(
+                HintOutcome(
                     hint=hint,
                     shift=None if dropped == "merge" else shift,
                     bad_span_shift=None if dropped == "merge" else shift - 0.25,
@@ -166,7 +166,9 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
         logp_T=Logps(logps),  # type: ignore[arg-type]
         where=tuple(where),
     )
-    return Scored(trajectory=trajectory, target=target if where else None, hints=tuple(judged))
+    return Scored(
+        trajectory=trajectory, target=target if where else None, hints=tuple(hint_outcomes)
+    )
 
 
 def make_hinted_batch(step: int) -> list[Scored]:

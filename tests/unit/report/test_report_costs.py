@@ -2,8 +2,8 @@
 
 import pytest
 
-from courtside.report.console import SilentScreen
-from courtside.report.costs import Meter, forward_flops, training_flops
+from courtside.report.console import SilentConsole
+from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.types import PhaseCost
 
 
@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-class Heard(SilentScreen):
+class Heard(SilentConsole):
     def __init__(self):
         self.phases = []
 
@@ -31,7 +31,7 @@ def test_flops():
 
 def test_a_phase_inside_another_interrupts_it():
     clock, screen = Clock(), Heard()
-    meter = Meter(screen, clock)
+    meter = CostMeter(screen, clock)
     with meter.phase("evaluate"):
         clock.now += 1
         with meter.phase("rollout"):
@@ -49,7 +49,7 @@ def test_a_phase_inside_another_interrupts_it():
 
 def test_a_phase_that_fails_is_still_paid():
     clock = Clock()
-    meter = Meter(clock=clock)
+    meter = CostMeter(clock=clock)
     with pytest.raises(KeyError), meter.phase("update"):
         clock.now += 3
         raise KeyError
@@ -58,7 +58,7 @@ def test_a_phase_that_fails_is_still_paid():
 
 def test_laps_sum_to_the_totals_and_restoring_goes_on():
     clock = Clock()
-    meter = Meter(clock=clock)
+    meter = CostMeter(clock=clock)
     meter.restore({"rollout": PhaseCost(seconds=7.0, tokens_out=5), "teacher": PhaseCost()})
     assert meter.lap() == {}
     with meter.phase("rollout"):

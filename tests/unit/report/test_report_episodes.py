@@ -27,7 +27,7 @@ from courtside.report.page.moved_tokens import moved_tokens
 from courtside.report.page.page import write_report
 from courtside.report.page.token_gaps import MAX_CHARS, MAX_TOKENS, Gap, plain, words
 from courtside.report.page.transcript import MAX_TURNS, Conversation, transcript
-from courtside.report.summary import summary
+from courtside.report.summary import summarize_recipe
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
     _, page = read(write_report(build(batches, counts=counts), decode=decode))
     section = part(page, "Hints Shift:", "Tokens that moved")
     assert "Counted in 3 stored steps" in section
-    judged = [j for batch in batches for one in batch for j in one.hints]
+    hint_outcomes = [j for batch in batches for one in batch for j in one.hints]
     shifts = {
-        source: [j.shift for j in judged if j.hint.source == source and j.shift is not None]
+        source: [j.shift for j in hint_outcomes if j.hint.source == source and j.shift is not None]
         for source in ("rules:tool_not_found", "model")
     }
     rules, model = (sum(own) / len(own) for own in shifts.values())
@@ -134,15 +134,15 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
 def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(build):
     [a, b] = hinted(make_episode("0-0", wrong=(0, 1))).hints
     made = [
-        Given(step=0, judged=replace(a, shift=1.0)),
-        Given(step=1, judged=replace(a, shift=5.0)),
-        Given(step=2, judged=replace(b, shift=3.0)),
-        Given(step=3, judged=replace(b, shift=9.0, dropped="too_long")),
-        Given(step=4, judged=replace(a, shift=None)),
-        Given(step=5, judged=replace(a, shift=float("nan"))),
-        Given(step=6, judged=replace(a, shift=0.1, dropped="shift")),
-        Given(step=7, judged=replace(b, shift=-2.0, dropped="shift")),
-        Given(step=8, judged=replace(b, shift=None, dropped="merge")),
+        Given(step=0, hint_outcomes=replace(a, shift=1.0)),
+        Given(step=1, hint_outcomes=replace(a, shift=5.0)),
+        Given(step=2, hint_outcomes=replace(b, shift=3.0)),
+        Given(step=3, hint_outcomes=replace(b, shift=9.0, dropped="too_long")),
+        Given(step=4, hint_outcomes=replace(a, shift=None)),
+        Given(step=5, hint_outcomes=replace(a, shift=float("nan"))),
+        Given(step=6, hint_outcomes=replace(a, shift=0.1, dropped="shift")),
+        Given(step=7, hint_outcomes=replace(b, shift=-2.0, dropped="shift")),
+        Given(step=8, hint_outcomes=replace(b, shift=None, dropped="merge")),
     ]
     assert [one.step for one in best(made)] == [1, 2]
     assert [one.step for one in useless(made)] == [7, 6]
@@ -150,8 +150,8 @@ def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(bu
 
 def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
     one = hinted(make_episode("0-0", wrong=(1,)))
-    [judged] = one.hints
-    told = replace(judged, shift=4.5, bad_span_shift=4.0)
+    [hint_outcomes] = one.hints
+    told = replace(hint_outcomes, shift=4.5, bad_span_shift=4.0)
     told = replace(told, hint=replace(told.hint, text="Use <script>x</script>.", confidence=0.75))
     text, page = read(write_report(build([[replace(one, hints=(told,))]]), decode=decode))
     section = part(page, "Those that moved the student most", "Tokens that moved")
@@ -356,7 +356,7 @@ def test_the_reader_is_named_at_the_top(recipe):
         teacher={"kind": "self"},
         losses=[{"kind": "divergence", "on": "hinted_turns"}],
     )
-    assert " · hints: rules, control random turn · " in summary(hinting)
+    assert " · hints: rules, control random turn · " in summarize_recipe(hinting)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────

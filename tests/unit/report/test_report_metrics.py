@@ -65,7 +65,7 @@ def test_demonstrations_do_not_dilute_the_students_errors():
 
 def test_hints_are_counted_by_what_became_of_them():
     batch = make_hinted_batch(0)
-    row = hint_columns([judged for one in batch for judged in one.hints])
+    row = hint_columns([hint_outcomes for one in batch for hint_outcomes in one.hints])
     kept = [j.shift for one in batch for j in one.hints if j.dropped is None]
     assert row == {
         "hints/kept": 4,

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from courtside.report.console import Pace, PlainScreen, RichScreen, key_numbers, screen_for
-from courtside.report.summary import compact, duration, summary
+from courtside.report.console import Pace, PlainConsole, RichConsole, key_numbers, make_console
+from courtside.report.summary import compact, duration, summarize_recipe
 
 ROW = {
     "step": 10, "kl": 0.2134, "reward/mean": 0.625, "grad_norm": None, "tokens_per_second": 412.3,
@@ -59,7 +59,7 @@ def test_the_pace_does_not_count_what_precedes_the_first_step():
 
 def test_plain_lines(recipe):
     stream, clock = io.StringIO(), Clock()
-    screen = PlainScreen(stream, clock)
+    screen = PlainConsole(stream, clock)
     screen.start(recipe(), 50, 10)
     screen.phase("rollout")
     clock.now = 6.5
@@ -68,7 +68,7 @@ def test_plain_lines(recipe):
     screen.step({"step": 11, "loss": 1.0})
     screen.finish()
     head, *lines = stream.getvalue().splitlines()
-    assert head == f"{summary(recipe())} · steps 11 to 50"
+    assert head == f"{summarize_recipe(recipe())} · steps 11 to 50"
     assert lines == [
         "step 11/50  kl 0.213  reward 0.625  grad –  412 tok/s  elapsed 6.5s",
         "step 12/50  loss 1.00  elapsed 8.5s  ETA 1m 16s",
@@ -77,13 +77,13 @@ def test_plain_lines(recipe):
 
 def test_a_stream_that_cannot_write_accents_does_not_end_the_run():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    PlainScreen(stream).say("modèle · 漢")
+    PlainConsole(stream).say("modèle · 漢")
     stream.seek(0)
     assert stream.read() == "mod?le ? ?\n"
 
 
 def test_the_summary_names_all_parts(recipe):
-    assert summary(recipe()) == (
+    assert summarize_recipe(recipe()) == (
         "smollm2-135m (LoRA 8) · arithmetic · teacher: self, frozen, sees solution · "
         "reverse KL (top 64) + policy gradient (reward)"
     )
@@ -92,7 +92,7 @@ def test_the_summary_names_all_parts(recipe):
 def test_the_live_screen_shows_where_it_is(recipe):
     clock = Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=110)
-    screen = RichScreen(console, clock)
+    screen = RichConsole(console, clock)
     screen.start(recipe(), 50, 10)
     screen.phase("rollout")
     clock.now = 4.0
@@ -117,10 +117,10 @@ def test_the_live_screen_shows_where_it_is(recipe):
 
 def test_the_live_screen_is_for_terminals(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(screen_for(Terminal()), RichScreen)
-    assert isinstance(screen_for(io.StringIO()), PlainScreen)
+    assert isinstance(make_console(Terminal()), RichConsole)
+    assert isinstance(make_console(io.StringIO()), PlainConsole)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(screen_for(Terminal()), PlainScreen)
+    assert isinstance(make_console(Terminal()), PlainConsole)
 
 
 def test_an_episode_s_step_says_what_went_wrong_and_how_many_hints_train() -> None:
@@ -136,4 +136,4 @@ def test_an_episode_s_step_says_what_went_wrong_and_how_many_hints_train() -> No
 
 def test_where_a_student_starts_from_is_told(recipe):
     warm = recipe(student={"model": "smollm2-135m", "adapter": "targeted-hints/warm"})
-    assert summary(warm).startswith("smollm2-135m from targeted-hints/warm · ")
+    assert summarize_recipe(warm).startswith("smollm2-135m from targeted-hints/warm · ")

@@ -6,11 +6,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from courtside.errors import UserError
-from courtside.report.trackers import open_sinks
+from courtside.report.trackers import open_trackers
 
 
 def log_steps(name, folder, first, last):
-    sinks = open_sinks([name], folder, project="court", run_name="digits", first_step=first)
+    sinks = open_trackers([name], folder, project="court", run_name="digits", first_step=first)
     for step in range(first, last):
         sinks[0].log({"step": step, "kl": 1.0 / (step + 1 + first), "loss/a": None}, step)
     sinks[0].close()
@@ -81,7 +81,7 @@ def test_wandb_without_a_login_is_the_users_to_solve(tmp_path, monkeypatch):
 
     service.init = refuse
     with pytest.raises(UserError, match=r"api_key not configured.*WANDB_MODE=offline"):
-        open_sinks(["wandb"], tmp_path, project="p", run_name="r")
+        open_trackers(["wandb"], tmp_path, project="p", run_name="r")
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_wandb_without_a_login_is_the_users_to_solve(tmp_path, monkeypatch):
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, sink, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"run\.sinks.*pip install 'courtside\[tracking\]'"):
-        open_sinks([sink], tmp_path, project="p", run_name="r")
+        open_trackers([sink], tmp_path, project="p", run_name="r")
 
 
 def test_unknown_sinks_are_refused(tmp_path):
     with pytest.raises(UserError, match="'csv' is not known"):
-        open_sinks(["csv"], tmp_path, project="p", run_name="r")
+        open_trackers(["csv"], tmp_path, project="p", run_name="r")

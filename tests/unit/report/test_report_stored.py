@@ -13,7 +13,7 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.jsonl import encode, read_lines
 from courtside.report.folder.parquet import read_hints, read_trajectories, write_trajectories
 from courtside.report.folder.serialize import evaluation_from, evaluation_tree
-from courtside.types import Event, Hint, Judged, Message, Scored, Target, Turn
+from courtside.types import Event, Hint, HintOutcome, Message, Scored, Target, Turn
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 exact = st.floats(width=32)
@@ -43,9 +43,9 @@ def turns(draw):
 
 
 @st.composite
-def judged(draw, trajectory):
+def hint_outcomes(draw, trajectory):
     maybe = st.none() | st.floats()
-    return Judged(
+    return HintOutcome(
         hint=Hint(
             trajectory=trajectory,
             turn=draw(st.integers(0, 5)),
@@ -80,7 +80,7 @@ def scored(draw):
     return Scored(
         trajectory=trajectory,
         target=draw(st.sampled_from([None, target])),
-        hints=tuple(draw(st.lists(judged(trajectory.id), max_size=2))),
+        hints=tuple(draw(st.lists(hint_outcomes(trajectory.id), max_size=2))),
     )
 
 
@@ -145,7 +145,9 @@ def test_the_folder_reads_hints_alone(tmp_path, recipe):
             batch = make_hinted_batch(step)
             update = make_hinted_update(step, batch)
             folder.record(step, batch, update, seconds={}, store_trajectories=True)
-        expected = tuple(judged for one in make_hinted_batch(2) for judged in one.hints)
+        expected = tuple(
+            hint_outcomes for one in make_hinted_batch(2) for hint_outcomes in one.hints
+        )
         assert tuple(folder.hints(2)) == expected and len(expected) == 6
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
-from courtside.engines.local import TransformersEngine
-from courtside.recipe import Limits, Rollout
-from courtside.rollout.episodes import AgentRollout, Start, goes_well
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
+from courtside.engines.local import LocalEngine
+from courtside.recipe import LimitsConfig, RolloutConfig
+from courtside.rollout.episodes import EpisodeRollout, StartEpisode, reply_passes
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 
-ENGINE = TransformersEngine(tiny_model(), tiny_tokenizer(), name="tiny")
-TURNS = Turns(Renderer(tiny_tokenizer(), name="tiny", eos_ids=ENGINE.eos_ids))
+ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
+TURNS = IncrementalTemplate(ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=ENGINE.eos_ids))
 TASK = Task(id="t", split="train", messages=(Message(role="user", content="Go."),))
 
 
@@ -43,14 +43,14 @@ class Count:
         return Grade(score=len(self.replies) / 10, passed=False, feedback="")
 
 
-def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any) -> AgentRollout:
-    limits = Limits(**options.pop("limits", {}))
+def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any) -> EpisodeRollout:
+    limits = LimitsConfig(**options.pop("limits", {}))
     context_length = options.pop("context_length", 512)
     demonstrate = options.pop("demonstrate", None)
-    return AgentRollout(
+    return EpisodeRollout(
         engine=ENGINE,
         turns=TURNS,
-        config=Rollout(**{"max_new_tokens": 6, "samples": 2, "limits": limits, **options}),
+        config=RolloutConfig(**{"max_new_tokens": 6, "samples": 2, "limits": limits, **options}),
         begin=begin,
         demonstrate=demonstrate,
         context_length=context_length,
@@ -58,8 +58,8 @@ def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any)
     )
 
 
-def play(agent: AgentRollout, num: int = 1) -> list[Trajectory]:
-    starts = [Start(id=f"e{n}", task=TASK, seed=n, begin=agent.begin) for n in range(num)]
+def play(agent: EpisodeRollout, num: int = 1) -> list[Trajectory]:
+    starts = [StartEpisode(id=f"e{n}", task=TASK, seed=n, begin=agent.begin) for n in range(num)]
     return agent.play(starts, agent.sampling, version=7)
 
 
@@ -115,7 +115,7 @@ def test_episodes_do_not_depend_on_their_company() -> None:
     assert sizes and set(sizes) == {1}
 
 
-def with_room_for(num_rows: int, agent: AgentRollout) -> tuple[AgentRollout, list[int]]:
+def with_room_for(num_rows: int, agent: EpisodeRollout) -> tuple[EpisodeRollout, list[int]]:
     """The same with little room, and how many rows write in every turn that is played."""
     agent.engine = copy(ENGINE)
     sizes: list[int] = []
@@ -129,7 +129,7 @@ def with_room_for(num_rows: int, agent: AgentRollout) -> tuple[AgentRollout, lis
         return made
 
     agent.engine.session = session  # type: ignore[method-assign]
-    start = Start(id="e", task=TASK, seed=0, begin=agent.begin)
+    start = StartEpisode(id="e", task=TASK, seed=0, begin=agent.begin)
     agent.engine.max_batch_tokens = num_rows * agent._num_places([start], agent.sampling)
     return agent, sizes
 
@@ -297,7 +297,7 @@ def test_another_reply_can_be_tried_in_its_place() -> None:
     (one,) = play(rollout(limits={"turns": 2}))
     first = one.turns[1].text
     tried = {
-        reply: goes_well(lambda task: Password(), one, 3, reply, seconds=5)
+        reply: reply_passes(lambda task: Password(), one, 3, reply, seconds=5)
         for reply in (first, first + "!", "raise")
     }
     assert tried == {first: True, first + "!": False, "raise": False}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.errors import TaskError
-from courtside.recipe import Ramp, Rollout
+from courtside.recipe import Ramp, RolloutConfig
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.types import Grade, Message, Sample, Task, Trajectory
 
-RENDERER = Renderer(tiny_tokenizer(), name="tiny", eos_ids={1})
+RENDERER = ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids={1})
 
 
 def task(number: int, **options: Any) -> Task:
@@ -63,7 +63,7 @@ def rollout(
     return SingleTurnRollout(
         engine=engine or Scribe(),
         renderer=RENDERER,
-        config=Rollout(**config),
+        config=RolloutConfig(**config),
         grade=grade,
         teacher_writes=teacher_writes,
         seed=seed,
@@ -126,7 +126,7 @@ def test_grades_are_of_the_text_that_was_written() -> None:
 
 
 def test_with_a_model_the_sampler_log_probs_are_those_of_the_tokens() -> None:
-    engine = TransformersEngine(tiny_model().double(), tiny_tokenizer(), name="tiny")
+    engine = LocalEngine(tiny_model().double(), tiny_tokenizer(), name="tiny")
     trajectories = rollout(engine, samples=2, max_new_tokens=6, temperature=1.4)(TASKS[:3], step=0)
     for t in trajectories:
         assert t.sampler_logp is not None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from courtside.recipe import ArithmeticTasks
 from courtside.tasks.arithmetic import arithmetic_task, worked
 from courtside.tasks.graders import grade
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 from courtside.types import Split
 
 OPERATIONS = ("add", "subtract", "multiply")
@@ -26,7 +26,7 @@ def config(operation: str = "add", digits: int = 3, **more: object) -> Arithmeti
 def test_every_completion_passes_its_own_grader(
     operation: str, digits: int, scratchpad: bool
 ) -> None:
-    source = task_source(config(operation, digits, scratchpad=scratchpad), seed=0)
+    source = make_task_source(config(operation, digits, scratchpad=scratchpad), seed=0)
     for task in (*source.batch(0, 20), *source.held_out("test", 5)):
         for text in (task.completion, task.privileged["solution"]):
             assert text is not None
@@ -42,7 +42,7 @@ def test_every_completion_passes_its_own_grader(
 
 
 def test_operands_have_the_asked_length() -> None:
-    for task in task_source(config("subtract", 4), seed=1).batch(0, 50):
+    for task in make_task_source(config("subtract", 4), seed=1).batch(0, 50):
         operands = re.findall(r"\d+", task.messages[0].content)
         assert [len(operand) for operand in operands] == [4, 4]
         assert task.answer is not None and int(task.answer) >= 0
@@ -92,7 +92,7 @@ def test_mirrored_problems_share_a_split_but_not_an_id() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_splits_never_overlap_over_thousands(operation: str) -> None:
-    source = task_source(config(operation, 3), seed=0)
+    source = make_task_source(config(operation, 3), seed=0)
     held = {
         tuple(sorted(re.findall(r"\d+", task.messages[0].content)))
         for split in SPLITS[1:]
@@ -105,7 +105,7 @@ def test_splits_never_overlap_over_thousands(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_one_digit_problems_end_and_fill_every_split(operation: str) -> None:
-    source = task_source(config(operation, 1), seed=0)
+    source = make_task_source(config(operation, 1), seed=0)
     found = [source.held_out(split, 1000) for split in SPLITS]
     assert all(found)
     assert sum(map(len, found)) == (55 if operation == "subtract" else 100)
@@ -113,5 +113,5 @@ def test_one_digit_problems_end_and_fill_every_split(operation: str) -> None:
 
 
 def test_phrasings_vary() -> None:
-    texts = [task.messages[0].content for task in task_source(config(), seed=0).batch(0, 60)]
+    texts = [task.messages[0].content for task in make_task_source(config(), seed=0).batch(0, 60)]
     assert len({re.sub(r"\d+", "N", text) for text in texts}) >= 10

@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.api import train
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.local import TransformersEngine
+from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
 from courtside.tasks.chat_logs import conversation_tasks
@@ -145,7 +145,7 @@ def test_the_student_cannot_act_in_them(tmp_path: Path, tiny_folder: Path) -> No
 
 
 def test_surprise_is_zero_for_own_words_and_large_for_others() -> None:
-    engine = TransformersEngine(tiny_model(), tiny_tokenizer(), name="tiny")
+    engine = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
 
     def said(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Trajectory:
         turns = (

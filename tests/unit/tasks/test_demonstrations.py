@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tiny import tiny_tokenizer
 
-from courtside.chat.chat_logs import recorded
-from courtside.chat.hint_splicing import branch, cumulative
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
+from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.hint_splicing import splice_hint, splice_hints_cumulatively
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 from courtside.environments.tool_calls import ToolCall, parse_call
 from courtside.environments.toolbox.demonstrations import demonstration_rows, demonstrations
 from courtside.environments.toolbox.environment import Toolbox
@@ -151,14 +151,16 @@ def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
 def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> None:
     """The same conversation without its reminders, with each put in again as a hint."""
     tokenizer = tiny_tokenizer()
-    turns = Turns(Renderer(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id]))
+    turns = IncrementalTemplate(
+        ChatTemplate(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id])
+    )
     box = toolbox(turns=6, reminder_share=0.5, habit_share=0.5, tool_role=tool_role)
 
     def trajectory(task: Task, conversation: list[Message]) -> Trajectory:
         first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
         spoken = [{"role": m.role, "content": m.content} for m in conversation]
         begun = replace(task, messages=tuple(conversation[:first]))
-        return recorded(begun, spoken, turns, id=task.id)
+        return trajectory_from_chat_log(begun, spoken, turns, id=task.id)
 
     num_hints = 0
     for task in map(box.task, range(12)):
@@ -177,12 +179,12 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
             for place, role in enumerate(roles)
             if role == "r"
         ]
-        assert cumulative(trunk, hints, turns, role="user", max_tokens=400).token_ids == (
-            whole.token_ids
-        )
+        assert splice_hints_cumulatively(
+            trunk, hints, turns, role="user", max_tokens=400
+        ).token_ids == (whole.token_ids)
         num_hints += len(hints)
         if hints:  # The first one alone, as hints are by default.
-            one = branch(trunk, hints[0], turns, place="above", role="user", max_tokens=400)
+            one = splice_hint(trunk, hints[0], turns, place="above", role="user", max_tokens=400)
             ids = trunk.token_ids[: one.splice] + one.token_ids
             assert ids == whole.token_ids[: len(ids)] and len(ids) > len(one.token_ids)
     assert num_hints > 12

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from courtside.environments.loading import environment_of, load_environment
+from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.recipe.load import recipe_from
 from courtside.report.folder.toml import dumps
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = REPOSITORY / "examples" / "environments" / "guess.py"
@@ -136,19 +136,19 @@ def test_which_tasks_are_environments(here: Path) -> None:
     box = ToolboxTasks(kind="toolbox")
     sums = ArithmeticTasks(kind="arithmetic")
     assert own.is_environment and box.is_environment and not sums.is_environment
-    world = environment_of(own)
+    world = make_environment(own)
     assert world is not None and world.size == 40
-    assert isinstance(environment_of(box), Toolbox) and environment_of(sums) is None
+    assert isinstance(make_environment(box), Toolbox) and make_environment(sums) is None
 
 
 def test_a_source_of_its_tasks(here: Path) -> None:
     own = EnvironmentTasks(kind="environment", path="own_world:World", system="Be kind.")
-    source = task_source(own, seed=0)
+    source = make_task_source(own, seed=0)
     assert {task.split for task in source.batch(0, 20)} == {"train"}
     held = source.held_out("test", 99)
     assert len(held) == 13 and {task.messages[0].content for task in held} == {"Be kind."}
     world = load_environment("own_world:World", {})
-    assert task_source(own, seed=0, environment=world).held_out("test", 99) == held
+    assert make_task_source(own, seed=0, environment=world).held_out("test", 99) == held
 
 
 # ── recipes ──────────────────────────────────────────────────────────────────────────────────────
@@ -210,9 +210,9 @@ def test_the_documentation_shows_the_example() -> None:
 
 def test_the_example_plays(here: Path) -> None:
     config = EnvironmentTasks(kind="environment", path="guess:Guess", settings={"high": 50})
-    world = environment_of(config)
+    world = make_environment(config)
     assert world is not None
-    tasks = task_source(config, seed=0, environment=world).batch(0, 8)
+    tasks = make_task_source(config, seed=0, environment=world).batch(0, 8)
     for task in tasks:
         episode = world.start(task)
         assert episode.grade().score == 0.0

@@ -7,7 +7,7 @@ import pytest
 from courtside.errors import TaskError, UserError
 from courtside.recipe import DatasetTasks
 from courtside.tasks.hf_datasets import dataset_tasks
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 
 ROWS = {
     "question": [f"What is {i} + 1?" for i in range(40)],
@@ -103,7 +103,7 @@ def test_json_files_load_through_the_package(
 
 
 def test_source(folder: Path) -> None:
-    source = task_source(config(folder / "single", limit=2), seed=0)
+    source = make_task_source(config(folder / "single", limit=2), seed=0)
     assert len({task.id for task in source.batch(0, 10)}) == 2
 
 

@@ -8,7 +8,7 @@ from courtside.recipe import CheckName, InstructionTasks
 from courtside.tasks.checks import CHECKS
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.instructions import INSTRUCTIONS, instruction_task
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 from courtside.tasks.request_templates import ACTIVITIES, REQUESTS, SCENES, THINGS
 from courtside.types import Task
 
@@ -44,7 +44,7 @@ def test_the_space_of_requests_is_large_and_reads_as_english() -> None:
 
 
 def test_stated_instructions_are_in_the_message() -> None:
-    source = task_source(config(), seed=0)
+    source = make_task_source(config(), seed=0)
     seen: Counter[str] = Counter()
     for task in source.batch(0, 300):
         require_gradable(task)
@@ -61,14 +61,14 @@ def test_stated_instructions_are_in_the_message() -> None:
 
 
 def test_wordings_and_parameters_vary() -> None:
-    tasks = task_source(config("word_count"), seed=0).batch(0, 200)
+    tasks = make_task_source(config("word_count"), seed=0).batch(0, 200)
     assert len({task.grader_args["limit"] for task in tasks}) >= 6
     first = [task.messages[0].content.startswith(request_of(task)) for task in tasks]
     assert any(first) and not all(first)
 
 
 def test_an_unstated_rule_is_shared_and_hidden() -> None:
-    tasks = task_source(config(stated=False), seed=0).batch(0, 200)
+    tasks = make_task_source(config(stated=False), seed=0).batch(0, 200)
     rules = {(task.grader_args["check"], task.privileged["rule"]) for task in tasks}
     assert len(rules) == len(NAMES)
     assert len({str(sorted(task.grader_args.items())) for task in tasks}) == len(NAMES)
@@ -85,7 +85,7 @@ def test_rules_state_their_parameters(name: str) -> None:
 
 
 def test_a_held_out_request_is_unseen_with_every_check() -> None:
-    source = task_source(config(), seed=0)
+    source = make_task_source(config(), seed=0)
     train = {t.messages[0].content for step in range(20) for t in source.batch(step, 200)}
     for split in ("validation", "test"):
         held = source.held_out(split, 300)

@@ -10,7 +10,7 @@ from courtside.errors import TaskError
 from courtside.recipe import JsonlTasks
 from courtside.tasks.graders import grade
 from courtside.tasks.jsonl import jsonl_tasks
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 from courtside.tasks.parsing import Record, tasks_from
 
 
@@ -125,7 +125,7 @@ def test_broken_files(tmp_path: Path) -> None:
         jsonl_tasks(tmp_path / "latin.jsonl")
     only_test = JsonlTasks(kind="jsonl", path=write(tmp_path, {"prompt": "a", "split": "test"}))
     with pytest.raises(TaskError, match="none of its 1 tasks is in the train split"):
-        task_source(only_test, seed=0)
+        make_task_source(only_test, seed=0)
 
 
 def test_identical_lines_are_one_task(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_prompts_never_cross_splits(rows: list[tuple[str, int]]) -> None:
 
 def test_source_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, *({"prompt": f"Question {i}"} for i in range(100)))
-    source = task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
+    source = make_task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
     train = len([t for t in jsonl_tasks(path) if t.split == "train"])
     epoch = source.batch(0, train)
     assert len({task.id for task in epoch}) == train
@@ -169,4 +169,4 @@ def test_source_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="already has a system message"):
         line = {"messages": [{"role": r, "content": "a"} for r in ("system", "user")]}
         path = write(tmp_path, {**line, "split": "train"})
-        task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
+        make_task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)

@@ -6,7 +6,7 @@ import pytest
 
 from courtside.errors import TaskError
 from courtside.recipe import ArithmeticTasks, InstructionTasks
-from courtside.tasks.loading import Room, task_source
+from courtside.tasks.loading import PromptLimit, make_task_source
 from courtside.types import Task
 
 
@@ -14,8 +14,8 @@ def length(task: Task) -> int:
     return len(task.messages[-1].content)
 
 
-def lengths(config: InstructionTasks, room: Room | None) -> list[int]:
-    source = task_source(config, 0, room)
+def lengths(config: InstructionTasks, room: PromptLimit | None) -> list[int]:
+    source = make_task_source(config, 0, room)
     tasks = [*source.batch(0, 40), *source.held_out("test", 40)]
     return [length(task) for task in tasks]
 
@@ -23,8 +23,8 @@ def lengths(config: InstructionTasks, room: Room | None) -> list[int]:
 def test_those_that_fit_take_the_place_of_the_others() -> None:
     config = InstructionTasks(kind="instructions", overlong="drop")
     free = sorted(lengths(config, None))
-    room = Room(length=length, max_tokens=free[len(free) // 2])
-    source = task_source(config, 0, room)
+    room = PromptLimit(length=length, max_tokens=free[len(free) // 2])
+    source = make_task_source(config, 0, room)
     tasks = [*source.batch(0, 40), *source.held_out("test", 40)]
     assert len(tasks) == 80 and max(map(length, tasks)) <= room.max_tokens
     assert source.num_dropped > 0
@@ -32,12 +32,12 @@ def test_those_that_fit_take_the_place_of_the_others() -> None:
 
 
 def test_an_error_by_default() -> None:
-    room = Room(length=length, max_tokens=60)
+    room = PromptLimit(length=length, max_tokens=60)
     with pytest.raises(TaskError, match="overlong = 'drop'"):
-        task_source(InstructionTasks(kind="instructions"), 0, room).batch(0, 40)
+        make_task_source(InstructionTasks(kind="instructions"), 0, room).batch(0, 40)
 
 
 def test_a_space_in_which_nothing_fits_is_given_up() -> None:
     config = ArithmeticTasks(kind="arithmetic", digits=9, overlong="drop")
     with pytest.raises(TaskError, match="1000 tasks in a row do not fit"):
-        task_source(config, 0, Room(length=length, max_tokens=3)).batch(0, 4)
+        make_task_source(config, 0, PromptLimit(length=length, max_tokens=3)).batch(0, 4)

@@ -17,7 +17,7 @@ from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
 from courtside.recipe.load import recipe_from
 from courtside.report.folder.parquet import write_trajectories
-from courtside.tasks.replay import StoredSource, stored_source
+from courtside.tasks.replay import ReplaySource, make_replay_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
 
 ASK = (Message(role="user", content="Is it?"),)
@@ -52,10 +52,10 @@ def store(path: Path, *steps: Sequence[Trajectory]) -> Path:
     return path
 
 
-def source(path: Path, **fields: Any) -> StoredSource:
+def source(path: Path, **fields: Any) -> ReplaySource:
     hinted, most = fields.pop("hinted", frozenset()), fields.pop("max_tokens", None)
     config = TrajectoryTasks(kind="trajectories", path=path, **fields)
-    return stored_source(config, seed=3, hinted=hinted, max_tokens=most)
+    return make_replay_source(config, seed=3, hinted=hinted, max_tokens=most)
 
 
 STEPS = [[said(f"{step}-{n}", "It is." * (n + 1)) for n in range(4)] for step in range(3)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from courtside.errors import TaskError
 from courtside.hashing import choose, split_of, task_id
-from courtside.tasks.base import FiniteSource, GeneratedSource, Space, shuffled, with_system
+from courtside.tasks.base import FiniteSource, GeneratedSource, TaskSpace, shuffled, with_system
 from courtside.types import Message, Split, Task
 
 
@@ -21,10 +21,10 @@ def numbered(number: int, split: Split | None = None) -> Task:
     )
 
 
-def numbers(size: int, *, period: int | None = None) -> Space:
+def numbers(size: int, *, period: int | None = None) -> TaskSpace:
     """Tasks 0 … size - 1; with a period, several numbers stand for the same task."""
     wrapped = period or size
-    return Space(
+    return TaskSpace(
         name="tasks.test",
         size=size,
         split=lambda index: split_of(f"task {index % wrapped}"),
@@ -170,7 +170,7 @@ def test_limit_of_a_generator() -> None:
 
 
 def test_tiny_spaces_end_with_an_error() -> None:
-    only_test = Space(
+    only_test = TaskSpace(
         name="tasks.test", size=3, split=lambda i: "test", task=lambda i: numbered(i, "test")
     )
     with pytest.raises(TaskError, match=r"tasks.test: none of its 3 tasks falls into the train"):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 
 import courtside
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.tool_calls import CallFormat
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.toolbox.plan import Plan, plan
@@ -21,7 +21,7 @@ from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
 from courtside.errors import TaskError
 from courtside.recipe import CapabilityName, ToolboxTasks
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 
 ALL = get_args(CapabilityName)
 
@@ -39,12 +39,12 @@ def plans(count: int, **settings: Any) -> list[Plan]:
 
 def test_dice_are_fixed_for_ever() -> None:
     # A change here would change every episode, and with it what earlier runs were tested on.
-    dice = Dice("a key")
+    dice = SeededRandom("a key")
     assert [dice.below(10) for _ in range(8)] == [1, 7, 4, 3, 3, 7, 8, 8]
 
 
 def test_dice_are_fair() -> None:
-    dice = Dice("fair")
+    dice = SeededRandom("fair")
     counts = Counter(dice.between(1, 6) for _ in range(6000))
     assert set(counts) == set(range(1, 7)) and all(abs(n - 1000) < 150 for n in counts.values())
     assert sum(dice.chance(0.3) for _ in range(5000)) == pytest.approx(1500, abs=150)
@@ -94,14 +94,14 @@ def test_no_request_is_in_two_splits() -> None:
 
 
 def test_sources_draw_from_their_split() -> None:
-    source = task_source(config(), seed=1)
+    source = make_task_source(config(), seed=1)
     batches = [source.batch(step, 16) for step in range(10)]
-    assert batches[3] == task_source(config(), seed=1).batch(3, 16)
+    assert batches[3] == make_task_source(config(), seed=1).batch(3, 16)
     assert {task.split for batch in batches for task in batch} == {"train"}
     assert len({task.id for batch in batches for task in batch}) > 150
     test = source.held_out("test", 64)
     assert {task.split for task in test} == {"test"} and len({task.id for task in test}) == 64
-    assert test == task_source(config(), seed=2).held_out("test", 64)
+    assert test == make_task_source(config(), seed=2).held_out("test", 64)
 
 
 def test_an_id_stands_for_an_episode() -> None:

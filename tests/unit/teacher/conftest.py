@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest, Scores
 from courtside.types import Grade, Message, Sample, Task, Trajectory, Turn
 
@@ -47,8 +47,8 @@ def listener() -> Listener:
 
 
 @pytest.fixture(scope="session")
-def renderer() -> Renderer:
-    return Renderer(tiny_tokenizer(), name="tiny", eos_ids={1})
+def renderer() -> ChatTemplate:
+    return ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids={1})
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +71,7 @@ def make_task() -> Callable[..., Task]:
 
 @pytest.fixture(scope="session")
 def make_trajectory(
-    make_task: Callable[..., Task], renderer: Renderer
+    make_task: Callable[..., Task], renderer: ChatTemplate
 ) -> Callable[..., Trajectory]:
     def make(
         id: str,

@@ -10,23 +10,23 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from courtside.chat.incremental import Turns
-from courtside.chat.template import Renderer
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.local import TransformersEngine
-from courtside.recipe import Hints
+from courtside.engines.local import LocalEngine
+from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
-from courtside.teacher.hint_scoring import HintScorer, Trial, tokens_of_span
+from courtside.teacher.hint_scoring import HintScorer, HintTrial, tokens_of_span
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Message, Sample, Task, Trajectory, Update
 
 MODEL = tiny_model()
 TOKENIZER = tiny_tokenizer()
-ENGINE = TransformersEngine(MODEL, TOKENIZER, name="tiny")
-RENDERER = Renderer(TOKENIZER, name="tiny", eos_ids=ENGINE.eos_ids)
-TURNS = Turns(RENDERER)
+ENGINE = LocalEngine(MODEL, TOKENIZER, name="tiny")
+RENDERER = ChatTemplate(TOKENIZER, name="tiny", eos_ids=ENGINE.eos_ids)
+TURNS = IncrementalTemplate(RENDERER)
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any
 def teacher(
     *, hidden: bool = True, context_length: int = 512, in_update: bool = False, **settings: Any
 ) -> Teacher:
-    chosen = Hints(**settings)
+    chosen = HintsConfig(**settings)
     return Teacher(
         name="self:live",
         engine=ENGINE,
@@ -96,7 +96,7 @@ def told(text: str = "Use weather.", role: str = "user") -> str:
 
 
 def test_a_target_is_the_turn_under_its_hint() -> None:
-    targets, judged = teacher(role="system").score_hints([trajectory()], [hint(3), hint(1)])
+    targets, hint_outcomes = teacher(role="system").score_hints([trajectory()], [hint(3), hint(1)])
     target = targets["e"]
     role = "system"
     first = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
@@ -109,17 +109,19 @@ def test_a_target_is_the_turn_under_its_hint() -> None:
     chosen = torch.tensor(trajectory().chosen_ids[:30])
     assert torch.allclose(rebuilt.gather(-1, chosen[:, None])[:, 0], target.logp_T, atol=1e-5)
     was = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)")
-    assert judged["e"][0].shift == pytest.approx(float((was - first).sum()), abs=1e-3)
-    assert [j.hint.turn for j in judged["e"]] == [1, 3]
+    assert hint_outcomes["e"][0].shift == pytest.approx(float((was - first).sum()), abs=1e-3)
+    assert [j.hint.turn for j in hint_outcomes["e"]] == [1, 3]
 
 
 def test_cumulative_hints_stay_in_view() -> None:
-    targets, judged = teacher(cumulative=True).score_hints([trajectory()], [hint(1), hint(3)])
+    targets, hint_outcomes = teacher(cumulative=True).score_hints(
+        [trajectory()], [hint(1), hint(3)]
+    )
     hinted_first = FIRST.replace(PROMPT, PROMPT + told())
     third = naive_logps(f"{hinted_first}{told()}{OPEN}", "get_weather(Rome)")
     assert torch.allclose(targets["e"].logp_T[12:], third, atol=1e-4)
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
-    assert judged["e"][1].shift == pytest.approx(float((was - third).sum()), abs=1e-3)
+    assert hint_outcomes["e"][1].shift == pytest.approx(float((was - third).sum()), abs=1e-3)
 
 
 def test_where_counts_chosen_tokens() -> None:
@@ -131,13 +133,13 @@ def test_where_counts_chosen_tokens() -> None:
 
 def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> None:
     hints = [hint(1), hint(3, "Really, use weather."), hint(5, "Hm.")]
-    _, judged = teacher().score_hints([trajectory()], hints)
-    shifts = [j.shift for j in judged["e"]]
+    _, hint_outcomes = teacher().score_hints([trajectory()], hints)
+    shifts = [j.shift for j in hint_outcomes["e"]]
     assert all(shift is not None for shift in shifts)
     middle = sorted(s for s in shifts if s is not None)[1]
     targets, again = teacher(min_shift=middle).score_hints([trajectory()], hints)
     assert [j.dropped for j in again["e"]] == [
-        "shift" if (j.shift or 0) < middle else None for j in judged["e"]
+        "shift" if (j.shift or 0) < middle else None for j in hint_outcomes["e"]
     ]
     kept = {j.hint.turn for j in again["e"] if j.dropped is None}
     assert len(kept) == 2
@@ -149,15 +151,15 @@ def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> Non
 
 def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
     hints = [hint(1), hint(2), hint(9), hint(3, "word " * 200), hint(5, "   ")]
-    targets, judged = teacher(context_length=160).score_hints([trajectory()], hints)
-    why = {j.hint.turn: j.dropped for j in judged["e"]}
+    targets, hint_outcomes = teacher(context_length=160).score_hints([trajectory()], hints)
+    why = {j.hint.turn: j.dropped for j in hint_outcomes["e"]}
     assert why == {1: None, 2: "no_assistant_turn", 9: "no_assistant_turn", 3: "too_long",
                    5: "empty"}  # fmt: skip
     assert {trajectory().turn_of[i] for i in targets["e"].where or ()} == {1}
-    together, judged = teacher(context_length=160, cumulative=True).score_hints(
+    together, hint_outcomes = teacher(context_length=160, cumulative=True).score_hints(
         [trajectory()], hints
     )
-    assert {j.hint.turn: j.dropped for j in judged["e"]} == why
+    assert {j.hint.turn: j.dropped for j in hint_outcomes["e"]} == why
     assert torch.allclose(together["e"].logp_T, targets["e"].logp_T, atol=1e-4)
 
 
@@ -166,7 +168,7 @@ HINTS = [hint(5), hint(1, bad_span="meteo"), hint(2), hint(3, "   ")]
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_branches_can_be_left_for_the_update(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets, judged = teacher(hidden=hidden).score_hints([trajectory()], HINTS)
+    targets, hint_outcomes = teacher(hidden=hidden).score_hints([trajectory()], HINTS)
     monkeypatch.setattr(ENGINE, "score_branches", None)  # nobody is asked
     left, unjudged = teacher(hidden=hidden, in_update=True).score_hints([trajectory()], HINTS)
     one, other = left["e"], targets["e"]
@@ -179,15 +181,15 @@ def test_branches_can_be_left_for_the_update(hidden: bool, monkeypatch: pytest.M
     for branch, ids in zip(one.branches, before, strict=True):
         assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
     assert [(j.hint, j.dropped) for j in unjudged["e"]] == [
-        (j.hint, j.dropped) for j in judged["e"]
+        (j.hint, j.dropped) for j in hint_outcomes["e"]
     ]
     assert all(j.shift is None for j in unjudged["e"])
 
 
 def test_what_the_update_found_is_judged_like_the_rest() -> None:
     plain = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)"), naive_logps(f"{SECOND}{OPEN}", "sun")
-    (expected,) = Scoring(teacher(), None, hinted=True)([trajectory()], HINTS)
-    stage = Scoring(teacher(in_update=True), None, hinted=True)
+    (expected,) = TeacherStage(teacher(), None, hinted=True)([trajectory()], HINTS)
+    stage = TeacherStage(teacher(in_update=True), None, hinted=True)
     scored = stage([trajectory(), trajectory("f")], HINTS)
     assert expected.target is not None
     update = Update(
@@ -213,20 +215,24 @@ def test_a_turn_without_a_chosen_token_leaves_nothing_to_read() -> None:
     last = trajectory().turns[-1]
     silent = replace(last, chosen=(False,) * len(last.chosen))
     cut = replace(trajectory(), turns=(*trajectory().turns[:-1], silent))
-    left, judged = teacher(in_update=True).score_hints([cut], [hint(1), hint(5)])
+    left, hint_outcomes = teacher(in_update=True).score_hints([cut], [hint(1), hint(5)])
     assert [b.turn for b in left["e"].branches] == [1]
-    assert [j.dropped for j in judged["e"]] == [None, None]
+    assert [j.dropped for j in hint_outcomes["e"]] == [None, None]
     none, _ = teacher(in_update=True).score_hints([cut], [hint(5)])
     assert not none
 
 
 def test_the_bad_span_is_measured_apart() -> None:
     named = hint(3, bad_span="get_weather")
-    _, judged = teacher().score_hints([trajectory()], [named, hint(1, bad_span="no such words")])
+    _, hint_outcomes = teacher().score_hints(
+        [trajectory()], [named, hint(1, bad_span="no such words")]
+    )
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     now = naive_logps(f"{FIRST}{told()}{OPEN}", "get_weather(Rome)")
-    assert judged["e"][1].bad_span_shift == pytest.approx(float((was - now)[:11].sum()), abs=1e-3)
-    assert judged["e"][0].bad_span_shift is None
+    assert hint_outcomes["e"][1].bad_span_shift == pytest.approx(
+        float((was - now)[:11].sum()), abs=1e-3
+    )
+    assert hint_outcomes["e"][0].bad_span_shift is None
 
 
 def test_tokens_of_a_span() -> None:
@@ -258,27 +264,27 @@ def test_sampled_losses_need_no_hidden_states() -> None:
 
 def test_scoring_marks_every_trajectory() -> None:
     batch = [trajectory("e"), trajectory("f")]
-    scored = Scoring(teacher(), None, hinted=True)(batch, [hint(1)])
+    scored = TeacherStage(teacher(), None, hinted=True)(batch, [hint(1)])
     assert [s.target is not None for s in scored] == [True, False]
     assert [len(s.hints) for s in scored] == [1, 0]
     assert all(
-        not s.hints and s.target is None for s in Scoring(teacher(), None, hinted=True)(batch)
+        not s.hints and s.target is None for s in TeacherStage(teacher(), None, hinted=True)(batch)
     )
 
 
 def test_routes_score_their_own() -> None:
     routed = RoutedTeachers({"a": teacher(), "b": teacher(role="system")}, None)
     batch = [trajectory("e", tags=("a",)), trajectory("f", tags=("b",))]
-    targets, judged = routed.score_hints(batch, [hint(1), hint(1, of="f")])
-    assert targets.keys() == judged.keys() == {"e", "f"}
+    targets, hint_outcomes = routed.score_hints(batch, [hint(1), hint(1, of="f")])
+    assert targets.keys() == hint_outcomes.keys() == {"e", "f"}
     for id, role in (("e", "user"), ("f", "system")):
         expected = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
         assert torch.allclose(targets[id].logp_T, expected, atol=1e-4)
 
 
 def test_shifts_are_finite() -> None:
-    _, judged = teacher().score_hints([trajectory()], [hint(1), hint(3), hint(5)])
-    assert all(j.shift is not None and math.isfinite(j.shift) for j in judged["e"])
+    _, hint_outcomes = teacher().score_hints([trajectory()], [hint(1), hint(3), hint(5)])
+    assert all(j.shift is not None and math.isfinite(j.shift) for j in hint_outcomes["e"])
 
 
 def test_replies_under_a_hint_are_tried() -> None:
@@ -289,13 +295,13 @@ def test_replies_under_a_hint_are_tried() -> None:
         return turn == 3
 
     def judge(**settings: Any) -> Any:
-        chosen = Hints(resamples=3, **settings)
-        trial = Trial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
+        chosen = HintsConfig(resamples=3, **settings)
+        trial = HintTrial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
         scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
         return scorer([trajectory()], [hint(1), hint(3)], hidden=False)["e"]
 
     found = judge()
-    assert [(j.hint.turn, j.passed, j.dropped) for j in found.judged] == [
+    assert [(j.hint.turn, j.passed, j.dropped) for j in found.hint_outcomes] == [
         (1, 0, None),
         (3, 1, None),
     ]
@@ -307,4 +313,6 @@ def test_replies_under_a_hint_are_tried() -> None:
     alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
     assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
     strict = judge(min_passed=0.5)
-    assert [j.dropped for j in strict.judged] == ["not_passed", None] and set(strict.spoken) == {3}
+    assert [j.dropped for j in strict.hint_outcomes] == ["not_passed", None] and set(
+        strict.spoken
+    ) == {3}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Context
-from courtside.teacher.stage import Scoring
+from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.types import Task, Trajectory
 
@@ -30,7 +30,7 @@ def context(**options: str) -> Context:
 
 
 @pytest.fixture
-def make_teacher(listener: Any, renderer: Renderer) -> Callable[..., Teacher]:
+def make_teacher(listener: Any, renderer: ChatTemplate) -> Callable[..., Teacher]:
     def make(**options: Any) -> Teacher:
         settings = {"context_length": 512, "hidden": False, **options}
         return Teacher(name="teacher", engine=listener, renderer=renderer, **settings)
@@ -287,7 +287,7 @@ def test_the_stage_brings_teacher_and_reference_together_by_id(
         make_trajectory("a", passed=True),
         make_trajectory("b", ids=(60, 1), passed=False, feedback="no"),
     ]
-    scored = Scoring(teacher, make_teacher())(batch)
+    scored = TeacherStage(teacher, make_teacher())(batch)
     assert [s.trajectory for s in scored] == batch
     assert scored[0].target is None
     assert scored[1].target is not None and scored[1].target.logp_T.tolist() == [-60.0, -1.0]
@@ -295,8 +295,8 @@ def test_the_stage_brings_teacher_and_reference_together_by_id(
         [-40.0, -41.0, -1.0],
         [-60.0, -1.0],
     ]
-    bare = Scoring(None, None)
+    bare = TeacherStage(None, None)
     assert all(s.target is None and s.reference is None for s in bare(batch))
     bare.follow()
-    Scoring(teacher, None).follow()
+    TeacherStage(teacher, None).follow()
     assert moves == ["moved"]

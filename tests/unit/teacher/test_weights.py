@@ -15,7 +15,7 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
 from courtside.recipe.load import recipe_from
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.teacher.teacher import Teacher
 from courtside.types import Target, Trajectory
 
@@ -34,7 +34,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
         rollout: dict[str, Any] | None = None,
         losses: Sequence[dict[str, Any]] = ({"kind": "divergence"},),
         rule: str | None = "lower case",
-    ) -> Parts:
+    ) -> Runtime:
         lines = [
             {
                 "prompt": f"Question {n}?",
@@ -62,17 +62,17 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
     return make
 
 
-def written(parts: Parts) -> list[Trajectory]:
+def written(parts: Runtime) -> list[Trajectory]:
     return parts.rollout(parts.tasks.batch(0, 3), 0)
 
 
-def targets(parts: Parts, trajectories: Sequence[Trajectory]) -> dict[str, Target]:
+def targets(parts: Runtime, trajectories: Sequence[Trajectory]) -> dict[str, Target]:
     scored = parts.teacher(trajectories)
     return {s.trajectory.id: s.target for s in scored if s.target is not None}
 
 
 @torch.no_grad()
-def naive(model: Any, parts: Parts, trajectory: Trajectory) -> Tensor:
+def naive(model: Any, parts: Runtime, trajectory: Trajectory) -> Tensor:
     """[T, V] log-probs of a plain model that reads the rule and then the student's tokens."""
     rule = trajectory.task.privileged["rule"]
     (ask,) = trajectory.task.messages
@@ -88,14 +88,14 @@ def naive(model: Any, parts: Parts, trajectory: Trajectory) -> Tensor:
 def agree(
     found: dict[str, Target],
     model: Any,
-    parts: Parts,
+    parts: Runtime,
     trajectories: Sequence[Trajectory],
-    num_words: int = 258,
+    vocab_size: int = 258,
 ) -> None:
     """Log-probs of the tokens and, through the head, of all words."""
     assert found.keys() == {t.id for t in trajectories}
     for t in trajectories:
-        target, logp_TV = found[t.id], naive(model, parts, t)[:, :num_words].log_softmax(-1)
+        target, logp_TV = found[t.id], naive(model, parts, t)[:, :vocab_size].log_softmax(-1)
         ids_T = torch.tensor(t.chosen_ids)
         expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
         torch.testing.assert_close(target.logp_T, expected_T, rtol=0, atol=5e-5)
@@ -105,14 +105,14 @@ def agree(
 
 
 @torch.no_grad()
-def move(parts: Parts, seed: int, size: float = 0.2) -> None:
+def move(parts: Runtime, seed: int, size: float = 0.2) -> None:
     """As an optimiser step would, only farther."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parts.student.weights.trained().values():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
 
 
-def snapshot(parts: Parts) -> dict[str, Tensor]:
+def snapshot(parts: Runtime) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
 
 
@@ -226,8 +226,8 @@ def test_two_averages_of_one_student_do_not_mix(prepare: Any) -> None:
 # ── other models ─────────────────────────────────────────────────────────────────────────────────
 
 
-def save(folder: Path, *, seed: int = 1, num_words: int = 258, **words: Any) -> str:
-    tiny_model(seed=seed, num_words=num_words, layers=3).save_pretrained(folder)
+def save(folder: Path, *, seed: int = 1, vocab_size: int = 258, **words: Any) -> str:
+    tiny_model(seed=seed, vocab_size=vocab_size, layers=3).save_pretrained(folder)
     tiny_tokenizer(**words).save_pretrained(folder)
     return str(folder)
 
@@ -240,7 +240,7 @@ def test_another_model_reads_the_same_tokens(prepare: Any, tiny_teacher_folder: 
 
 
 def test_another_vocabulary_is_refused_with_an_example(prepare: Any, tmp_path: Path) -> None:
-    other = save(tmp_path / "other", num_words=259, extra=("zebra",))
+    other = save(tmp_path / "other", vocab_size=259, extra=("zebra",))
     with pytest.raises(ModelError, match=r"259 and 258 words; 1 entries differ, such as 'zebra'"):
         prepare({"kind": "model", "model": other})
 
@@ -263,21 +263,21 @@ def test_padded_heads_are_cut_to_the_words_they_share(
     prepare: Any, tmp_path: Path, of_student: int, of_teacher: int
 ) -> None:
     shared = min(of_student, of_teacher)
-    other = save(tmp_path / "other", num_words=of_teacher)
-    mine = save(tmp_path / "mine", seed=0, num_words=of_student)
+    other = save(tmp_path / "other", vocab_size=of_teacher)
+    mine = save(tmp_path / "mine", seed=0, vocab_size=of_student)
     parts = prepare({"kind": "model", "model": other, "context": CONTEXT}, student={"model": mine})
-    assert parts.engine.head.num_words == shared
+    assert parts.engine.head.vocab_size == shared
     trajectories = written(parts)
     assert max(i for t in trajectories for i in t.chosen_ids) < shared
     found = targets(parts, trajectories)
-    teacher_model = tiny_model(seed=1, num_words=of_teacher, layers=3)
-    agree(found, teacher_model, parts, trajectories, num_words=shared)
+    teacher_model = tiny_model(seed=1, vocab_size=of_teacher, layers=3)
+    agree(found, teacher_model, parts, trajectories, vocab_size=shared)
 
     # KL(student ‖ teacher) over the shared words, against both naive softmaxes.
     update = parts.student.step(0, parts.teacher(trajectories))
     kls = []
     for t in trajectories:
-        mine_TV = _plain(tiny_model(seed=0, num_words=of_student, layers=3), t)[:, :shared]
+        mine_TV = _plain(tiny_model(seed=0, vocab_size=of_student, layers=3), t)[:, :shared]
         theirs_TV = naive(teacher_model, parts, t)[:, :shared]
         mine_TV, theirs_TV = mine_TV.log_softmax(-1), theirs_TV.log_softmax(-1)
         kls += (mine_TV.exp() * (mine_TV - theirs_TV)).sum(-1).tolist()
@@ -285,7 +285,7 @@ def test_padded_heads_are_cut_to_the_words_they_share(
 
 
 def test_a_tokenizer_with_more_words_than_a_head_is_refused(prepare: Any, tmp_path: Path) -> None:
-    other = save(tmp_path / "other", num_words=200)
+    other = save(tmp_path / "other", vocab_size=200)
     with pytest.raises(ModelError, match="ids up to 257, but a head has only 200 rows"):
         prepare({"kind": "model", "model": other})
 

@@ -70,9 +70,9 @@ def test_a_trajectory_turn_by_turn(client: TestClient, folder: RunFolder) -> Non
     assert wrong["text"] == stored.trajectory.turns[1].text
     assert wrong["events"] == [{"kind": "tool_not_found", "message": "Tool not found: weather"}]
     [hint] = wrong["hints"]
-    judged = stored.hints[0]
-    assert (hint["text"], hint["source"]) == (judged.hint.text, "rules:tool_not_found")
-    assert hint["shift"] == judged.shift and hint["dropped"] is None
+    hint_outcomes = stored.hints[0]
+    assert (hint["text"], hint["source"]) == (hint_outcomes.hint.text, "rules:tool_not_found")
+    assert hint["shift"] == hint_outcomes.shift and hint["dropped"] is None
     assert turns[3]["hints"] == [] and all(turn["mine"] is None for turn in turns)
 
 

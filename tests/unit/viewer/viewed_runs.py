@@ -71,11 +71,13 @@ def hostile(scored: Scored) -> Scored:
         for turn in trajectory.turns
     )
     task = replace(trajectory.task, messages=(Message(role="user", content=HOSTILE),))
-    judged = tuple(
+    hint_outcomes = tuple(
         replace(one, hint=replace(one.hint, text=HOSTILE, source=HOSTILE, reason=HOSTILE))
         for one in scored.hints
     )
-    return replace(scored, trajectory=replace(trajectory, turns=turns, task=task), hints=judged)
+    return replace(
+        scored, trajectory=replace(trajectory, turns=turns, task=task), hints=hint_outcomes
+    )
 
 
 # ── asking ──────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ LARGE = 2**25
 NAMED_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
-def keep_freed_memory() -> None:
+def retain_freed_memory() -> None:
     """On a glibc; what the environment asks for stays."""
     asked = any(os.environ.get(name) for name in NAMED_BY)
     if asked or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or sys.platform != "linux":

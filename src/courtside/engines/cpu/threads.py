@@ -15,7 +15,7 @@ import torch
 NAMED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def bound_threads() -> None:
+def limit_threads() -> None:
     """Never more than cores; what the environment or the program asked for stays."""
     if any(os.environ.get(name) for name in NAMED_BY):
         return

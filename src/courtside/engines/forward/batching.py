@@ -10,7 +10,7 @@ from torch import Tensor
 from courtside.engines.transfer import tensor_on
 
 
-def pass_tokens(device: torch.device) -> int:
+def default_pass_tokens(device: torch.device) -> int:
     """Tokens of one forward pass that keep the device busy. On a CPU more are somewhat faster
     still, but a pass that trains keeps something of each."""
     return 16384 if device.type == "cuda" else 512
@@ -33,7 +33,7 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     return groups
 
 
-def full_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+def pack_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups whose sizes add up to at most `max_tokens`: each goes, largest first, into
     the first group with room for it. What is larger than the budget gets a group of its own.
     """

@@ -17,15 +17,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from courtside.engines.attention_kinds import attention_of, special_attention, windows_of
-from courtside.engines.forward.batching import batches_by_length, full_batches, pad_right
-from courtside.engines.forward.prefix_sharing import LEAST_IDS, Place, row_of, shared_batches
-from courtside.engines.forward.varlen import packing_of_row, read_row, switched
-from courtside.engines.patches.fused_layers import FewLaunches
-from courtside.engines.probes import away_from_alone, example_problem
+from courtside.engines.forward.batching import batches_by_length, pack_batches, pad_right
+from courtside.engines.forward.prefix_sharing import (
+    LEAST_IDS,
+    SequenceSpan,
+    pack_row,
+    shared_batches,
+)
+from courtside.engines.forward.varlen import forward_row, make_row_layout, use_varlen_attention
+from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.probes import distance_from_plain_forward, run_probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class ForwardPasses:
     """How sequences become passes of one model."""
 
     model: Any
@@ -34,7 +39,7 @@ class Passes:
     """Why they are padded; None: they are packed."""
     unshared: str | None = None
     """Why packed sequences that begin alike do not share their beginning; None: they do."""
-    parts: FewLaunches | None = None
+    parts: FusedLayers | None = None
 
     def batches(
         self,
@@ -50,7 +55,7 @@ class Passes:
             sizes = [len(unit) * max(len(ids) for ids in unit) for unit in units]
             return batches_by_length(sizes, max_tokens)
         if self.unshared is not None:
-            return full_batches([sum(len(ids) for ids in unit) for unit in units], max_tokens)
+            return pack_batches([sum(len(ids) for ids in unit) for unit in units], max_tokens)
         return shared_batches(units, max_tokens, most_tokens=most_tokens, kept=kept)
 
     @contextmanager
@@ -58,55 +63,57 @@ class Passes:
         """What `hidden` wants around it, and around a backward pass through what it gave."""
         with (
             nullcontext() if self.parts is None else self.parts.used(),
-            switched(self.model) if self.problem is None else nullcontext(),
+            use_varlen_attention(self.model) if self.problem is None else nullcontext(),
         ):
             yield
 
     def hidden(
         self, sequences: Sequence[Sequence[int]], *, kept: Cache | None = None
-    ) -> tuple[Tensor, Sequence[Place]]:
+    ) -> tuple[Tensor, Sequence[SequenceSpan]]:
         """Last hidden states [positions, D] of one pass, and where each sequence lies there.
 
         `kept` gets the keys and values of a packed pass: see `engines/forward/tree_scoring.py`.
         """
         if self.problem is None:
-            return read_packed(self.model, sequences, kept, shared=self.unshared is None)
+            return forward_packed(self.model, sequences, kept, shared=self.unshared is None)
         assert kept is None, "those of a padded pass lie elsewhere"
         ids_BL = pad_right(sequences, self.pad_id, self.model.device)
         out = self.model.base_model(input_ids=ids_BL, use_cache=False)
         longest = ids_BL.shape[1]
-        places = [Place(start=row * longest) for row in range(len(ids_BL))]
+        places = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
         return out.last_hidden_state.flatten(0, 1), places
 
 
-def read_packed(
+def forward_packed(
     model: Any,
     sequences: Sequence[Sequence[int]],
     kept: Cache | None = None,
     *,
     shared: bool = False,
-) -> tuple[Tensor, Sequence[Place]]:
-    row = row_of(sequences, shared=shared)
-    packing = packing_of_row(row, device=model.device)
+) -> tuple[Tensor, Sequence[SequenceSpan]]:
+    row = pack_row(sequences, shared=shared)
+    packing = make_row_layout(row, device=model.device)
     ids = [token for part in row.parts for token in part.ids]
     position = [part.first + n for part in row.parts for n in range(len(part.ids))]
-    return read_row(model, ids, position, packing, kept), row.places
+    return forward_row(model, ids, position, packing, kept), row.places
 
 
 # ── tried on a small example ─────────────────────────────────────────────────────────────────────
 
 
-def tried_passes(
-    model: Any, *, pad_id: int, parts: FewLaunches | None = None, drops_out: bool = False
-) -> Passes:
-    """How sequences become passes of this model, tried out. `drops_out`: they are to be read in
+def probe_forward_passes(
+    model: Any, *, pad_id: int, parts: FusedLayers | None = None, drops_out: bool = False
+) -> ForwardPasses:
+    """How sequences become passes of this model, tried out. `uses_dropout`: they are to be read in
     training mode, and something is then left out at random. The model must not be in it yet."""
     problem = packing_problem(model)
     unshared = None
     if problem is None:
         # One beginning would have one draw, where samples of their own have one each.
         unshared = "dropout acts on each sample" if drops_out else sharing_problem(model)
-    return Passes(model=model, pad_id=pad_id, problem=problem, unshared=unshared, parts=parts)
+    return ForwardPasses(
+        model=model, pad_id=pad_id, problem=problem, unshared=unshared, parts=parts
+    )
 
 
 def packing_problem(model: Any) -> str | None:
@@ -123,27 +130,29 @@ def packing_problem(model: Any) -> str | None:
     if any(window is not None for window in windows_of(model).values()):
         return "it looks through a window"
     assert not model.training, "dropout would act"
-    return example_problem(model, lambda: _example_error(model, (5, 1, 12, 24), 0))
+    return run_probe(model, lambda: _example_error(model, (5, 1, 12, 24), 0))
 
 
 def sharing_problem(model: Any) -> str | None:
     """Why sequences of a model whose passes can be packed do not share their beginnings."""
     assert not model.training, "dropout would act"
-    return example_problem(model, lambda: _example_error(model, (0, 1, 6, 30), LEAST_IDS + 3))
+    return run_probe(model, lambda: _example_error(model, (0, 1, 6, 30), LEAST_IDS + 3))
 
 
 @torch.no_grad()
 def _example_error(model: Any, lengths: Sequence[int], num_common: int) -> float:
     """How far the hidden states of packed sequences are from those of passes of their own. They
     have `num_common` ids in common, then these many each."""
-    num_words = model.get_input_embeddings().weight.shape[0]
-    common = [(11 * i + 2) % num_words for i in range(num_common)]
-    sequences = [[*common, *((7 * i + n) % num_words for i in range(1, n + 1))] for n in lengths]
-    with switched(model):
-        packed_ND, places = read_packed(model, sequences, shared=num_common > 0)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    common = [(11 * i + 2) % vocab_size for i in range(num_common)]
+    sequences = [[*common, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]
+    with use_varlen_attention(model):
+        packed_ND, places = forward_packed(model, sequences, shared=num_common > 0)
     assert len(packed_ND) == num_common + sum(lengths)
     return max(
         # Of a rest only: the median over a long beginning would not see it.
-        away_from_alone(model, ids, packed_ND[place.of(range(num_common if n else 0, len(ids)))])
+        distance_from_plain_forward(
+            model, ids, packed_ND[place.of(range(num_common if n else 0, len(ids)))]
+        )
         for place, ids, n in zip(places, sequences, lengths, strict=True)
     )

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.base import Head, ScoreRequest, Scores
-from courtside.engines.forward.prefix_sharing import Place
+from courtside.engines.base import LMHead, ScoreRequest, Scores
+from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.patches import layer_ops
 from courtside.engines.transfer import tensor_on
 
 
-def chunk_size(num_words: int, device: torch.device) -> int:
+def default_chunk_size(vocab_size: int, device: torch.device) -> int:
     """Positions whose logits exist at once: 16 MiB of float32 on a CPU, 256 on a GPU."""
     elements = 2**26 if device.type == "cuda" else 2**22
-    return max(16, elements // num_words)
+    return max(16, elements // vocab_size)
 
 
-def scores_of(
-    head: Head,
+def score_positions(
+    head: LMHead,
     hidden_ND: Tensor,
-    lying: Sequence[Place],
+    lying: Sequence[SequenceSpan],
     requests: Sequence[ScoreRequest],
     *,
     hidden: bool,
@@ -53,13 +53,13 @@ def scores_of(
         dtype=torch.promote_types(hidden_ND.dtype, torch.float32),
         device=device,
     )
-    size = chunk_size(head.num_words, device)
+    size = default_chunk_size(head.vocab_size, device)
     logps: list[Tensor] = []
     top: list[Any] = []
     for part_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
-        if layer_ops.by_kernel(part_ND) and not top_k and head.softcap is None:
+        if layer_ops.runs_kernels(part_ND) and not top_k and head.softcap is None:
             from courtside.engines.kernels.decode import logps_of  # needs Triton
 
             scale_N = head.scale / temperature_N

@@ -39,10 +39,10 @@ from courtside.engines.attention_kinds import (
     windows_of,
 )
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
-from courtside.engines.forward.batching import batches_by_length, pad_right, pass_tokens
-from courtside.engines.forward.prefix_sharing import Place
-from courtside.engines.patches.gqa_cpu import grouped
-from courtside.engines.probes import away_from_alone, example_problem
+from courtside.engines.forward.batching import batches_by_length, default_pass_tokens, pad_right
+from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.patches.gqa_cpu import use_gqa_attention
+from courtside.engines.probes import distance_from_plain_forward, run_probe
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -161,7 +161,7 @@ def _portions(
     if attention_of(model) == "eager":  # which has all scores of all heads at once
         entries //= model.config.get_text_config().num_attention_heads
     room = min(
-        (max_tokens or pass_tokens(device)) // rows,
+        (max_tokens or default_pass_tokens(device)) // rows,
         # The largest q with rows · q · (longest + q) <= entries.
         int((math.sqrt(longest**2 + 4 * entries / rows) - longest) / 2),
     )
@@ -240,7 +240,7 @@ def _read_packed(model: Any, layers: Layers, rows: Mapping[int, Sequence[Branch]
         kind: as_taken(model, branch_mask(packed, num_trunk, window=window))
         for kind, window in windows_of(model).items()
     }
-    with grouped(model):
+    with use_gqa_attention(model):
         out = model.base_model(
             input_ids=packed.ids_BQ,
             # Models with several kinds of layers take a mask for each.
@@ -281,7 +281,7 @@ def branching_problem(model: Any) -> str | None:
         for s, n in ((8, 5), (3, 6), (0, 40))
     ]
     with evaluating(model):
-        return example_problem(model, lambda: max(_example_errors(model, trunk, branches)))
+        return run_probe(model, lambda: max(_example_errors(model, trunk, branches)))
 
 
 def _example_errors(
@@ -294,7 +294,9 @@ def _example_errors(
     )
     (shared,) = branch_hidden(model, cache, [len(trunk)], [branches])
     for branch, shared_ND in zip(branches, shared, strict=True):
-        yield away_from_alone(model, [*trunk[: branch.splice], *branch.token_ids], shared_ND)
+        yield distance_from_plain_forward(
+            model, [*trunk[: branch.splice], *branch.token_ids], shared_ND
+        )
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
@@ -307,9 +309,9 @@ class Read:
     indices: Sequence[int]
     hidden_ND: Tensor
     """Of their trunks, then of all branches."""
-    trunks: tuple[Sequence[Place], Sequence[ScoreRequest]]
+    trunks: tuple[Sequence[SequenceSpan], Sequence[ScoreRequest]]
     """Where each lies and what it predicts; of requests whose trunks are scored."""
-    branches: tuple[Sequence[Place], Sequence[ScoreRequest]]
+    branches: tuple[Sequence[SequenceSpan], Sequence[ScoreRequest]]
     """The same of all branches, request by request."""
 
 
@@ -317,7 +319,7 @@ def read_together(
     indices: Sequence[int],
     requests: Sequence[BranchRequest],
     trunk_ND: Tensor,
-    places: Sequence[Place],
+    places: Sequence[SequenceSpan],
     branches: Sequence[Sequence[Tensor]],
 ) -> Read:
     """`places`: where each request's trunk lies; `branches`: hidden states of each of its own."""
@@ -326,15 +328,15 @@ def read_together(
         for request, place in zip(requests, places, strict=True)
         if request.scored is not None
     ]
-    lying: list[Place] = []
+    lying: list[SequenceSpan] = []
     asked: list[ScoreRequest] = []
     start = len(trunk_ND)
     for request, place, parts in zip(requests, places, branches, strict=True):
         for branch, part_ND in zip(request.branches, parts, strict=True):
-            own = Place(start=start)
+            own = SequenceSpan(start=start)
             if branch.splice:  # the trunk predicts its first token
                 (before,) = place.of([branch.splice - 1])
-                own = Place(start=start, prefix_start=before, num_prefix=1)
+                own = SequenceSpan(start=start, prefix_start=before, num_prefix=1)
             lying.append(own)
             asked.append(request.sequence(branch, start=branch.splice - own.num_prefix))
             start += len(part_ND)
@@ -350,13 +352,13 @@ def read_together(
 def read_padded(
     model: Any, requests: Sequence[BranchRequest], *, pad_id: int, max_tokens: int
 ) -> Iterator[Read]:
-    """By pass over padded trunks: for models that `kept.read_packed_branches` cannot read."""
+    """By pass over padded trunks: for models that `kept.score_packed_branches` cannot read."""
     sizes = [r.num_read + sum(len(b.token_ids) for b in r.branches) for r in requests]
     for batch in batches_by_length(sizes, max_tokens):
         chosen = [requests[i] for i in batch]
         ids_BL = pad_right([r.token_ids[: r.num_read] for r in chosen], pad_id, model.device)
         cache = trunk_cache()
-        with evaluating(model), grouped(model):
+        with evaluating(model), use_gqa_attention(model):
             out = model.base_model(input_ids=ids_BL, past_key_values=cache, use_cache=True)
         trunk_ND = out.last_hidden_state.flatten(0, 1)
         found = branch_hidden(
@@ -367,7 +369,7 @@ def read_padded(
             max_tokens=max_tokens,
         )
         del out, cache  # the keys and values, before there are logits
-        places = [Place(start=row * ids_BL.shape[1]) for row in range(len(batch))]
+        places = [SequenceSpan(start=row * ids_BL.shape[1]) for row in range(len(batch))]
         yield read_together(batch, chosen, trunk_ND, places, found)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from courtside.engines.forward.batching import full_batches
+from courtside.engines.forward.batching import pack_batches
 
 LEAST_IDS = 16
 """A shorter beginning is not worth laying out keys for."""
@@ -30,7 +30,7 @@ Ids = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PrefixGroup:
     """Sequences that share their first `size` ids."""
 
     members: tuple[int, ...]
@@ -48,11 +48,11 @@ class _Open:
 
     size: int
     first: int
-    inside: list[Group] = field(default_factory=list)
+    inside: list[PrefixGroup] = field(default_factory=list)
     """The best for those that have more in common."""
 
 
-def groups_of(sequences: Sequence[Ids]) -> list[Group]:
+def find_prefix_groups(sequences: Sequence[Ids]) -> list[PrefixGroup]:
     """Disjoint groups; a sequence may be in none.
 
     A beginning has one level: where all sequences share some instructions, and those of a group a
@@ -66,7 +66,7 @@ def groups_of(sequences: Sequence[Ids]) -> list[Group]:
         common = 0
         if end < len(order):
             common = _common(rows[order[end - 1]], rows[order[end]])
-        first, best = end - 1, list[Group]()
+        first, best = end - 1, list[PrefixGroup]()
         while open_[-1].size > common:
             closed = open_.pop()
             closed.inside += best
@@ -78,13 +78,13 @@ def groups_of(sequences: Sequence[Ids]) -> list[Group]:
     return open_[0].inside
 
 
-def _better(sequences: Sequence[Ids], indices: Sequence[int], closed: _Open) -> list[Group]:
+def _better(sequences: Sequence[Ids], indices: Sequence[int], closed: _Open) -> list[PrefixGroup]:
     """One group of all whom it pays for, or the groups among them."""
     size = closed.size
     members = [i for i in indices if size >= LEAST_SHARE * len(sequences[i])]
     if size < LEAST_IDS or len(members) < 2:
         return closed.inside
-    whole = Group(members=tuple(sorted(members)), size=size)
+    whole = PrefixGroup(members=tuple(sorted(members)), size=size)
     return [whole] if whole.saved > sum(g.saved for g in closed.inside) else closed.inside
 
 
@@ -104,7 +104,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SequenceSpan:
     """Where in a row the positions of one sequence lie."""
 
     start: int
@@ -128,7 +128,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RowSegment:
     """Ids that lie together in a row: a beginning, a rest or a whole sequence."""
 
     ids: tuple[int, ...]
@@ -139,9 +139,9 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    parts: tuple[Part, ...]
-    places: tuple[Place, ...]
+class PackedRow:
+    parts: tuple[RowSegment, ...]
+    places: tuple[SequenceSpan, ...]
     """One a sequence."""
 
     @property
@@ -149,35 +149,35 @@ class Row:
         return sum(len(part.ids) for part in self.parts)
 
 
-def row_of(sequences: Sequence[Ids], *, shared: bool) -> Row:
+def pack_row(sequences: Sequence[Ids], *, shared: bool) -> PackedRow:
     """The sequences one behind the other; `shared`: what a group has in common only once."""
-    groups = groups_of(sequences) if shared else []
-    parts: list[Part] = []
+    groups = find_prefix_groups(sequences) if shared else []
+    parts: list[RowSegment] = []
     # Of each sequence: the parts that hold its beginning and its own ids, None where it has none.
     held: dict[int, tuple[int | None, int | None]] = {}
     for group in groups:
         prefix = len(parts)
-        parts.append(Part(ids=tuple(sequences[group.members[0]][: group.size])))
+        parts.append(RowSegment(ids=tuple(sequences[group.members[0]][: group.size])))
         for i in group.members:
             rest = tuple(sequences[i][group.size :])
             held[i] = prefix, len(parts) if rest else None
             if rest:
-                parts.append(Part(ids=rest, first=group.size, prefix=prefix))
+                parts.append(RowSegment(ids=rest, first=group.size, prefix=prefix))
     for i, ids in enumerate(sequences):
         if i not in held:
             held[i] = None, len(parts)
-            parts.append(Part(ids=tuple(ids)))
+            parts.append(RowSegment(ids=tuple(ids)))
     starts = [0, *accumulate(len(part.ids) for part in parts)]
     places = []
     for i in range(len(sequences)):
         before, own = held[i]
         start = 0 if own is None else starts[own]
         if before is None:
-            places.append(Place(start=start))
+            places.append(SequenceSpan(start=start))
         else:
             size = len(parts[before].ids)
-            places.append(Place(start=start, prefix_start=starts[before], num_prefix=size))
-    return Row(parts=tuple(parts), places=tuple(places))
+            places.append(SequenceSpan(start=start, prefix_start=starts[before], num_prefix=size))
+    return PackedRow(parts=tuple(parts), places=tuple(places))
 
 
 # ── together ─────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +198,7 @@ def shared_batches(
     bundles: list[list[int]] = []
     sizes: list[int] = []
     left = dict.fromkeys(range(len(units)))
-    for group in groups_of(sequences):
+    for group in find_prefix_groups(sequences):
         # A unit goes with the first group that has a sequence of it.
         its = [u for u in dict.fromkeys(owner[i] for i in group.members) if u in left]
         rest = {u: own[u] for u in its}
@@ -207,11 +207,11 @@ def shared_batches(
                 rest[owner[i]] -= group.size
         room = group.size + (min(BESIDE, 2 * group.size) if kept else BESIDE)
         room = max(max_tokens, room if most_tokens is None else min(room, most_tokens))
-        for piece in full_batches([rest[u] for u in its], room - group.size):
+        for piece in pack_batches([rest[u] for u in its], room - group.size):
             bundles.append([its[k] for k in piece])
             sizes.append(group.size + sum(rest[its[k]] for k in piece))
         for u in its:
             del left[u]
     bundles += [[u] for u in left]
     sizes += [own[u] for u in left]
-    return [[u for b in batch for u in bundles[b]] for batch in full_batches(sizes, max_tokens)]
+    return [[u for b in batch for u in bundles[b]] for batch in pack_batches(sizes, max_tokens)]

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import BranchRequest
-from courtside.engines.forward.batching import pass_tokens
-from courtside.engines.forward.forward import Passes, read_packed
+from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.forward import ForwardPasses, forward_packed
 from courtside.engines.forward.padded_tree_scoring import Read, evaluating, read_together
-from courtside.engines.forward.prefix_sharing import Place
-from courtside.engines.forward.varlen import packing_of, read_row, switched
-from courtside.engines.precision import attended
-from courtside.engines.probes import away_from_alone, example_problem
+from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.forward.varlen import forward_row, make_layout, use_varlen_attention
+from courtside.engines.precision import match_attention_dtypes
+from courtside.engines.probes import distance_from_plain_forward, run_probe
 from courtside.engines.transfer import copy_to_device
 from courtside.types import Branch
 
@@ -48,14 +48,14 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert not self.is_initialized, "one pass"
-        keys, values = attended(key_states, value_states)
+        keys, values = match_attention_dtypes(key_states, value_states)
         self.keys, self.values = keys.detach(), values.detach()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         return keys, values
 
 
-def keeping() -> Cache:
+def make_retaining_cache() -> Cache:
     """For one packed pass, `Passes.hidden(…, kept=keeping())`: no number is copied."""
     return Cache(layer_class_to_replicate=_KeptLayer)
 
@@ -63,7 +63,7 @@ def keeping() -> Cache:
 # ── the branches ─────────────────────────────────────────────────────────────────────────────────
 
 
-Placed = tuple[Place, Branch]
+Placed = tuple[SequenceSpan, Branch]
 """A branch, and where in the row its trunk lies."""
 
 
@@ -127,7 +127,7 @@ class _BranchLayer(DynamicLayer):  # type: ignore[misc]
 
 
 @torch.no_grad()
-def kept_branch_hidden(
+def forward_branches(
     model: Any, kept: Cache, branches: Sequence[Placed], *, max_tokens: int | None = None
 ) -> list[Tensor]:
     """Last hidden states [|branch|, D] of every branch; the model's attention must be the packed
@@ -146,7 +146,7 @@ def _portions(
     branches: Sequence[Placed], device: torch.device, max_tokens: int | None
 ) -> list[list[int]]:
     """Which branches go into one pass, in order; one that is too large goes alone."""
-    room, room_keys = max_tokens or pass_tokens(device), most_keys(device)
+    room, room_keys = max_tokens or default_pass_tokens(device), most_keys(device)
     portions: list[list[int]] = []
     used = used_keys = 0
     for i, (_, branch) in enumerate(branches):
@@ -166,29 +166,29 @@ def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
     assert all(its.stop <= trunk_size for place, b in branches for its in place.slices(b.splice))
     ids = [token for _, b in branches for token in b.token_ids]
     position = [b.splice + n for _, b in branches for n in range(len(b.token_ids))]
-    packing = packing_of(
+    packing = make_layout(
         [len(b.token_ids) for _, b in branches],
         [b.splice + len(b.token_ids) for _, b in branches],
         device=model.device,
     )
     layout = Layout(branches, device=model.device)
     lent = Cache(layers=[_BranchLayer(layer, layout) for layer in kept.layers])
-    return read_row(model, ids, position, packing, lent)
+    return forward_row(model, ids, position, packing, lent)
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
-def read_packed_branches(
-    passes: Passes, requests: Sequence[BranchRequest], *, max_tokens: int, most_tokens: int
+def score_packed_branches(
+    passes: ForwardPasses, requests: Sequence[BranchRequest], *, max_tokens: int, most_tokens: int
 ) -> Iterator[Read]:
     """By pass over packed trunks, samples of one prompt with one beginning. See `shared_batches`
     for `most_tokens`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
     for batch in passes.batches([[ids] for ids in trunks], max_tokens, most_tokens=most_tokens):
         chosen = [requests[i] for i in batch]
-        kept = keeping()
+        kept = make_retaining_cache()
         with evaluating(passes.model), passes.attention():
             trunk_ND, places = passes.hidden([trunks[i] for i in batch], kept=kept)
             asked = [
@@ -196,7 +196,7 @@ def read_packed_branches(
                 for place, request in zip(places, chosen, strict=True)
                 for branch in request.branches
             ]
-            found = iter(kept_branch_hidden(passes.model, kept, asked, max_tokens=max_tokens))
+            found = iter(forward_branches(passes.model, kept, asked, max_tokens=max_tokens))
         del kept  # the keys and values, before there are logits
         branches = [[next(found) for _ in request.branches] for request in chosen]
         yield read_together(batch, chosen, trunk_ND, places, branches)
@@ -206,31 +206,31 @@ def read_packed_branches(
 
 
 @torch.no_grad()
-def kept_branching_problem(model: Any) -> str | None:
+def tree_scoring_problem(model: Any) -> str | None:
     """Why branches of a model whose passes can be packed cannot be read off one; None: they can.
 
     Kernels count from the first or from the last key as they like, and models may do with a cache
     as they like: a tiny example is tried.
     """
     with evaluating(model):
-        return example_problem(model, lambda: _example_error(model))
+        return run_probe(model, lambda: _example_error(model))
 
 
 def _example_error(model: Any) -> float:
     """How far branches off two packed sequences are from passes of their own."""
-    num_words = model.get_input_embeddings().weight.shape[0]
-    ids = [(7 * i * i + 3) % num_words for i in range(1, 61)]
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = [(7 * i * i + 3) % vocab_size for i in range(1, 61)]
     sequences = [ids[:9], ids[9:30]]
     asked = [
         (which, Branch(trajectory="", turn=0, splice=splice, token_ids=tuple(ids[-size:]),
                        scored=(False,) * size))
         for which, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
-    kept = keeping()
-    with switched(model):
-        _, places = read_packed(model, sequences, kept)
-        found = kept_branch_hidden(model, kept, [(places[which], b) for which, b in asked])
+    kept = make_retaining_cache()
+    with use_varlen_attention(model):
+        _, places = forward_packed(model, sequences, kept)
+        found = forward_branches(model, kept, [(places[which], b) for which, b in asked])
     return max(
-        away_from_alone(model, [*sequences[which][: b.splice], *b.token_ids], hidden_ND)
+        distance_from_plain_forward(model, [*sequences[which][: b.splice], *b.token_ids], hidden_ND)
         for (which, b), hidden_ND in zip(asked, found, strict=True)
     )

@@ -29,8 +29,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from courtside.engines.attention_kinds import attention_of
-from courtside.engines.forward.prefix_sharing import Row
-from courtside.engines.precision import attended, uncast
+from courtside.engines.forward.prefix_sharing import PackedRow
+from courtside.engines.precision import match_attention_dtypes, uncast
 from courtside.engines.transfer import tensor_on
 from courtside.errors import ModelError
 
@@ -38,7 +38,7 @@ NAME = "courtside_packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class VarlenLayout:
     """Where the parts of a row of N ids lie, and where their keys in a row of K."""
 
     lengths: tuple[int, ...]
@@ -50,24 +50,24 @@ class Packing:
     joined: tuple[int, ...] | None = None
     """Which parts' keys, one behind the other, are the row of K; None: they come as that."""
     shown: Any = None
-    """Of `joined`, what kernels want to know (`shown_rows.Shown`); None: there are none."""
+    """Of `joined`, what kernels want to know (`shown_rows.GatherIndex`); None: there are none."""
     corners: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """What `_corner` made: the same for all layers, which would each keep their own."""
 
 
-def packing_of(
+def make_layout(
     lengths: Sequence[int],
     key_lengths: Sequence[int] | None = None,
     *,
     joined: Sequence[int] | None = None,
     device: torch.device,
-) -> Packing:
+) -> VarlenLayout:
     """`key_lengths` = None: each part looks at its own ids only."""
     assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
     keys = lengths if key_lengths is None else key_lengths
     ends = [[0, *accumulate(its)] for its in (lengths, keys)]
     ends_S, key_ends_S = tensor_on(ends, dtype=torch.int32, device=device)
-    return Packing(
+    return VarlenLayout(
         lengths=tuple(lengths),
         ends_S=ends_S,
         key_lengths=tuple(keys),
@@ -77,17 +77,17 @@ def packing_of(
     )
 
 
-def packing_of_row(row: Row, *, device: torch.device) -> Packing:
+def make_row_layout(row: PackedRow, *, device: torch.device) -> VarlenLayout:
     """A part looks at its own ids, and before them at the beginning that it goes on from."""
     if all(part.prefix is None for part in row.parts):
-        return packing_of([len(part.ids) for part in row.parts], device=device)
+        return make_layout([len(part.ids) for part in row.parts], device=device)
     joined: list[int] = []
     key_lengths: list[int] = []
     for number, part in enumerate(row.parts):
         its = [number] if part.prefix is None else [part.prefix, number]
         joined += its
         key_lengths.append(sum(len(row.parts[i].ids) for i in its))
-    return packing_of(
+    return make_layout(
         [len(part.ids) for part in row.parts], key_lengths, joined=joined, device=device
     )
 
@@ -95,7 +95,7 @@ def packing_of_row(row: Row, *, device: torch.device) -> Packing:
 # ── attention ────────────────────────────────────────────────────────────────────────────────────
 
 
-def packed_attention(
+def varlen_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -104,7 +104,7 @@ def packed_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: Packing | None = None,
+    packing: VarlenLayout | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """[1, heads, N, D] and [1, shared heads, K, D] to [1, N, heads, D]: causal in each part.
@@ -120,7 +120,7 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} looks through a window, which packing ignores")
     assert query.shape[0] == 1 and query.shape[2] == sum(packing.lengths)
     given = query.dtype
-    query, key, value = attended(query, key, value)
+    query, key, value = match_attention_dtypes(query, key, value)
     if packing.joined is not None:
         key, value = (laid_out(state, packing) for state in (key, value))
     assert key.shape[2] == sum(packing.key_lengths)
@@ -131,13 +131,13 @@ def packed_attention(
     return (found.to(given) if query.device.type == "cpu" else found), None
 
 
-def laid_out(state: Tensor, packing: Packing) -> Tensor:
+def laid_out(state: Tensor, packing: VarlenLayout) -> Tensor:
     """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its parts look at them."""
     if packing.shown is None:
         return _joined(state, packing)
     from courtside.engines.kernels import prefix_gather
 
-    found_KHD = prefix_gather.laid_out(_flat(state), packing.shown)
+    found_KHD = prefix_gather.gather_rows(_flat(state), packing.shown)
     return found_KHD.transpose(0, 1)[None]
 
 
@@ -146,12 +146,12 @@ def _shown(lengths: Sequence[int], joined: Sequence[int], device: torch.device) 
         return None
     from courtside.engines.kernels import prefix_gather
 
-    return prefix_gather.shown(lengths, joined, device=device)
+    return prefix_gather.make_gather_index(lengths, joined, device=device)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, packing: Packing) -> Tensor:
+    def forward(ctx: Any, state: Tensor, packing: VarlenLayout) -> Tensor:
         assert packing.joined is not None
         ctx.packing = packing
         # Along the layout in memory, where a part is one piece.
@@ -160,7 +160,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        packing: Packing = ctx.packing
+        packing: VarlenLayout = ctx.packing
         assert packing.joined is not None
         (gradient,) = gradients
         sizes = [packing.lengths[i] for i in packing.joined]
@@ -171,7 +171,7 @@ class _Joined(torch.autograd.Function):
         return torch.cat([_summed(its) for its in found], dim=1).transpose(1, 2), None
 
 
-_joined: Callable[[Tensor, Packing], Tensor] = _Joined.apply
+_joined: Callable[[Tensor, VarlenLayout], Tensor] = _Joined.apply
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
@@ -198,7 +198,7 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _in_one(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, packing: VarlenLayout, scaling: float | None
 ) -> Tensor:
     settings: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
@@ -257,7 +257,7 @@ def _one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packing: Packing,
+    packing: VarlenLayout,
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
@@ -294,7 +294,7 @@ def _block_ends(num_queries: int) -> list[int]:
     return [*range(BLOCK, num_queries, BLOCK), num_queries]
 
 
-def _corner(packing: Packing, query: Tensor) -> Tensor:
+def _corner(packing: VarlenLayout, query: Tensor) -> Tensor:
     """To be added to scores: 0 where a query may look, −∞ elsewhere. The last q rows of the last k
     columns are the mask of the last q places of k, for every q and k of this packing."""
     if query.dtype not in packing.corners:
@@ -322,14 +322,14 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 # No mask is registered under the name: none is made then, also where positions start again.
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(NAME, varlen_attention)
 
 
 # ── a row ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def switched(model: Any) -> Iterator[None]:
+def use_varlen_attention(model: Any) -> Iterator[None]:
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -339,8 +339,12 @@ def switched(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def read_row(
-    model: Any, ids: Sequence[int], position: Sequence[int], packing: Packing, cache: Cache | None
+def forward_row(
+    model: Any,
+    ids: Sequence[int],
+    position: Sequence[int],
+    packing: VarlenLayout,
+    cache: Cache | None,
 ) -> Tensor:
     """Last hidden states [N, D] of one packed row."""
     assert attention_of(model) == NAME, "packed passes stand inside `Passes.attention`"

@@ -18,14 +18,14 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.forward.batching import pad_right, pass_tokens
+from courtside.engines.base import LMHead, SampleRequest, Sampling
+from courtside.engines.forward.batching import default_pass_tokens, pad_right
 from courtside.engines.forward.padded_tree_scoring import as_taken
 from courtside.engines.generation.cuda_graphs import Decoder, Reader
-from courtside.engines.generation.decode_weights import LentWeights
-from courtside.engines.generation.kv_cache import KEPT, RoomPool, rounded_up
-from courtside.engines.generation.outputs import Drawn
-from courtside.engines.generation.session import portions
+from courtside.engines.generation.decode_weights import DecodeWeights
+from courtside.engines.generation.kv_cache import KEPT, KVCachePool, round_up
+from courtside.engines.generation.outputs import SampleBuffer
+from courtside.engines.generation.session import split_prefill
 from courtside.types import Sample
 
 READ_STEP = 32
@@ -36,19 +36,19 @@ REFILL = 8
 """Waiting requests begin once 1/8 of the rows is free: reading for a few costs as for many."""
 
 
-class SlotSession:
+class ContinuousBatchingSession:
     """Rows whose keys and values are kept: a turn costs its own tokens."""
 
     def __init__(
         self,
         model: Any,
-        head: Head,
+        head: LMHead,
         *,
-        pool: RoomPool,
-        lent: LentWeights,
+        pool: KVCachePool,
+        lent: DecodeWeights,
         num_rows: int,
         num_places: int,
-        record: Callable[[int, Sampling], Drawn],
+        record: Callable[[int, Sampling], SampleBuffer],
         casting: Callable[[], AbstractContextManager[Any]],
     ):
         self.model, self.head, self.pool, self.lent = model, head, pool, lent
@@ -134,7 +134,7 @@ class SlotSession:
         self.slots.length_B[where_B] = length_B
         decoder.begin(list(asked), hidden_BD, [requests[n].seed for n in asked.values()])
 
-    def _end(self, decoder: Decoder, ended: Mapping[int, int], record: Drawn) -> None:
+    def _end(self, decoder: Decoder, ended: Mapping[int, int], record: SampleBuffer) -> None:
         written = decoder.written(list(ended))
         for (row, number), (ids, logps) in zip(ended.items(), written, strict=True):
             record.extend(number, ids, logps)
@@ -142,7 +142,7 @@ class SlotSession:
             self.length[row] += len(record.ids[number]) - 1
 
     def _stopped(
-        self, decoder: Decoder, at_work: Mapping[int, int], record: Drawn, going: list[bool]
+        self, decoder: Decoder, at_work: Mapping[int, int], record: SampleBuffer, going: list[bool]
     ) -> list[bool]:
         """Rows whose text has come to a stop string stop, too."""
         written = zip(at_work, decoder.written(list(at_work)), strict=True)
@@ -182,8 +182,8 @@ class SlotSession:
                 leader[reads[row]] = row
                 readers.append(row)
         readers.sort(key=lambda row: (-len(reads[row]), row))
-        most = pass_tokens(self.slots.row_B.device)
-        for _, rows in portions([len(reads[row]) for row in readers], readers, most):
+        most = default_pass_tokens(self.slots.row_B.device)
+        for _, rows in split_prefill([len(reads[row]) for row in readers], readers, most):
             asked = {row: reads[row] for row in rows}
             hidden |= self._replayed_pass(asked) or self._pass(rows, reads)
             for row in rows:
@@ -211,7 +211,7 @@ class SlotSession:
         """By a graph over all rows, where so little is read that launches would take longer; empty:
         where it is not."""
         slots = self.slots
-        num_tokens = rounded_up(max(map(len, reads.values())), READ_STEP)
+        num_tokens = round_up(max(map(len, reads.values())), READ_STEP)
         longest = max(self.length[row] + num_tokens for row in reads)
         width = slots.num_places
         while width % 2 == 0 and width // 2 >= longest:

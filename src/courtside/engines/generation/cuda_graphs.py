@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines.base import Head, Sampling
+from courtside.engines.base import LMHead, Sampling
 from courtside.engines.forward.padded_tree_scoring import as_taken
-from courtside.engines.generation.decode_attention import ragged
-from courtside.engines.generation.sampler import draw, uniforms
+from courtside.engines.generation.decode_attention import use_decode_attention
+from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.patches import layer_ops
 from courtside.engines.transfer import tensor_on
 
@@ -33,7 +33,7 @@ class Decoder:
     def __init__(
         self,
         model: Any,
-        head: Head,
+        head: LMHead,
         cache: Cache,
         length_B: Tensor,
         leaders: tuple[Tensor, Tensor],
@@ -69,7 +69,7 @@ class Decoder:
         """These rows have read their prompts: draw their first token and let them go on."""
         N = self.sampling.max_new_tokens
         where_B = torch.tensor(rows, device=self.device)
-        uniform_BN = torch.stack([uniforms(seed, N) for seed in seeds]).to(self.device)
+        uniform_BN = torch.stack([uniforms_for(seed, N) for seed in seeds]).to(self.device)
         ids_B, logp_B = drawn(self.head, hidden_BD, uniform_BN[:, 0], self.sampling)
         self.uniform_BN[where_B, :N] = uniform_BN
         self.drawn_BN[where_B, 0] = ids_B
@@ -107,7 +107,7 @@ class Decoder:
 
     def _step(self) -> None:
         """Read each row's last token, draw the next, leave it where the next step reads it."""
-        with ragged(self.model, self.length_B + 1, *self.leaders):
+        with use_decode_attention(self.model, self.length_B + 1, *self.leaders):
             out = self.model.base_model(
                 input_ids=self.ids_B1,
                 attention_mask=self.mask,
@@ -217,13 +217,13 @@ def replayed(step: Callable[[], None], state: Sequence[Tensor], pool: Any) -> Ca
 
 
 def drawn(
-    head: Head, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
+    head: LMHead, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """`draw`, by a kernel where there is one for it, which reads the logits as they are."""
-    if layer_ops.by_kernel(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
+    if layer_ops.runs_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
         from courtside.engines.kernels.decode import pick  # needs Triton, which CPUs do without
 
         if head.softcap is None:
             return pick(head.products(hidden_BD), uniform_B, sampling.temperature / head.scale)
         return pick(head(hidden_BD), uniform_B, sampling.temperature)
-    return draw(head(hidden_BD), uniform_B, sampling)
+    return sample_tokens(head(hidden_BD), uniform_B, sampling)

@@ -29,7 +29,7 @@ _rows: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
 row one that has the same in its first places, with their number."""
 
 
-def ragged_attention(
+def decode_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -61,12 +61,14 @@ def ragged_attention(
     return found.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, ragged_attention)
+AttentionInterface.register(NAME, decode_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def ragged(model: Any, length_B: Tensor, leader_B: Tensor, alike_B: Tensor) -> Iterator[None]:
+def use_decode_attention(
+    model: Any, length_B: Tensor, leader_B: Tensor, alike_B: Tensor
+) -> Iterator[None]:
     """Steps of the model in here read `length_B` places of each row, the first `alike_B` of them in
     the row `leader_B`, where the same lies."""
     config = model.config

@@ -3,7 +3,7 @@
 Trained weights are float32 and a pass under autocast rounds them to bfloat16 first. A step of
 decoding would round every weight again for each token; copies that are refreshed once a batch are
 the same numbers. Copies of layers that read the same input lie one behind the other and are one
-product. What stands between the products is as `few_launches` has it.
+product. What stands between the products is as `find_fused_layers` has it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.engines.patches.dataflow import Trace
-from courtside.engines.patches.fused_layers import FewLaunches, Replacement, replaced
+from courtside.engines.patches.fused_layers import FusedLayers, Patch, apply_patches
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that may read the same input, in the order in which they are called."""
 
 
-class LentWeights:
+class DecodeWeights:
     @torch.no_grad()
-    def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
+    def __init__(self, model: Any, head: LMHead, dtype: torch.dtype | None):
         self.model, self.head, self.dtype = model, head, dtype
-        self.parts = FewLaunches(model, head, dtype)
+        self.parts = FusedLayers(model, head, dtype)
         trace = self.parts.trace
         self.groups = _grouped(model, self.parts.linear, trace)
         """Linear layers that are one product, most of them alone."""
@@ -69,7 +69,7 @@ class LentWeights:
         yield [weight.detach()], [] if bias is None else [bias.detach()]
         if (adapter := self.head.adapter) is not None:  # also while it is off: addresses stay
             yield [adapter.down_RD.detach()], []
-            yield [adapter.up_VR[: self.head.num_words].detach()], []
+            yield [adapter.up_VR[: self.head.vocab_size].detach()], []
 
     @property
     def key(self) -> int:
@@ -86,12 +86,12 @@ class LentWeights:
         """Passes of the model and its head in here multiply by the copies."""
         self._num_users += 1
         try:
-            with replaced(self._replacements()):
+            with apply_patches(self._replacements()):
                 yield
         finally:
             self._num_users -= 1
 
-    def _replacements(self) -> Iterator[Replacement]:
+    def _replacements(self) -> Iterator[Patch]:
         yield from self.parts.replacements()
         if self.dtype is None:
             return
@@ -99,7 +99,7 @@ class LentWeights:
             yield vars(layer), "cast_input_dtype_enabled", False
         copies, own = self._copies[: len(self.groups)], self._copies[len(self.groups) :]
         for group, copy in zip(self.groups, copies, strict=True):
-            joined = JoinedProduct(*copy, [module.out_features for module in group])
+            joined = FusedLinear(*copy, [module.out_features for module in group])
             for index, module in enumerate(group):
                 yield vars(module), "forward", partial(joined.part, index)
         (weight, bias), *adapter = own
@@ -110,7 +110,7 @@ class LentWeights:
             yield vars(self.head), "low_rank", lambda: low
 
 
-class JoinedProduct:
+class FusedLinear:
     """Layers that read the same input: the first computes for all, the others take their part.
 
     A layer that is given anything else than what the first one was computes for itself.

@@ -25,7 +25,7 @@ PLACE_STEP = 128
 """Shapes are rounded up to these, so that batches of about one size share a graph."""
 KEPT = 8
 """Graphs kept; they share their working memory."""
-KEPT_BYTES = 2**30
+MAX_IDLE_CACHE_BYTES = 2**30
 """Room up to this stays when no session holds it. More is worth more to an update than the tenth of
 a second in which room, graphs and copies of weights are made again."""
 
@@ -35,7 +35,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
 
     is_initialized: bool
 
-    def __init__(self, slots: Slots, index: int):
+    def __init__(self, slots: KVCache, index: int):
         super().__init__()
         self.slots, self.index = slots, index
 
@@ -73,10 +73,10 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
             room[: theirs.shape[0], :, : theirs.shape[2]] = theirs
 
 
-class Slots:
+class KVCache:
     """Room for the keys and values of `num_rows` rows, and the graphs that write into it."""
 
-    def __init__(self, pool: RoomPool, num_rows: int, num_places: int):
+    def __init__(self, pool: KVCachePool, num_rows: int, num_places: int):
         self.pool, self.dtype = pool, pool.dtype
         self.num_rows, self.num_places = num_rows, num_places
         device = pool.model.device
@@ -113,7 +113,7 @@ class Slots:
         return self.pool.store(self, index, prod(shape), dtype).view(shape)
 
 
-class RoomPool:
+class KVCachePool:
     """The engine's memory for keys and values, lent to one session at a time."""
 
     def __init__(
@@ -122,22 +122,22 @@ class RoomPool:
         """`let_go`: called where room is given back, of what else only sampling needs."""
         self.model, self.dtype, self.let_go = model, dtype, let_go
         self._stores: dict[int, Tensor] = {}
-        self._slots: OrderedDict[tuple[int, int], Slots] = OrderedDict()
+        self._slots: OrderedDict[tuple[int, int], KVCache] = OrderedDict()
         self._holder: Callable[[], object | None] = lambda: None
         self.graph_pool = self._new_graph_pool()
         self.reads_eagerly = False
 
-    def lend(self, session: object, num_rows: int, num_places: int) -> Slots:
+    def lend(self, session: object, num_rows: int, num_places: int) -> KVCache:
         """Slots of at least that size. A session that still holds the pool keeps its room: another
         one gets memory of its own."""
         if self._holder() not in (None, session):
-            return RoomPool(self.model, self.dtype).lend(session, num_rows, num_places)
+            return KVCachePool(self.model, self.dtype).lend(session, num_rows, num_places)
         if self._holder() is None:
             weakref.finalize(session, self._rest).atexit = False
         self._holder = weakref.ref(session)
-        shape = (rounded_up(num_rows, ROW_STEP), rounded_up(num_places, PLACE_STEP))
+        shape = (round_up(num_rows, ROW_STEP), round_up(num_places, PLACE_STEP))
         if shape not in self._slots:
-            self._slots[shape] = Slots(self, *shape)
+            self._slots[shape] = KVCache(self, *shape)
         self._slots.move_to_end(shape)
         while len(self._slots) > KEPT:
             self._slots.popitem(last=False)
@@ -145,7 +145,7 @@ class RoomPool:
 
     def _rest(self) -> None:
         """Nobody samples now."""
-        if sum(store.nbytes for store in self._stores.values()) > KEPT_BYTES:
+        if sum(store.nbytes for store in self._stores.values()) > MAX_IDLE_CACHE_BYTES:
             for slots in self._slots.values():
                 slots.close()
             self._slots.clear()
@@ -156,7 +156,7 @@ class RoomPool:
     def _new_graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
-    def store(self, asking: Slots, index: int, size: int, dtype: torch.dtype) -> Tensor:
+    def store(self, asking: KVCache, index: int, size: int, dtype: torch.dtype) -> Tensor:
         """All shapes lie in the same memory; when it is too small, those that lay there go."""
         there = self._stores.get(index)
         if there is None or len(there) < size or there.dtype != dtype:
@@ -168,5 +168,5 @@ class RoomPool:
         return self._stores[index][:size]
 
 
-def rounded_up(number: int, step: int) -> int:
+def round_up(number: int, step: int) -> int:
     return -(-number // step) * step

@@ -8,7 +8,7 @@ from courtside.engines.base import Sampling
 from courtside.types import Sample, StopReason
 
 
-class Drawn:
+class SampleBuffer:
     """What each row of a batch has written so far."""
 
     def __init__(self, size: int, eos: frozenset[int], sampling: Sampling, tokenizer: Any):

@@ -14,14 +14,16 @@ BLOCK, LEAST_BLOCK = 256, 64
 """Words in a block: the largest of these powers of two that divides their number."""
 
 
-def uniforms(seed: int, count: int) -> Tensor:
+def uniforms_for(seed: int, count: int) -> Tensor:
     """The random numbers of one sample; they depend on its seed alone, not on its batch."""
     return torch.rand(
         count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed & (2**63 - 1))
     )
 
 
-def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
     """One token a row by the inverse of the distribution function, and its log-probability."""
     if sampling.temperature == 0:
         ids_B = logits_BV.argmax(dim=-1)
@@ -30,7 +32,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tens
     if sampling.temperature != 1:
         logits_BV = logits_BV / sampling.temperature
     if sampling.truncates:
-        logits_BV = truncated(torch.log_softmax(logits_BV, -1), sampling)
+        logits_BV = truncate_logits(torch.log_softmax(logits_BV, -1), sampling)
     most_B1 = logits_BV.amax(-1, keepdim=True)
     weight_BV = (logits_BV - most_B1).exp_()
     ids_B1, total_B1 = _found(weight_BV, uniform_B[:, None])
@@ -69,7 +71,7 @@ def _first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
     return found_B1.clamp(max=cdf_BN.shape[-1] - 1)
 
 
-def truncated(logp_BV: Tensor, sampling: Sampling) -> Tensor:
+def truncate_logits(logp_BV: Tensor, sampling: Sampling) -> Tensor:
     """top-k, then top-p, then min-p, renormalised; the input itself when none is on."""
     if not sampling.truncates:
         return logp_BV

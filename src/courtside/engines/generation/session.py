@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.base import Head, SampleRequest, Sampling
-from courtside.engines.forward.batching import pad_right, pass_tokens
+from courtside.engines.base import LMHead, SampleRequest, Sampling
+from courtside.engines.forward.batching import default_pass_tokens, pad_right
 from courtside.engines.forward.padded_tree_scoring import as_taken
-from courtside.engines.generation.outputs import Drawn
-from courtside.engines.generation.sampler import draw, uniforms
-from courtside.engines.patches.gqa_cpu import grouped
-from courtside.engines.patches.onednn_prepack import packed_where_it_pays
-from courtside.engines.precision import attended
+from courtside.engines.generation.outputs import SampleBuffer
+from courtside.engines.generation.sampler import sample_tokens, uniforms_for
+from courtside.engines.patches.gqa_cpu import use_gqa_attention
+from courtside.engines.patches.onednn_prepack import prepack_if_faster
+from courtside.engines.precision import match_attention_dtypes
 from courtside.types import Sample
 
 PLACE_STEP = 256
@@ -55,7 +55,7 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        key_states, value_states = attended(key_states, value_states)
+        key_states, value_states = match_attention_dtypes(key_states, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = self._room(key_states, self.writing.num_places)
@@ -94,16 +94,16 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
         return like.new_zeros(self.writing.num_rows, like.shape[1], num_places, like.shape[3])
 
 
-class KeptSession:
+class CachedSession:
     """Rows whose keys and values are kept: a turn costs its own tokens."""
 
     def __init__(
         self,
         model: Any,
-        head: Head,
+        head: LMHead,
         *,
         num_rows: int,
-        record: Callable[[int, Sampling], Drawn],
+        record: Callable[[int, Sampling], SampleBuffer],
         casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self.model, self.head, self.record, self.casting = model, head, record, casting
@@ -131,7 +131,7 @@ class KeptSession:
         longest = max(self.length[row] + len(ids) for row, ids in reads.items())
         self._grow(longest + sampling.max_new_tokens)
         steps = sampling.max_new_tokens
-        with self.casting(), packed_where_it_pays(self.model, self.head, num_steps=steps):
+        with self.casting(), prepack_if_faster(self.model, self.head, num_steps=steps):
             return self._write(rows, self._read(reads), requests, sampling)
 
     def restart(self, row: int) -> None:
@@ -147,13 +147,13 @@ class KeptSession:
         front = self._to_front(rows)
         hidden_BD = torch.stack([hidden[row] for row in front])
         number = {row: i for i, row in enumerate(rows)}
-        uniform_BN = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests]).to(
-            self.device
-        )
+        uniform_BN = torch.stack(
+            [uniforms_for(r.seed, sampling.max_new_tokens) for r in requests]
+        ).to(self.device)
         drawn = self.record(len(rows), sampling)
         for n in range(sampling.max_new_tokens):
             numbers = [number[row] for row in front]
-            ids_B, logp_B = draw(self.head(hidden_BD), uniform_BN[numbers, n], sampling)
+            ids_B, logp_B = sample_tokens(self.head(hidden_BD), uniform_BN[numbers, n], sampling)
             going = drawn.add(numbers, ids_B.tolist(), logp_B.tolist())
             if not going or n + 1 == sampling.max_new_tokens:
                 break
@@ -178,8 +178,8 @@ class KeptSession:
         readers = [row for row in reads if row not in follows]
         front = self._in_order(readers, {row: len(reads[row]) for row in readers})
         hidden: dict[int, Tensor] = {}
-        for first, rows in portions(
-            [len(reads[row]) for row in front], front, pass_tokens(self.device)
+        for first, rows in split_prefill(
+            [len(reads[row]) for row in front], front, default_pass_tokens(self.device)
         ):
             lengths = [len(reads[row]) for row in rows]
             ids_BN = pad_right([reads[row] for row in rows], 0, self.device)
@@ -215,7 +215,7 @@ class KeptSession:
         self.writing.position_BN = position_BN
         place_W = torch.arange(width, device=self.device)
         mask = as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None])
-        with grouped(self.model):
+        with use_gqa_attention(self.model):
             out = self.model.base_model(
                 input_ids=ids_BN,
                 attention_mask=mask,
@@ -262,7 +262,7 @@ class KeptSession:
         return self.order[: len(rows)]
 
 
-def portions(
+def split_prefill(
     lengths: Sequence[int], rows: Sequence[int], max_tokens: int
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Neighbours in portions of at most a pass's tokens with their padding, and where each begins.
@@ -281,7 +281,7 @@ def portions(
         yield first, rows[first:]
 
 
-class RereadingSession:
+class StatelessSession:
     """The same for models whose keys and values cannot be continued like that: every turn reads
     its conversation again. Slower, and exact."""
 

@@ -138,22 +138,22 @@ def attend(
 
 
 @triton.jit
-def _block_sums(logits, tops, totals, scale, num_words, row_words, num_blocks,
+def _block_sums(logits, tops, totals, scale, vocab_size, row_words, num_blocks,
                 WORDS: tl.constexpr, OWN_SCALES: tl.constexpr):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     if OWN_SCALES:
         scale = tl.load(scale + row)
     at = block * WORDS + tl.arange(0, WORDS)
-    x = tl.load(logits + row.to(tl.int64) * row_words + at, mask=at < num_words, other=-1.0e30)
+    x = tl.load(logits + row.to(tl.int64) * row_words + at, mask=at < vocab_size, other=-1.0e30)
     x = x.to(tl.float32) * scale
     top = tl.max(x, 0)
-    total = tl.sum(tl.where(at < num_words, tl.exp(x - top), 0.0), 0)
+    total = tl.sum(tl.where(at < vocab_size, tl.exp(x - top), 0.0), 0)
     tl.store(tops + row * num_blocks + block, top)
     tl.store(totals + row * num_blocks + block, total)
 
 
 @triton.jit
-def _pick(logits, tops, totals, uniforms, ids, logps, scale, num_words, row_words, num_blocks,
+def _pick(logits, tops, totals, uniforms, ids, logps, scale, vocab_size, row_words, num_blocks,
           WORDS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """The word where the distribution function passes the row's random number."""
     row = tl.program_id(0)
@@ -172,12 +172,12 @@ def _pick(logits, tops, totals, uniforms, ids, logps, scale, num_words, row_word
     block = tl.minimum(block, num_blocks - 1)
     before = tl.sum(tl.where(at_b < block, mass_b, 0.0), 0)
     at = block * WORDS + tl.arange(0, WORDS)
-    x = tl.load(logits + row.to(tl.int64) * row_words + at, mask=at < num_words, other=-1.0e30)
+    x = tl.load(logits + row.to(tl.int64) * row_words + at, mask=at < vocab_size, other=-1.0e30)
     x = x.to(tl.float32) * scale
-    upto = tl.cumsum(tl.where(at < num_words, tl.exp(x - top).to(tl.float64), 0.0), 0)
-    hit = tl.sum(((before + upto <= threshold) & (at < num_words)).to(tl.int32), 0)
+    upto = tl.cumsum(tl.where(at < vocab_size, tl.exp(x - top).to(tl.float64), 0.0), 0)
+    hit = tl.sum(((before + upto <= threshold) & (at < vocab_size)).to(tl.int32), 0)
     # Rounding may leave the threshold a hair above a block's sum: its last word that can be drawn.
-    last = tl.max(tl.where((at < num_words) & (x > top - 80.0), tl.arange(0, WORDS), 0), 0)
+    last = tl.max(tl.where((at < vocab_size) & (x > top - 80.0), tl.arange(0, WORDS), 0), 0)
     hit = tl.minimum(hit, last)
     chosen = tl.sum(tl.where(tl.arange(0, WORDS) == hit, x, 0.0), 0)
     tl.store(ids + row, (block * WORDS + hit).to(tl.int64))

@@ -25,7 +25,7 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class GatherIndex:
     """Which of N rows stand in a layout of K, on the device."""
 
     rows_K: Tensor
@@ -36,20 +36,22 @@ class Shown:
     """[N + 1]: where in `places_K` those of each row begin."""
 
 
-def shown(lengths: Sequence[int], joined: Sequence[int], *, device: torch.device) -> Shown:
+def make_gather_index(
+    lengths: Sequence[int], joined: Sequence[int], *, device: torch.device
+) -> GatherIndex:
     """A row of parts of these lengths, of which `joined` stand one behind the other."""
     starts = [0, *accumulate(lengths)]
     rows_K = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in joined])
     counts_N = torch.bincount(rows_K, minlength=starts[-1])
     firsts_N = torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)])
-    return Shown(
+    return GatherIndex(
         rows_K=copy_to_device(rows_K, device),
         places_K=copy_to_device(rows_K.argsort(stable=True).int(), device),
         firsts_N=copy_to_device(firsts_N.int(), device),
     )
 
 
-def laid_out(state_NHD: Tensor, where: Shown) -> Tensor:
+def gather_rows(state_NHD: Tensor, where: GatherIndex) -> Tensor:
     """[N, heads, D] to [K, heads, D]."""
     found: Tensor = _LaidOut.apply(state_NHD, where)
     return found
@@ -64,10 +66,10 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_KHD):
-        return summed(gradient_KHD, ctx.where), None
+        return sum_gathered_gradients(gradient_KHD, ctx.where), None
 
 
-def summed(gradient_KHD: Tensor, where: Shown) -> Tensor:
+def sum_gathered_gradients(gradient_KHD: Tensor, where: GatherIndex) -> Tensor:
     """[K, heads, D] to [N, heads, D]: each row the sum of its places, always in the same order and
     in float32 at least."""
     gradient_KHD = gradient_KHD.contiguous()

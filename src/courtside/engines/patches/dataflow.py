@@ -26,8 +26,8 @@ class Trace:
         self._made: dict[int, tuple[nn.Module, Tensor]] = {}
         """Results by identity; held, so that no other tensor gets it."""
         hooks = [norm.register_forward_hook(self._keep) for norm in norms]
-        num_words = model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(4, device=model.device)[None] % num_words
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(4, device=model.device)[None] % vocab_size
         try:
             with torch.no_grad(), _Watch(self._see):
                 model.base_model(input_ids=ids, use_cache=False)

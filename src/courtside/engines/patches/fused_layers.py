@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.engines.patches import layer_ops
 from courtside.engines.patches.dataflow import Trace
 from courtside.engines.patches.layer_ops import (
@@ -27,15 +27,15 @@ from courtside.engines.patches.layer_ops import (
 
 ABSENT: Any = object()
 
-Replacement = tuple[dict[str, Any], str, Any]
+Patch = tuple[dict[str, Any], str, Any]
 """A namespace, a name in it, and what stands there for a while."""
 
 
-class FewLaunches:
+class FusedLayers:
     """`dtype`: the numbers that passes multiply in, where those are not the weights' own."""
 
     @torch.no_grad()
-    def __init__(self, model: Any, head: Head, dtype: torch.dtype | None):
+    def __init__(self, model: Any, head: LMHead, dtype: torch.dtype | None):
         self.dtype = dtype
         own = set(head.module.modules())
         self.linear = [m for m in model.modules() if type(m) is nn.Linear and m not in own]
@@ -49,10 +49,10 @@ class FewLaunches:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        with replaced(self.replacements()):
+        with apply_patches(self.replacements()):
             yield
 
-    def replacements(self) -> Iterator[Replacement]:
+    def replacements(self) -> Iterator[Patch]:
         for module, norm in self.norms.items():
             dtype = self.dtype if module in self.rounded_norms else None
             yield vars(module), "forward", partial(norm.forward, dtype=dtype)
@@ -62,19 +62,19 @@ class FewLaunches:
             yield vars(module), ROTARY, rotary(vars(module)[ROTARY])
 
 
-def few_launches(model: Any, head: Head, dtype: torch.dtype | None) -> FewLaunches | None:
+def find_fused_layers(model: Any, head: LMHead, dtype: torch.dtype | None) -> FusedLayers | None:
     """Where there are kernels; elsewhere a model's own layers are as good."""
-    if not layer_ops.by_kernel(model.get_input_embeddings().weight):
+    if not layer_ops.runs_kernels(model.get_input_embeddings().weight):
         return None
-    return FewLaunches(model, head, dtype)
+    return FusedLayers(model, head, dtype)
 
 
 @torch.no_grad()
-def lean_layers(model: Any) -> list[Replacement]:
+def find_lean_layers(model: Any) -> list[Patch]:
     """Where there are no kernels: norms and gated MLPs that keep less for the way back."""
     modules = [m for m in model.modules() if has_class_forward(m)]
     norms = (norm for m in modules if (norm := rms_norm_of(m, None)) is not None)
-    found: list[Replacement] = [(vars(norm.module), "forward", norm.forward) for norm in norms]
+    found: list[Patch] = [(vars(norm.module), "forward", norm.forward) for norm in norms]
     mlps = ((m, f) for m in modules if (f := gated_mlp_of(m)) is not None)
     return found + [(vars(mlp), "forward", forward) for mlp, forward in mlps]
 
@@ -85,8 +85,8 @@ def has_class_forward(module: nn.Module) -> bool:
 
 
 @contextmanager
-def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    before: list[Replacement] = []
+def apply_patches(replacements: Iterable[Patch]) -> Iterator[None]:
+    before: list[Patch] = []
     try:
         for namespace, name, value in replacements:
             before.append((namespace, name, namespace.get(name, ABSENT)))

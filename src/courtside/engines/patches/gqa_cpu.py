@@ -16,12 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from courtside.engines.precision import attended, uncast
+from courtside.engines.precision import match_attention_dtypes, uncast
 
 NAME = "courtside_grouped"
 
 
-def grouped_attention(
+def gqa_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -32,7 +32,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """[B, heads, N, D] and [B, shared heads, L, D] to [B, N, heads, D]."""
     given = query.dtype
-    query, key, value = attended(query, key, value)
+    query, key, value = match_attention_dtypes(query, key, value)
     special = settings.get("position_bias") is not None or module.training
     with uncast(query.device):
         if attention_mask is None or special:
@@ -47,12 +47,12 @@ def grouped_attention(
     return found.to(given), None
 
 
-AttentionInterface.register(NAME, grouped_attention)
+AttentionInterface.register(NAME, gqa_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def grouped(model: Any) -> Iterator[None]:
+def use_gqa_attention(model: Any) -> Iterator[None]:
     """Passes of the model in here use it, where it pays and the model's own is the usual one."""
     config = model.config
     if model.device.type != "cpu" or config._attn_implementation != "sdpa":

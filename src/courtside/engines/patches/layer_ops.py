@@ -24,7 +24,7 @@ ROTARY = "apply_rotary_pos_emb"
 KERNEL_NUMBERS = frozenset([torch.float16, torch.bfloat16, torch.float32])
 
 
-def by_kernel(x: Tensor) -> bool:
+def runs_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_NUMBERS
 
 
@@ -56,7 +56,7 @@ class RmsNorm:
 def rms_norm(
     x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
 ) -> Tensor:
-    if by_kernel(x):
+    if runs_kernels(x):
         from courtside.engines.kernels import layers_autograd  # needs Triton, which CPUs do without
 
         return layers_autograd.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
@@ -94,7 +94,7 @@ def rotate(
     query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor
 ) -> tuple[Tensor, Tensor]:
     """In the numbers of both; under autocast in those that attention would round them to."""
-    if by_kernel(query_BHND) and by_kernel(cos_BND):
+    if runs_kernels(query_BHND) and runs_kernels(cos_BND):
         from courtside.engines.kernels import layers_autograd
 
         dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
@@ -148,7 +148,7 @@ def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
-    if by_kernel(gate):
+    if runs_kernels(gate):
         from courtside.engines.kernels import layers_autograd
 
         return layers_autograd.gated(gate, up)
@@ -157,7 +157,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def gated_into(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """`layer` of silu(gate) · up."""
-    if by_kernel(gate):
+    if runs_kernels(gate):
         return layer(gated(gate, up))
     return lean_layers.read_gated(layer, gate, up)
 
@@ -198,7 +198,7 @@ def append(
     keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
 ) -> None:
     """Write each row's new key and value behind the `length_B` that it has."""
-    if by_kernel(keys_BKLD):
+    if runs_kernels(keys_BKLD):
         from courtside.engines.kernels import layers
 
         layers.append(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)

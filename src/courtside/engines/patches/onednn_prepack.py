@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 
 LEAST_STEPS = 12
 """Of decoding, for the copy to pay for itself."""
@@ -30,13 +30,13 @@ NUM_ROWS = 16
 
 
 @contextmanager
-def packed_where_it_pays(model: Any, head: Head, *, num_steps: int = 0) -> Iterator[None]:
+def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterator[None]:
     """`num_steps` of decoding will be made in here, or passes over prompts and sequences."""
     dtype = multiplied(model)
     if not pays(model, dtype, num_steps=num_steps):
         yield
         return
-    with packed(model, head, dtype):
+    with prepack_linear_layers(model, head, dtype):
         yield
 
 
@@ -70,7 +70,7 @@ def _can_multiply(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def packed(model: Any, head: Head, dtype: torch.dtype) -> Iterator[None]:
+def prepack_linear_layers(model: Any, head: LMHead, dtype: torch.dtype) -> Iterator[None]:
     """Passes of the model and its head in here use copies of their weights of this moment."""
     own_layers = set(head.module.modules())
     others = [m for m in model.modules() if m not in own_layers]

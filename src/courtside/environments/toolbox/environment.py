@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import count
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.episode import ToolboxEpisode
 from courtside.environments.toolbox.plan import Plan, plan, split_of_number
 from courtside.environments.toolbox.prompt import FORMATS, first_messages, signature
@@ -66,10 +66,10 @@ class Toolbox:
         episode = self.start(task)
         conversation = list(task.messages)
         for turn in count():
-            is_reminded = Dice(f"reminder {task.id} {turn}").chance(reminders)
+            is_reminded = SeededRandom(f"reminder {task.id} {turn}").chance(reminders)
             if is_reminded:
                 conversation.append(reminder(task, turn))
-            by_habit = not is_reminded and Dice(f"habit {task.id} {turn}").chance(habits)
+            by_habit = not is_reminded and SeededRandom(f"habit {task.id} {turn}").chance(habits)
             reply = episode.habitual() if by_habit else episode.expert()
             conversation.append(Message(role="assistant", content=reply))
             observation = episode.step(reply)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
 from courtside.environments.toolbox.tools.base import Drawn, Request, Tool, World
 from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
@@ -42,23 +42,23 @@ def split_of_number(number: int) -> Split:
 def plan(config: ToolboxTasks, number: int) -> Plan:
     split = split_of_number(number)
     key = f"toolbox {number}"
-    capabilities = _listed(config, Dice(f"{key} tools"))
-    num_turns = Dice(f"{key} turns").between(*config.turn_range)
+    capabilities = _listed(config, SeededRandom(f"{key} tools"))
+    num_turns = SeededRandom(f"{key} turns").between(*config.turn_range)
     world = World()
     if notes.TOOLS.keys() & capabilities:
-        world.notes.update(_first_notes(split, Dice(f"{key} notes")))
+        world.notes.update(_first_notes(split, SeededRandom(f"{key} notes")))
     return Plan(
         split=split,
         tools=_names(config, capabilities, key),
         notes=dict(world.notes),
         requests=tuple(
-            _request(capabilities, split, Dice(f"{key} request {turn}"), world)
+            _request(capabilities, split, SeededRandom(f"{key} request {turn}"), world)
             for turn in range(num_turns)
         ),
     )
 
 
-def _listed(config: ToolboxTasks, dice: Dice) -> list[str]:
+def _listed(config: ToolboxTasks, dice: SeededRandom) -> list[str]:
     capabilities: list[str] = list(dict.fromkeys(config.capabilities))
     listed = dice.some_of(capabilities, config.num_tools)
     if "delete_note" in listed and "write_note" not in listed:
@@ -68,16 +68,16 @@ def _listed(config: ToolboxTasks, dice: Dice) -> list[str]:
 
 
 def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str, str]:
-    made_up = iter(Dice(f"{key} made-up names").some_of(MADE_UP, len(capabilities)))
+    made_up = iter(SeededRandom(f"{key} made-up names").some_of(MADE_UP, len(capabilities)))
     return {
         one: next(made_up)
-        if Dice(f"{key} made-up name of {one}").chance(config.made_up_share)
-        else _name(config, one, Dice(f"{key} name of {one}"))
+        if SeededRandom(f"{key} made-up name of {one}").chance(config.made_up_share)
+        else _name(config, one, SeededRandom(f"{key} name of {one}"))
         for one in capabilities
     }
 
 
-def _name(config: ToolboxTasks, capability: str, dice: Dice) -> str:
+def _name(config: ToolboxTasks, capability: str, dice: SeededRandom) -> str:
     names = NAMES[capability]
     pool = {
         "seen": names.seen,
@@ -91,7 +91,7 @@ def _name(config: ToolboxTasks, capability: str, dice: Dice) -> str:
     return dice.one_of([name for name in pool if name != names.common])
 
 
-def _first_notes(split: Split, dice: Dice) -> dict[str, str]:
+def _first_notes(split: Split, dice: SeededRandom) -> dict[str, str]:
     found: dict[str, str] = {}
     while len(found) < NUM_FIRST_NOTES:
         arguments = _of_split("write_note", split, dice, World()).arguments
@@ -99,7 +99,7 @@ def _first_notes(split: Split, dice: Dice) -> dict[str, str]:
     return found
 
 
-def _request(capabilities: list[str], split: Split, dice: Dice, world: World) -> Request:
+def _request(capabilities: list[str], split: Split, dice: SeededRandom, world: World) -> Request:
     """One that makes sense in the world as the requests before it leave it; it leaves its own."""
     possible = [one for one in capabilities if world.notes or not TOOLS[one].needs_notes]
     capability = dice.one_of(possible)
@@ -109,7 +109,7 @@ def _request(capabilities: list[str], split: Split, dice: Dice, world: World) ->
     return Request(capability=capability, text=text, arguments=drawn.arguments)
 
 
-def _of_split(capability: str, split: Split, dice: Dice, world: World) -> Drawn:
+def _of_split(capability: str, split: Split, dice: SeededRandom, world: World) -> Drawn:
     """A request about something that no other split asks this tool about."""
     for _ in range(MAX_DRAWS):
         drawn = TOOLS[capability].draw(dice, world)

@@ -6,7 +6,7 @@ hints that it is taught with later.
 
 from __future__ import annotations
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.types import Message, Task
 
 REMINDERS = (
@@ -21,5 +21,5 @@ REMINDERS = (
 
 def reminder(task: Task, turn: int) -> Message:
     """The one for the call of this turn; a message as `hints.place = "above"` makes it."""
-    words = Dice(f"words {task.id} {turn}").one_of(REMINDERS)
+    words = SeededRandom(f"words {task.id} {turn}").one_of(REMINDERS)
     return Message(role="user", content=words.format(tools=task.privileged["tools"]))

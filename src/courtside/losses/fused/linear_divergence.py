@@ -31,18 +31,18 @@ from courtside.losses.fused.matmuls import (
     through_adapter,
     through_head,
 )
-from courtside.losses.fused.torch_backend import words_in_torch
+from courtside.losses.fused.torch_backend import vocabulary_pass_torch
 from courtside.losses.fused.types import (
-    Asked,
     Backend,
-    Found,
+    DivergenceStats,
     HeadGradient,
     HeadLoss,
+    HeadLossSpec,
     Parts,
     Projection,
-    Raw,
-    Statistics,
-    joined,
+    RawLogits,
+    TokenStatistics,
+    concatenate_fields,
 )
 
 CPU_BYTES = 9 * 2**24
@@ -60,11 +60,13 @@ CUDA_PART_BYTES = 5 * 2**25
 four rows for each multiprocessor of an H200 are what its kernel has at a time."""
 
 
-Words = Callable[[Raw, Parts | None, Asked, slice], tuple[Statistics, Found | None]]
+Words = Callable[
+    [RawLogits, Parts | None, HeadLossSpec, slice], tuple[TokenStatistics, DivergenceStats | None]
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ChunkPlan:
     """How many rows at once."""
 
     chunk: int
@@ -74,13 +76,13 @@ class Plan:
     """Of a chunk: whose teacher's logits are held."""
 
 
-def divergence_head(
+def fused_linear_divergence(
     student: Projection,
     teacher: Projection | None,
-    asked: Asked,
+    asked: HeadLossSpec,
     *,
     into: HeadGradient | None = None,
-    plan: Plan | None = None,
+    plan: ChunkPlan | None = None,
     backend: Backend | None = None,
 ) -> HeadLoss:
     """Gradient by the student's hidden states, with all by-products; `into` gets the head's own.
@@ -94,15 +96,15 @@ def divergence_head(
     num_rows = len(student.hidden_ND)
     into = into or HeadGradient()
     trained = into.weight_VD is not None
-    plan = plan or make_plan(student, teacher=teacher is not None, trained=trained)
+    plan = plan or plan_chunks(student, teacher=teacher is not None, trained=trained)
     backend = backend or choose_backend(student.weight_VD)
     words = words_of(backend)
     # Reserved at once, for all chunks: see the module's contract.
     gradient_ND = torch.empty_like(student.hidden_ND)
     chunk_CV = room_for_logits(student, min(plan.chunk, num_rows))
     teacher_PV = room_for_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
-    statistics: list[Statistics] = []
-    found: list[Found] = []
+    statistics: list[TokenStatistics] = []
+    found: list[DivergenceStats] = []
     with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
         narrow = reduced(student, gradient=True)
         teacher_narrow = None if teacher is None else reduced(teacher)
@@ -121,8 +123,8 @@ def divergence_head(
             through_adapter(student, narrow, gradient_ND=gradient_ND, into=into)
     return HeadLoss(
         hidden_gradient_ND=gradient_ND,
-        statistics=joined(statistics),
-        found=joined(found) if found else None,
+        statistics=concatenate_fields(statistics),
+        found=concatenate_fields(found) if found else None,
     )
 
 
@@ -140,14 +142,14 @@ def choose_backend(weight_VD: Tensor) -> Backend:
     return "triton" if fits and find_spec("triton") is not None else "torch"
 
 
-def make_plan(
+def plan_chunks(
     student: Projection, *, teacher: bool, trained: bool, device: str | None = None
-) -> Plan:
+) -> ChunkPlan:
     """As many rows as the budget allows, in chunks of about equal size. `device`: a kind of device
     other than the student's own."""
-    num_words = student.weight_VD.shape[0]
+    vocab_size = student.weight_VD.shape[0]
     num_rows = max(1, len(student.hidden_ND))
-    row_bytes = student.weight_VD.element_size() * padded(num_words)
+    row_bytes = student.weight_VD.element_size() * padded(vocab_size)
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
@@ -163,7 +165,7 @@ def make_plan(
     most = _whole_tiles(held - part, tile)
     num_chunks = -(-num_rows // most)
     chunk = -(-num_rows // (num_chunks * tile)) * tile
-    return Plan(chunk=chunk, part=min(part, chunk) if teacher else chunk)
+    return ChunkPlan(chunk=chunk, part=min(part, chunk) if teacher else chunk)
 
 
 def _whole_tiles(num_rows: int, tile: int) -> int:
@@ -177,21 +179,21 @@ def _same_words(
     """Both heads cut to the words they share."""
     if teacher is None:
         return student, None
-    num_words = min(len(student.weight_VD), len(teacher.weight_VD))
+    vocab_size = min(len(student.weight_VD), len(teacher.weight_VD))
     cut_student, cut_teacher = (
         replace(
             side,
-            weight_VD=side.weight_VD[:num_words],
-            bias_V=None if side.bias_V is None else side.bias_V[:num_words],
+            weight_VD=side.weight_VD[:vocab_size],
+            bias_V=None if side.bias_V is None else side.bias_V[:vocab_size],
             low_rank=side.low_rank
-            and replace(side.low_rank, up_VR=side.low_rank.up_VR[:num_words]),
+            and replace(side.low_rank, up_VR=side.low_rank.up_VR[:vocab_size]),
         )
         for side in (student, teacher)
     )
     return cut_student, cut_teacher
 
 
-def _checked(student: Projection, teacher: Projection | None, asked: Asked) -> Asked:
+def _checked(student: Projection, teacher: Projection | None, asked: HeadLossSpec) -> HeadLossSpec:
     """Per-row numbers in the dtype of the statistics."""
     num_rows = len(student.hidden_ND)
     assert asked.ids_N.shape == asked.temperature_N.shape == (num_rows,)
@@ -216,8 +218,8 @@ def _checked(student: Projection, teacher: Projection | None, asked: Asked) -> A
 def words_of(backend: Backend) -> Words:
     """The pass over the words: statistics, and the gradient in place of the student's logits."""
     if backend == "torch":
-        return words_in_torch
+        return vocabulary_pass_torch
     # Late: Triton is optional, and reads its environment when it is imported.
-    from courtside.losses.fused.triton_backend import words_in_triton
+    from courtside.losses.fused.triton_backend import vocabulary_pass_triton
 
-    return words_in_triton
+    return vocabulary_pass_triton

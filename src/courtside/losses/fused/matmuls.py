@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from courtside.losses.fused.types import HeadGradient, Projection, Raw
+from courtside.losses.fused.types import HeadGradient, Projection, RawLogits
 
 WIDENED_ROWS = 4096
 """Of the gradient by logits, turned around: so many words of it exist in wide numbers at once."""
@@ -38,17 +38,17 @@ def reduced(side: Projection, *, gradient: bool = False) -> Reduced | None:
     return Reduced(values_NR=values_NR, gradient_NR=room)
 
 
-def padded(num_words: int) -> int:
+def padded(vocab_size: int) -> int:
     """Rows that start at multiples of 128 bytes: for wide loads, and for the matrix products."""
-    return -(-num_words // 64) * 64
+    return -(-vocab_size // 64) * 64
 
 
 def room_for_logits(side: Projection, num_rows: int) -> Tensor:
-    num_words = len(side.weight_VD)
-    return side.weight_VD.new_empty(num_rows, padded(num_words))[:, :num_words]
+    vocab_size = len(side.weight_VD)
+    return side.weight_VD.new_empty(num_rows, padded(vocab_size))[:, :vocab_size]
 
 
-def logits(side: Projection, narrow: Reduced | None, rows: slice, room_NV: Tensor) -> Raw:
+def logits(side: Projection, narrow: Reduced | None, rows: slice, room_NV: Tensor) -> RawLogits:
     """Of `rows`, in the first rows of `room_NV`."""
     values_NV = room_NV[: rows.stop - rows.start]
     hidden_ND = _operand(side, rows)
@@ -59,7 +59,7 @@ def logits(side: Projection, narrow: Reduced | None, rows: slice, room_NV: Tenso
     if narrow is not None:
         assert side.low_rank is not None
         values_NV.addmm_(narrow.values_NR[rows], side.low_rank.up_VR.t())
-    return Raw(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
+    return RawLogits(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
 
 
 def through_head(
@@ -74,17 +74,17 @@ def through_head(
     """From the gradient by logits to those by hidden states (set) and by the head (added)."""
     _multiply(gradient_CV, student.weight_VD, gradient_ND[rows], add=False)
     words_VC = gradient_CV.t()
-    num_words = len(words_VC)
+    vocab_size = len(words_VC)
     if into.weight_VD is not None:
-        _multiply(words_VC, _operand(student, rows), into.weight_VD[:num_words], add=True)
+        _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=True)
     if into.bias_V is not None:
-        into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
+        into.bias_V[:vocab_size].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
     if narrow is None:
         return
     assert student.low_rank is not None
     _multiply(gradient_CV, student.low_rank.up_VR, narrow.gradient_NR[rows], add=False)
     if into.up_VR is not None:
-        _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:num_words], add=True)
+        _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=True)
 
 
 def through_adapter(

@@ -70,11 +70,11 @@ def room_for_tops(values_NV: Tensor, *, lanes: int, width: int) -> Tensor:
     return values_NV.new_empty(len(values_NV), -(-values_NV.shape[1] // block) * lanes)
 
 
-def warps_for(num_words: int, k: int, *, least: int, width: int) -> int | None:
+def warps_for(vocab_size: int, k: int, *, least: int, width: int) -> int | None:
     """So many that there are lanes enough for k; None: not words enough for the lanes, or lanes for
     the words, and sorting is as good."""
     warps = max(least, triton.next_power_of_2(2 * k) // 32)
-    return warps if warps <= MOST_WARPS and num_words >= 128 * warps * width else None
+    return warps if warps <= MOST_WARPS and vocab_size >= 128 * warps * width else None
 
 
 def pick(
@@ -89,14 +89,14 @@ def pick(
 ) -> None:
     """Fill `out`; of equally likely words the lower number. `tops_NG`: the largest of every `width`
     words, padded to whole tiles of so many lanes."""
-    num_rows, num_words = values_NV.shape
+    num_rows, vocab_size = values_NV.shape
     if not num_rows:
         return
     assert values_NV.stride(1) == other_NV.stride(1) == out.ids_NK.stride(1) == 1
     select_kernel[(num_rows,)](
         values_NV, other_NV, tops_NG, out.ids_NK, out.own_NK, out.other_NK, out.scratch_N2C,
         out.counts_N3, values_NV.stride(0), other_NV.stride(0), out.ids_NK.shape[1],
-        NUM_WORDS=num_words, ROOM=out.scratch_N2C.shape[2], LANES=lanes, WIDTH=width,
+        NUM_WORDS=vocab_size, ROOM=out.scratch_N2C.shape[2], LANES=lanes, WIDTH=width,
         num_warps=num_warps,
     )  # fmt: skip
 

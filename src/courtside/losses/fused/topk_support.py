@@ -16,7 +16,7 @@ from torch import Tensor
 
 from courtside.losses.fused.kernels import LN2, OUTPUTS, over_temperature
 from courtside.losses.fused.topk_select import COMPARED, Picked
-from courtside.losses.fused.types import Divergence, Found, Raw
+from courtside.losses.fused.types import DivergenceSpec, DivergenceStats, RawLogits
 
 TEACHER = tl.constexpr(0)
 STUDENT = tl.constexpr(1)
@@ -28,7 +28,7 @@ FLOOR = tl.constexpr(8 * torch.finfo(torch.float32).eps)
 """Of a tail, as `top_k` has it: below, 1 − Σ_S is rounding."""
 
 
-def has_kernel(divergence: Divergence) -> bool:
+def has_kernel(divergence: DivergenceSpec) -> bool:
     support = divergence.support
     assert support is not None
     form = support.form in ("tail", "stop_gradient") and support.clip is None
@@ -36,11 +36,11 @@ def has_kernel(divergence: Divergence) -> bool:
 
 
 def reverse_on_support(
-    sides: tuple[Raw, Raw],
+    sides: tuple[RawLogits, RawLogits],
     picked: tuple[Picked, Picked],
-    divergence: Divergence,
+    divergence: DivergenceSpec,
     per_row: tuple[Tensor, ...],
-) -> tuple[Found, Tensor, Tensor]:
+) -> tuple[DivergenceStats, Tensor, Tensor]:
     """(what was found, Σ_S h, the gradient by the logits of the words of S).
 
     `sides`: the student's and the teacher's logits, for their scales and caps only; `picked`: the
@@ -66,7 +66,7 @@ def reverse_on_support(
         )  # fmt: skip
     named = {f"{name}_N": found[place] for place, name in enumerate(FOUND)}
     sum_N = named.pop("sum_N")
-    return Found(**named), sum_N, values_NK
+    return DivergenceStats(**named), sum_N, values_NK
 
 
 @triton.jit

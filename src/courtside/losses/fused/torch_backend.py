@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from courtside.losses.fused.types import (
-    Asked,
-    Divergence,
-    Found,
+    DivergenceSpec,
+    DivergenceStats,
+    HeadLossSpec,
     Parts,
-    Raw,
-    Statistics,
+    RawLogits,
     Support,
-    joined,
+    TokenStatistics,
+    concatenate_fields,
 )
 from courtside.losses.top_k import support_mass, top_k_divergence
 
@@ -38,34 +38,34 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Elements of one block: on a CPU what its caches hold, so that many passes over it cost little."""
 
 
-def words_in_torch(
-    student: Raw, teacher: Parts | None, asked: Asked, rows: slice
-) -> tuple[Statistics, Found | None]:
+def vocabulary_pass_torch(
+    student: RawLogits, teacher: Parts | None, asked: HeadLossSpec, rows: slice
+) -> tuple[TokenStatistics, DivergenceStats | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
-    statistics: list[Statistics] = []
-    found: list[Found] = []
+    statistics: list[TokenStatistics] = []
+    found: list[DivergenceStats] = []
     parts = [(rows, None)] if teacher is None else teacher
     for part, logits in parts:
         own_NV = student.values_NV[part.start - rows.start : part.stop - rows.start]
         here, there = _part_in_torch(replace(student, values_NV=own_NV), logits, asked, part)
         statistics.append(here)
         found += [] if there is None else [there]
-    return joined(statistics), joined(found) if found else None
+    return concatenate_fields(statistics), concatenate_fields(found) if found else None
 
 
 def _part_in_torch(
-    student: Raw, teacher: Raw | None, asked: Asked, rows: slice
-) -> tuple[Statistics, Found | None]:
-    num_rows, num_words = student.values_NV.shape
+    student: RawLogits, teacher: RawLogits | None, asked: HeadLossSpec, rows: slice
+) -> tuple[TokenStatistics, DivergenceStats | None]:
+    num_rows, vocab_size = student.values_NV.shape
     on_cpu = student.values_NV.device.type == "cpu"
-    size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // num_words))
+    size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // vocab_size))
     # All that a block computes in, once for all blocks: memory of this size comes from the system
     # anew each time, page by page, which takes a CPU longer than the arithmetic.
     sides = [side.values_NV.dtype for side in (student, teacher) if side is not None]
     widened = any(dtype != asked.temperature_N.dtype for dtype in sides)
-    scratch = [asked.temperature_N.new_empty(size, num_words) for _ in range(5 if widened else 3)]
-    statistics: list[Statistics] = []
-    found: list[Found] = []
+    scratch = [asked.temperature_N.new_empty(size, vocab_size) for _ in range(5 if widened else 3)]
+    statistics: list[TokenStatistics] = []
+    found: list[DivergenceStats] = []
     for start in range(0, max(1, num_rows), size):
         end = min(start + size, num_rows)
         here, there = _block_in_torch(
@@ -77,12 +77,16 @@ def _part_in_torch(
         )
         statistics.append(here)
         found += [] if there is None else [there]
-    return joined(statistics), joined(found) if found else None
+    return concatenate_fields(statistics), concatenate_fields(found) if found else None
 
 
 def _block_in_torch(
-    student: Raw, teacher: Raw | None, asked: Asked, rows: slice, scratch: list[Tensor]
-) -> tuple[Statistics, Found | None]:
+    student: RawLogits,
+    teacher: RawLogits | None,
+    asked: HeadLossSpec,
+    rows: slice,
+    scratch: list[Tensor],
+) -> tuple[TokenStatistics, DivergenceStats | None]:
     temperature_N, ids_N = asked.temperature_N[rows], asked.ids_N[rows]
     student_NV, slope_NV = _scaled(student, temperature_N, scratch[-2])
     teacher_NV = None if teacher is None else _scaled(teacher, temperature_N, scratch[-1])[0]
@@ -109,7 +113,7 @@ def _block_in_torch(
     return statistics, found
 
 
-def _scaled(raw: Raw, temperature_N: Tensor, room_NV: Tensor) -> tuple[Tensor, Tensor | None]:
+def _scaled(raw: RawLogits, temperature_N: Tensor, room_NV: Tensor) -> tuple[Tensor, Tensor | None]:
     """(logits over temperature, in place where they have its dtype already and in `room_NV` where
     not; the slope of the cap)."""
     values_NV = raw.values_NV
@@ -144,7 +148,7 @@ class Block:
 
 def open_block(
     student_NV: Tensor, teacher_NV: Tensor | None, ids_N: Tensor, scratch: list[Tensor]
-) -> tuple[Block, Statistics]:
+) -> tuple[Block, TokenStatistics]:
     """From logits over temperature, float32 or better, which are overwritten. `scratch`: room for
     three more of them."""
     block = Block(
@@ -157,8 +161,8 @@ def open_block(
     logp_N = _of(block.logp_NV, ids_N)
     negative_N = block.dot(block.p_NV, block.logp_NV)
     if block.logq_NV is None or block.q_NV is None:
-        return block, Statistics(student_logp_N=logp_N, student_entropy_N=-negative_N)
-    return block, Statistics(
+        return block, TokenStatistics(student_logp_N=logp_N, student_entropy_N=-negative_N)
+    return block, TokenStatistics(
         student_logp_N=logp_N,
         student_entropy_N=-negative_N,
         teacher_logp_N=_of(block.logq_NV, ids_N),
@@ -169,12 +173,12 @@ def open_block(
 
 def full_gradient(
     block: Block,
-    statistics: Statistics,
-    divergence: Divergence,
+    statistics: TokenStatistics,
+    divergence: DivergenceSpec,
     *,
     weight_N: Tensor,
     pull_N: Tensor,
-) -> Found:
+) -> DivergenceStats:
     """`block.logp_NV` becomes weight·g − pull·π."""
     assert block.logq_NV is not None and block.q_NV is not None
     assert statistics.reverse_kl_N is not None
@@ -191,11 +195,11 @@ def full_gradient(
     else:
         value_N = _mixture_gradient(block, divergence, weight_N, pull_N)
     _leave_out(block, weight_N, pull_N)
-    return Found(value_N=value_N.masked_fill(weight_N == 0, 0.0))
+    return DivergenceStats(value_N=value_N.masked_fill(weight_N == 0, 0.0))
 
 
 def _mixture_gradient(
-    block: Block, divergence: Divergence, weight_N: Tensor, pull_N: Tensor
+    block: Block, divergence: DivergenceSpec, weight_N: Tensor, pull_N: Tensor
 ) -> Tensor:
     logp_NV, logq_NV, q_NV = block.logp_NV, block.logq_NV, block.q_NV
     assert logq_NV is not None and q_NV is not None
@@ -226,7 +230,7 @@ def _mixture_gradient(
     return divergence.beta * from_teacher_N + (1 - divergence.beta) * (centre_N - first)
 
 
-def log_shares(divergence: Divergence) -> tuple[float, float]:
+def log_shares(divergence: DivergenceSpec) -> tuple[float, float]:
     """(log of the student's share of the mixture, log of the teacher's)."""
     share = divergence.beta if divergence.name == "jsd" else divergence.alpha
     assert share is not None and 0 < share < 1
@@ -254,7 +258,7 @@ def _leave_out(block: Block, weight_N: Tensor, pull_N: Tensor) -> None:
 class OnSupport:
     """A divergence on a support, and its gradient by the student's log-probs there."""
 
-    found: Found
+    found: DivergenceStats
     ids_NK: Tensor
     gradient_NK: Tensor
     """h, weighted; 0 on words that are listed twice."""
@@ -274,9 +278,9 @@ def support_ids(
     return support_of(student_NK, teacher_NK, support)
 
 
-def refuse_too_many(k: int, num_words: int) -> None:
-    if k > num_words:
-        raise ValueError(f"k = {k}: the vocabulary has {num_words} words only")
+def refuse_too_many(k: int, vocab_size: int) -> None:
+    if k > vocab_size:
+        raise ValueError(f"k = {k}: the vocabulary has {vocab_size} words only")
 
 
 def support_of(
@@ -296,7 +300,7 @@ def on_support(
     logp_NK: Tensor,
     logq_NK: Tensor,
     picked: tuple[Tensor, Tensor, Tensor],
-    divergence: Divergence,
+    divergence: DivergenceSpec,
     weight_N: Tensor,
 ) -> OnSupport:
     """`picked` is what `support_ids` gave; log-probs are over the whole vocabulary."""
@@ -311,7 +315,7 @@ def on_support(
         gradient_NK = gradient_NK * weight_N[:, None]
     else:
         value_N, gradient_NK = _by_autograd(logp_NK, safe_NK, keep_NK, divergence, weight_N)
-    found = Found(
+    found = DivergenceStats(
         value_N=value_N.masked_fill(~on_N, 0.0),
         student_mass_N=support_mass(logp_NK, keep_NK),
         teacher_mass_N=support_mass(logq_NK, keep_NK),
@@ -333,7 +337,7 @@ def reverse_with_tail(logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor) -> tupl
 
 
 def _by_autograd(
-    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: Divergence, weight_N: Tensor
+    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: DivergenceSpec, weight_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(value, weighted gradient by log π) of any divergence in any form."""
     support = divergence.support
@@ -356,12 +360,12 @@ def _by_autograd(
 
 def support_gradient(
     block: Block,
-    statistics: Statistics,
-    divergence: Divergence,
+    statistics: TokenStatistics,
+    divergence: DivergenceSpec,
     *,
     weight_N: Tensor,
     pull_N: Tensor,
-) -> Found:
+) -> DivergenceStats:
     """`block.logp_NV` becomes h − π·(Σ_S h + pull), h weighted."""
     assert block.logq_NV is not None and divergence.support is not None
     picked = support_ids(block.logp_NV, block.logq_NV, divergence.support)

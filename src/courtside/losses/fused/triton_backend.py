@@ -35,7 +35,14 @@ from courtside.losses.fused.torch_backend import (
     refuse_too_many,
     support_of,
 )
-from courtside.losses.fused.types import Asked, Divergence, Found, Parts, Raw, Statistics
+from courtside.losses.fused.types import (
+    DivergenceSpec,
+    DivergenceStats,
+    HeadLossSpec,
+    Parts,
+    RawLogits,
+    TokenStatistics,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +60,14 @@ class Tiling:
 TILING = Tiling()
 
 
-def words_in_triton(
-    student: Raw,
+def vocabulary_pass_triton(
+    student: RawLogits,
     teacher: Parts | None,
-    asked: Asked,
+    asked: HeadLossSpec,
     rows: slice,
     *,
     tiling: Tiling = TILING,
-) -> tuple[Statistics, Found | None]:
+) -> tuple[TokenStatistics, DivergenceStats | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
     divergence = None if asked.divergence is None else asked.divergence.without_ends()
     whole = _Launch(
@@ -90,7 +97,7 @@ def words_in_triton(
         if not at_once:
             coefficient_N = asked.coefficient(part, launch.statistics())
             launch.run(formed, weight_N=weight_N[own], coefficient_N=coefficient_N, gradient=True)
-    found = None if divergence is None else Found(value_N=whole.output("value"))
+    found = None if divergence is None else DivergenceStats(value_N=whole.output("value"))
     return whole.statistics(with_teacher=teacher is not None), found
 
 
@@ -98,8 +105,8 @@ def words_in_triton(
 class _Launch:
     """The kernel with everything that its two halves share."""
 
-    student: Raw
-    teacher: Raw | None
+    student: RawLogits
+    teacher: RawLogits | None
     ids_N: Tensor
     temperature_N: Tensor
     outputs: Tensor
@@ -138,7 +145,7 @@ class _Launch:
 
     def run(
         self,
-        divergence: Divergence | None,
+        divergence: DivergenceSpec | None,
         *,
         weight_N: Tensor,
         coefficient_N: Tensor | None = None,
@@ -147,7 +154,7 @@ class _Launch:
         tops: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """`tops` of both sides get the largest logit of every few words."""
-        num_rows, num_words = self.student.values_NV.shape
+        num_rows, vocab_size = self.student.values_NV.shape
         if not num_rows:
             return
         teacher = self.teacher or self.student
@@ -187,18 +194,18 @@ class _Launch:
                 TOPS=tops is not None,
                 STUDENT_CAPPED=self.student.softcap is not None,
                 TEACHER_CAPPED=teacher.softcap is not None,
-                NUM_WORDS=num_words,
+                NUM_WORDS=vocab_size,
                 LANES=self.tiling.lanes,
                 WIDTH=self.width,
                 num_warps=self.tiling.num_warps,
             )
 
-    def statistics(self, *, with_teacher: bool | None = None) -> Statistics:
+    def statistics(self, *, with_teacher: bool | None = None) -> TokenStatistics:
         """`with_teacher`: whether some part had one; None: whether this is such a part."""
         names = ["student_logp", "student_entropy"]
         if self.teacher is not None if with_teacher is None else with_teacher:
             names += ["teacher_logp", "teacher_entropy", "reverse_kl"]
-        return Statistics(**{f"{name}_N": self.output(name) for name in names})
+        return TokenStatistics(**{f"{name}_N": self.output(name) for name in names})
 
     def room_for_tops(self) -> tuple[Tensor, Tensor]:
         assert self.teacher is not None
@@ -228,7 +235,7 @@ class _Launch:
                     num_warps=self.tiling.num_warps,
                 )
 
-    def log_probs(self, side: Raw, raw_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
+    def log_probs(self, side: RawLogits, raw_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
         """(log-probs, slope of the cap) of a few words of each row, whose logits these are."""
         # As the kernel has them, which rounds once: 1 − Σ_S p is small and shows the difference.
         temperature_N1 = self.temperature_N[:, None]
@@ -275,7 +282,7 @@ def _cannot_run(device: torch.device, error: BaseException) -> str:
 class _Support:
     """What is found on the words of a support, and what the gradient needs of them."""
 
-    found: Found
+    found: DivergenceStats
     sum_N: Tensor
     """Σ_S h."""
     values_NK: Tensor
@@ -283,16 +290,16 @@ class _Support:
 
 
 def _on_support(
-    whole: _Launch, teacher: Parts, divergence: Divergence, asked: Asked, rows: slice
-) -> tuple[Statistics, Found]:
+    whole: _Launch, teacher: Parts, divergence: DivergenceSpec, asked: HeadLossSpec, rows: slice
+) -> tuple[TokenStatistics, DivergenceStats]:
     """Part by part what needs the teacher's logits: statistics, and the words that may be in the
     support. Everything on those few words once for all rows."""
     support, student = divergence.support, whole.student
     assert support is not None and asked.weight_N is not None
-    num_rows, num_words = student.values_NV.shape
-    refuse_too_many(support.k, num_words)
+    num_rows, vocab_size = student.values_NV.shape
+    refuse_too_many(support.k, vocab_size)
     least = whole.tiling.num_warps
-    warps = warps_for(num_words, support.k, least=least, width=whole.width)
+    warps = warps_for(vocab_size, support.k, least=least, width=whole.width)
     if warps is not None:
         whole = replace(whole, tiling=replace(whole.tiling, num_warps=warps))
     device = student.values_NV.device
@@ -321,9 +328,9 @@ def _on_support(
 
 def _by_kernel(
     whole: _Launch,
-    teacher: Raw,
+    teacher: RawLogits,
     picked: tuple[Picked, Picked],
-    divergence: Divergence,
+    divergence: DivergenceSpec,
     per_row: tuple[Tensor, Tensor | None],
 ) -> _Support:
     weight_N, coefficient_N = per_row
@@ -346,9 +353,9 @@ def _by_kernel(
 
 def _by_torch(
     whole: _Launch,
-    teacher: Raw,
+    teacher: RawLogits,
     picked: tuple[Picked, Picked],
-    divergence: Divergence,
+    divergence: DivergenceSpec,
     per_row: tuple[Tensor, Tensor | None],
 ) -> _Support:
     """Every divergence in every form."""

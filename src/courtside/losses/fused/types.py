@@ -39,7 +39,7 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
+class RawLogits:
     """hidden·weightᵀ + bias of some rows: before scale, cap and temperature."""
 
     values_NV: Tensor
@@ -47,7 +47,7 @@ class Raw:
     softcap: float | None
 
 
-Parts = Iterable[tuple[slice, Raw]]
+Parts = Iterable[tuple[slice, RawLogits]]
 """The teacher's logits a part of the rows at a time, made when they are asked for: (which rows,
 their logits). The next part takes the memory of the last."""
 
@@ -63,7 +63,7 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class DivergenceSpec:
     """Which one; `beta` belongs to jsd, `alpha` to the skewed ones."""
 
     name: DivergenceName
@@ -81,18 +81,18 @@ class Divergence:
             if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"beta or alpha = {share}: must lie between 0 and 1")
 
-    def without_ends(self) -> Divergence:
+    def without_ends(self) -> DivergenceSpec:
         """The same divergence, its ends as what they are: no mixture with a share of 0 or 1.
 
         What is left at α = 1 is KL of something to itself; see `is_zero`.
         """
         if self.name == "jsd" and self.beta in (0, 1):
-            return Divergence(
+            return DivergenceSpec(
                 name="forward_kl" if self.beta == 0 else "reverse_kl", support=self.support
             )
         if self.alpha == 0:
             plain: DivergenceName = "forward_kl" if self.name == "skew_forward_kl" else "reverse_kl"
-            return Divergence(name=plain, support=self.support)
+            return DivergenceSpec(name=plain, support=self.support)
         return self
 
     @property
@@ -101,7 +101,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class TokenStatistics:
     """By-products of the softmax at each row, in float32 or better, detached."""
 
     student_logp_N: Tensor
@@ -114,18 +114,18 @@ class Statistics:
     """KL(π‖q), whatever divergence is minimised."""
 
 
-Coefficient = Callable[[slice, Statistics], Tensor]
+Coefficient = Callable[[slice, TokenStatistics], Tensor]
 """(which rows, their statistics) → ∂loss/∂log π(sampled word) of each of those rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HeadLossSpec:
     """The loss: Σ_n weight_n·divergence_n plus any function of the sampled words' log-probs."""
 
     ids_N: Tensor
     """The sampled words."""
     temperature_N: Tensor
-    divergence: Divergence | None = None
+    divergence: DivergenceSpec | None = None
     weight_N: Tensor | None = None
     """Of the divergence, with its denominator. 0: that row's teacher is not looked at, so it may
     be NaN."""
@@ -136,7 +136,7 @@ class Asked:
     def __post_init__(self) -> None:
         assert (self.divergence is None) == (self.weight_N is None), "a divergence has weights"
 
-    def coefficient(self, rows: slice, statistics: Statistics) -> Tensor | None:
+    def coefficient(self, rows: slice, statistics: TokenStatistics) -> Tensor | None:
         """`sampled` at those rows, whose statistics these are."""
         if self.sampled is None or isinstance(self.sampled, Tensor):
             return None if self.sampled is None else self.sampled[rows]
@@ -156,7 +156,7 @@ class HeadGradient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class DivergenceStats:
     """What a divergence found at each row."""
 
     value_N: Tensor
@@ -172,15 +172,15 @@ class Found:
 class HeadLoss:
     hidden_gradient_ND: Tensor
     """∂loss/∂hidden of the student."""
-    statistics: Statistics
-    found: Found | None
+    statistics: TokenStatistics
+    found: DivergenceStats | None
     """None: no divergence was asked for."""
 
 
-Part = TypeVar("Part", Statistics, Found)
+Part = TypeVar("Part", TokenStatistics, DivergenceStats)
 
 
-def joined(parts: list[Part]) -> Part:
+def concatenate_fields(parts: list[Part]) -> Part:
     """Parts of the rows, one after the other."""
     together = {
         field.name: torch.cat([getattr(part, field.name) for part in parts])

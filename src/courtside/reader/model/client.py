@@ -17,7 +17,7 @@ class Reply:
     tokens_out: int = 0
 
 
-class Ask(Protocol):
+class ModelClient(Protocol):
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
         """A reply for each prompt, in their order."""
         ...

@@ -17,8 +17,8 @@ import httpx
 from courtside.errors import RecipeError, RunError
 from courtside.reader.model.client import Reply
 from courtside.reader.rules.wording import shortened
-from courtside.recipe.reader import ModelReader
-from courtside.sanitize import one_line
+from courtside.recipe.reader import ModelReaderConfig
+from courtside.sanitize import to_one_line
 from courtside.types import Message
 
 LONGEST_WAIT = 60.0
@@ -34,8 +34,8 @@ class _Busy(Exception):
         self.wait = wait
 
 
-class EndpointAsk:
-    def __init__(self, config: ModelReader, *, first_wait: float = 1.0):
+class OpenAIClient:
+    def __init__(self, config: ModelReaderConfig, *, first_wait: float = 1.0):
         assert config.endpoint is not None, "the recipe names a server"
         self.config = config
         self.endpoint = config.endpoint
@@ -136,7 +136,7 @@ class EndpointAsk:
         text = response.text
         if self._key is not None:
             text = text.replace(self._key, "***")
-        return shortened(one_line(text), 300) or "nothing"
+        return shortened(to_one_line(text), 300) or "nothing"
 
 
 def _key(name: str | None) -> str | None:

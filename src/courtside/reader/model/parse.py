@@ -12,8 +12,8 @@ from typing import Any
 
 from courtside.reader.model.prompt import Window
 from courtside.reader.rules.wording import shortened
-from courtside.recipe.reader import ModelReader
-from courtside.sanitize import one_line
+from courtside.recipe.reader import ModelReaderConfig
+from courtside.sanitize import to_one_line
 from courtside.types import Hint, Trajectory
 
 MAX_TRIES = 200
@@ -24,7 +24,11 @@ DECODER = json.JSONDecoder()
 
 
 def hints_in(
-    text: str, window: Window, trajectory: Trajectory, config: ModelReader, counts: Counter[str]
+    text: str,
+    window: Window,
+    trajectory: Trajectory,
+    config: ModelReaderConfig,
+    counts: Counter[str],
 ) -> list[Hint]:
     entries = entries_in(text)
     if entries is None:
@@ -95,7 +99,9 @@ def _values(text: str) -> Iterator[Any]:
             yield value
 
 
-def _hint(entry: Any, window: Window, trajectory: Trajectory, config: ModelReader) -> Hint | str:
+def _hint(
+    entry: Any, window: Window, trajectory: Trajectory, config: ModelReaderConfig
+) -> Hint | str:
     """The hint, or why there is none."""
     if not isinstance(entry, dict):
         return "malformed"
@@ -107,7 +113,7 @@ def _hint(entry: Any, window: Window, trajectory: Trajectory, config: ModelReade
         return "malformed"
     if problem := _wrong_turn(turn, window.turns, trajectory):
         return problem
-    words = one_line(words)
+    words = to_one_line(words)
     if not words:
         return "empty_hint"
     if len(words) > config.max_chars:
@@ -126,7 +132,7 @@ def _hint(entry: Any, window: Window, trajectory: Trajectory, config: ModelReade
         turn=turn,
         text=words,
         source="model",
-        reason=shortened(one_line(reason), REASON_CHARS),
+        reason=shortened(to_one_line(reason), REASON_CHARS),
         confidence=None if confidence is None else float(confidence),
     )
 

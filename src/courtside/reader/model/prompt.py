@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from courtside.reader.base import targets
-from courtside.recipe.reader import ModelReader
+from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Trajectory, Turn
 
 OPEN, CLOSE = "=== record begins ===", "=== record ends ==="
@@ -48,7 +48,7 @@ class Window:
     """The assistant's turns in it: their numbers are indices into the trajectory's turns."""
 
 
-def windows(trajectory: Trajectory, config: ModelReader) -> list[Window]:
+def windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Window]:
     """The task in each, then as many turns as fit; the last ones again at the start of the next.
 
     Every turn that can get a hint is in at least one.
@@ -86,7 +86,7 @@ def windows(trajectory: Trajectory, config: ModelReader) -> list[Window]:
     return found
 
 
-def _lines(i: int, turn: Turn, config: ModelReader) -> list[str]:
+def _lines(i: int, turn: Turn, config: ModelReaderConfig) -> list[str]:
     if turn.role == "assistant":
         head: dict[str, Any] = {"turn": i, "by": "assistant"}
         if config.outcome and turn.events:

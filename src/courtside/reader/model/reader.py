@@ -1,7 +1,7 @@
 """A model reads the trajectory and says, as JSON, which turn went wrong and what would have helped.
 
-Which model, and how it is reached, is behind `Ask`. What it is shown is in `shown`, what becomes of
-its reply in `answer`.
+Which model, and how it is reached, is behind `ModelClient`. `prompt` renders what it sees, `parse`
+reads its reply.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from courtside.reader.base import Reading, total
-from courtside.reader.model.client import Ask
+from courtside.reader.model.client import ModelClient
 from courtside.reader.model.parse import hints_in
 from courtside.reader.model.prompt import CLOSE, OPEN, Window, windows
-from courtside.recipe.reader import ModelReader
+from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Hint, Message, Trajectory
 
 SMALLEST_WINDOW = 1000
@@ -46,8 +46,8 @@ The record is over. The assistant's messages in it are numbered {turns}; "turn" 
 these. Reply with the JSON list now."""
 
 
-class ByModel:
-    def __init__(self, config: ModelReader, ask: Ask):
+class ModelReader:
+    def __init__(self, config: ModelReaderConfig, ask: ModelClient):
         self.config = config
         self.ask = ask
 
@@ -97,7 +97,7 @@ class ByModel:
             config = _narrower(config)
 
 
-def _narrower(config: ModelReader) -> ModelReader:
+def _narrower(config: ModelReaderConfig) -> ModelReaderConfig:
     half = max(config.window // 2, SMALLEST_WINDOW)
     return config.model_copy(
         update={

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.chat.template import Renderer
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling
-from courtside.reader.model.client import Ask, Reply
-from courtside.recipe.reader import ModelReader
+from courtside.reader.model.client import ModelClient, Reply
+from courtside.recipe.reader import ModelReaderConfig
 from courtside.seeds import seed_for
 from courtside.types import Message
 
 
-class OwnAsk:
+class StudentClient:
     def __init__(
         self,
         engine: Engine,
-        renderer: Renderer,
+        renderer: ChatTemplate,
         *,
         sampling: Sampling,
         context_length: int,
@@ -51,13 +51,13 @@ class OwnAsk:
         return len(self.renderer.prompt_ids(prompt)) <= self.room
 
 
-def own_ask(
-    engine: Engine, renderer: Renderer, *, context_length: int, seed: int
-) -> Callable[[ModelReader], Ask]:
-    """What `reader_for` takes as `ask_self`."""
+def make_student_client(
+    engine: Engine, renderer: ChatTemplate, *, context_length: int, seed: int
+) -> Callable[[ModelReaderConfig], ModelClient]:
+    """What `make_reader` takes as `ask_self`."""
 
-    def ask(config: ModelReader) -> Ask:
-        return OwnAsk(
+    def ask(config: ModelReaderConfig) -> ModelClient:
+        return StudentClient(
             engine,
             renderer,
             sampling=Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature),

@@ -11,16 +11,16 @@ from courtside.reader.base import Reading, targets, total
 from courtside.reader.rules.detectors import found
 from courtside.reader.rules.episode import Episode
 from courtside.reader.rules.wording import FACT_CHARS, shortened
-from courtside.recipe.reader import ERROR_PATTERN, RulesReader, slots_of
-from courtside.sanitize import one_line, printable
+from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, slots_of
+from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 
 WRITTEN = frozenset({"message", "arguments", "match"})
 
 
-class ByRules:
-    def __init__(self, config: RulesReader, *, seed: int):
+class RuleReader:
+    def __init__(self, config: RuleReaderConfig, *, seed: int):
         self.config = config
         self.seed = seed
         self.error = re.compile(config.error_pattern or ERROR_PATTERN)
@@ -53,7 +53,7 @@ class ByRules:
                         turn=turn,
                         text=text,
                         source=f"rules:{rule.detect}",
-                        reason=shortened(one_line(finding.reason), FACT_CHARS),
+                        reason=shortened(to_one_line(finding.reason), FACT_CHARS),
                         bad_span=finding.bad_span,
                     )
                 )
@@ -98,7 +98,7 @@ class ByRules:
         if any(not known.get(slot, "").strip() for slot in slots_of(template)):
             counts["dropped/missing_slot"] += 1
             return None
-        text = printable(template.format_map(known)).strip()
+        text = escape_control_characters(template.format_map(known)).strip()
         if not text:
             counts["dropped/empty_hint"] += 1
             return None
@@ -110,5 +110,5 @@ class ByRules:
 
 def _fact(name: str, text: str) -> str:
     """As it goes into a hint. What the assistant or a tool wrote can be long; a name is not cut."""
-    line = one_line(text)
+    line = to_one_line(text)
     return shortened(line, FACT_CHARS) if name in WRITTEN else line

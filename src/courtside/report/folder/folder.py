@@ -38,8 +38,8 @@ from courtside.report.folder.parquet import (
 )
 from courtside.report.folder.serialize import evaluation_from, evaluation_tree
 from courtside.report.metrics import metrics_row
-from courtside.report.versions import environment
-from courtside.types import Evaluation, Judged, PhaseCost, Scored, Update
+from courtside.report.versions import collect_versions
+from courtside.types import Evaluation, HintOutcome, PhaseCost, Scored, Update
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
@@ -65,7 +65,7 @@ class RunFolder:
             for name in ("metrics", "evaluations", "alarms"):
                 # A kill may have cut the last line; the next one must not be glued to it.
                 keep_lines(folder._file(f"{name}.jsonl"), lambda row: True)
-            replace_file(folder._file("environment.json"), encode(environment(), indent=2))
+            replace_file(folder._file("environment.json"), encode(collect_versions(), indent=2))
             # Last: a folder with a recipe is a whole one.
             replace_file(folder._file(RECIPE), toml.dumps(recipe_tree(recipe)).encode())
         except BaseException:
@@ -144,7 +144,7 @@ class RunFolder:
         """That step's trajectories without texts and tokens; much cheaper than those."""
         return read_outlines(self.stored_file(step), step)
 
-    def hints(self, step: int) -> list[Judged]:
+    def hints(self, step: int) -> list[HintOutcome]:
         """Of that step's trajectories, kept and dropped; much cheaper than those."""
         return read_hints(self.stored_file(step))
 

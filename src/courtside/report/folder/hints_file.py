@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from courtside.errors import RunError, UserError
-from courtside.recipe import PersonReader, Recipe, persons_of
+from courtside.recipe import HumanReaderConfig, Recipe, persons_of
 from courtside.report.folder.atomic_files import replace_file
-from courtside.sanitize import one_line
+from courtside.sanitize import to_one_line
 from courtside.types import Hint, Trajectory
 
 KEYS = ("trajectory", "turn", "text", "reason")
@@ -38,7 +38,7 @@ class Limits:
     @classmethod
     def of(cls, recipe: Recipe) -> Limits:
         """Those of the recipe's own reader `person`; without one, of a recipe that leaves them."""
-        usual = PersonReader(kind="person", path=Path("hints.jsonl"))
+        usual = HumanReaderConfig(kind="person", path=Path("hints.jsonl"))
         person = next(iter(persons_of(recipe)), usual)
         return cls(max_chars=person.max_chars, max_hints=person.max_hints)
 
@@ -71,10 +71,10 @@ def write_hint(path: Path, hint: Hint) -> None:
     row: dict[str, Any] = {
         "trajectory": hint.trajectory,
         "turn": hint.turn,
-        "text": one_line(hint.text),
+        "text": to_one_line(hint.text),
     }
     if hint.reason:
-        row["reason"] = one_line(hint.reason)
+        row["reason"] = to_one_line(hint.reason)
     line = json.dumps(row).encode() + b"\n"
     _hint(line, where=f"hint for {path}")
     try:
@@ -177,7 +177,7 @@ def _hint(line: bytes, *, where: str) -> Hint:
     turn = row.get("turn")
     if not isinstance(turn, int) or isinstance(turn, bool) or turn < 0:
         raise UserError(f"{where}: `turn` must be the number of a turn, counted from 0")
-    text = one_line(row["text"])
+    text = to_one_line(row["text"])
     if not text:
         raise UserError(f"{where}: `text` is empty; write the hint, or remove the line")
     return Hint(
@@ -185,5 +185,5 @@ def _hint(line: bytes, *, where: str) -> Hint:
         turn=turn,
         text=text,
         source="person",
-        reason=one_line(row.get("reason", "")),
+        reason=to_one_line(row.get("reason", "")),
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from courtside.report.folder.parquet import StoredTrajectory, read_table, stored_from
-from courtside.report.folder.serialize import judged_from, task_from
-from courtside.types import Event, Grade, Judged, Trajectory, Turn
+from courtside.report.folder.serialize import hint_outcome_from, task_from
+from courtside.types import Event, Grade, HintOutcome, Trajectory, Turn
 
 TURN = "turns.list.element"
 COLUMNS = [
@@ -26,7 +26,7 @@ class Outline:
     step: int
     num_tokens: int
     num_chosen: int
-    hints: tuple[Judged, ...]
+    hints: tuple[HintOutcome, ...]
 
 
 def read_outlines(path: Path, step: int) -> list[Outline]:
@@ -54,7 +54,7 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
                 step=step,
                 num_tokens=sum(lengths[i] for i in span),
                 num_chosen=sum(chosen[i] for i in span),
-                hints=tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ())),
+                hints=tuple(hint_outcome_from(tree, row["id"]) for tree in row.get("hints", ())),
             )
         )
         at += size

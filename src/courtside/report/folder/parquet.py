@@ -17,13 +17,13 @@ from courtside.report.folder.serialize import (
     Tree,
     check_schema,
     floats,
-    judged_from,
-    judged_tree,
+    hint_outcome_from,
+    hint_outcome_tree,
     task_tree,
     trajectory_from,
     turn_tree,
 )
-from courtside.types import SCHEMA_VERSION, Judged, Scored, Trajectory, Turn
+from courtside.types import SCHEMA_VERSION, HintOutcome, Scored, Trajectory, Turn
 
 VERSION_KEY = b"courtside.schema_version"
 
@@ -45,7 +45,7 @@ class StoredTrajectory:
     """What only the teacher saw."""
     where: tuple[int, ...] | None = None
     """Which of the T chosen tokens the teacher spoke of, in order; None: all."""
-    hints: tuple[Judged, ...] = ()
+    hints: tuple[HintOutcome, ...] = ()
     """Also those that were dropped."""
 
     @property
@@ -79,10 +79,10 @@ def read_trajectories(
     return [stored_from(row, step) for row in _chosen(read_table(path), only).to_pylist()]
 
 
-def read_hints(path: Path) -> list[Judged]:
+def read_hints(path: Path) -> list[HintOutcome]:
     """Of all trajectories of a step, without reading the trajectories."""
     rows = read_table(path, ["id", "hints"]).to_pylist()
-    return [judged for row in rows for judged in _hints(row)]
+    return [hint_outcomes for row in rows for hint_outcomes in _hints(row)]
 
 
 def _chosen(table: Any, only: Collection[str] | None) -> Any:
@@ -173,7 +173,7 @@ def _schema() -> Any:
 def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
     trajectory, target = scored.trajectory, scored.target
     grade = trajectory.grade
-    assert all(judged.hint.trajectory == trajectory.id for judged in scored.hints)
+    assert all(hint_outcomes.hint.trajectory == trajectory.id for hint_outcomes in scored.hints)
     return {
         "id": trajectory.id,
         "task": json.dumps(task_tree(trajectory.task)),
@@ -191,7 +191,7 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
         "teacher_logp": target and target.logp_T.tolist(),
         "where": target and target.where,
         "student_logp": student_logp,
-        "hints": [judged_tree(judged) for judged in scored.hints],
+        "hints": [hint_outcome_tree(hint_outcomes) for hint_outcomes in scored.hints],
     }
 
 
@@ -209,9 +209,9 @@ def _turn_tree(row: Tree) -> Tree:
     return row
 
 
-def _hints(row: Tree) -> tuple[Judged, ...]:
+def _hints(row: Tree) -> tuple[HintOutcome, ...]:
     """Schema version 1 knows none."""
-    return tuple(judged_from(tree, row["id"]) for tree in row.get("hints", ()))
+    return tuple(hint_outcome_from(tree, row["id"]) for tree in row.get("hints", ()))
 
 
 def stored_from(row: Tree, step: int) -> StoredTrajectory:

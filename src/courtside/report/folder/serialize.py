@@ -13,7 +13,7 @@ from courtside.types import (
     Event,
     Grade,
     Hint,
-    Judged,
+    HintOutcome,
     Message,
     Task,
     Trajectory,
@@ -129,9 +129,9 @@ def trajectory_from(tree: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def judged_tree(judged: Judged) -> Tree:
+def hint_outcome_tree(hint_outcomes: HintOutcome) -> Tree:
     """Without the trajectory's id: it is stored with its trajectory."""
-    hint = judged.hint
+    hint = hint_outcomes.hint
     return {
         "turn": hint.turn,
         "text": hint.text,
@@ -139,17 +139,17 @@ def judged_tree(judged: Judged) -> Tree:
         "reason": hint.reason,
         "confidence": hint.confidence,
         "bad_span": hint.bad_span,
-        "shift": judged.shift,
-        "bad_span_shift": judged.bad_span_shift,
-        "passed": judged.passed,
-        "dropped": judged.dropped,
+        "shift": hint_outcomes.shift,
+        "bad_span_shift": hint_outcomes.bad_span_shift,
+        "passed": hint_outcomes.passed,
+        "dropped": hint_outcomes.dropped,
     }
 
 
-def judged_from(tree: Mapping[str, Any], trajectory: str) -> Judged:
+def hint_outcome_from(tree: Mapping[str, Any], trajectory: str) -> HintOutcome:
     outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "passed", "dropped")}
     words = {key: value for key, value in tree.items() if key not in outcome}
-    return Judged(hint=Hint(trajectory=trajectory, **words), **outcome)
+    return HintOutcome(hint=Hint(trajectory=trajectory, **words), **outcome)
 
 
 def evaluation_tree(evaluation: Evaluation) -> Tree:

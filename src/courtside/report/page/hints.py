@@ -15,7 +15,7 @@ from courtside.report.page.tables import table
 from courtside.report.page.token_gaps import Decode
 from courtside.report.page.transcript import Conversation, counted, said_to, spoken
 from courtside.report.summary import signed
-from courtside.types import Judged
+from courtside.types import HintOutcome
 
 NUM_BEST, NUM_USELESS = 4, 3
 
@@ -27,7 +27,7 @@ class Given:
     """A hint and the step it was given in."""
 
     step: int
-    judged: Judged
+    hint_outcomes: HintOutcome
 
 
 def hints_section(
@@ -35,13 +35,17 @@ def hints_section(
 ) -> str:
     """The body of the section; empty for a run without hints."""
     steps = folder.trajectory_steps()
-    given = [Given(step=step, judged=judged) for step in steps for judged in folder.hints(step)]
+    given = [
+        Given(step=step, hint_outcomes=hint_outcomes)
+        for step in steps
+        for hint_outcomes in folder.hints(step)
+    ]
     counts = reader_table(metrics)
     if not given:
         return counts
     parts = [
         f'<p class="caption">{SHIFT} Counted in {counted(len(steps), "stored step")}.</p>',
-        source_table([one.judged for one in given]),
+        source_table([one.hint_outcomes for one in given]),
         counts,
     ]
     groups = {
@@ -58,36 +62,36 @@ def hints_section(
 
 
 def best(given: Iterable[Given]) -> list[Given]:
-    kept = [one for one in given if one.judged.dropped is None and _measured(one)]
+    kept = [one for one in given if one.hint_outcomes.dropped is None and _measured(one)]
     return _distinct(sorted(kept, key=lambda one: -_shift(one)))[:NUM_BEST]
 
 
 def useless(given: Iterable[Given]) -> list[Given]:
-    dropped = [one for one in given if one.judged.dropped == "shift" and _measured(one)]
+    dropped = [one for one in given if one.hint_outcomes.dropped == "shift" and _measured(one)]
     return _distinct(sorted(dropped, key=_shift))[:NUM_USELESS]
 
 
 def _measured(one: Given) -> bool:
-    return one.judged.shift is not None and math.isfinite(one.judged.shift)
+    return one.hint_outcomes.shift is not None and math.isfinite(one.hint_outcomes.shift)
 
 
 def _shift(one: Given) -> float:
-    assert one.judged.shift is not None
-    return one.judged.shift
+    assert one.hint_outcomes.shift is not None
+    return one.hint_outcomes.shift
 
 
 def _distinct(given: Iterable[Given]) -> list[Given]:
     """One of each text: a rule says the same thing hundreds of times."""
     first: dict[str, Given] = {}
     for one in given:
-        first.setdefault(one.judged.hint.text, one)
+        first.setdefault(one.hint_outcomes.hint.text, one)
     return list(first.values())
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def source_table(hints: Sequence[Judged]) -> str:
+def source_table(hints: Sequence[HintOutcome]) -> str:
     """By who wrote them: how many train, how many do not and why, and their mean shift."""
     whys = [why for why, _ in Counter(j.dropped for j in hints if j.dropped).most_common()]
     sources = [source for source, _ in Counter(j.hint.source for j in hints).most_common()]
@@ -122,7 +126,7 @@ def reader_table(metrics: Sequence[Mapping[str, Any]]) -> str:
     return f'<details class="whole"><summary>What the reader counted</summary>{body}</details>'
 
 
-def _mean_shift(hints: Sequence[Judged]) -> str:
+def _mean_shift(hints: Sequence[HintOutcome]) -> str:
     shifts = [j.shift for j in hints if j.shift is not None and math.isfinite(j.shift)]
     return signed(sum(shifts) / len(shifts)) if shifts else "–"
 
@@ -132,12 +136,15 @@ def _mean_shift(hints: Sequence[Judged]) -> str:
 
 def _card(given: Given, stored: Sequence[StoredTrajectory], decode: Decode | None) -> str:
     """What the student had just read, the hint, and the turn it had written without the hint."""
-    judged, hint = given.judged, given.judged.hint
+    hint_outcomes, hint = given.hint_outcomes, given.hint_outcomes.hint
     one = next(one for one in stored if one.trajectory.id == hint.trajectory)
     facts = [f"step {given.step}", f"turn {hint.turn}", *([hint.reason] if hint.reason else [])]
     whole = Conversation.of(one, decode)
     alone = Conversation(
-        trajectory=one.trajectory, gaps=whole.gaps, hints={hint.turn: [judged]}, decode=decode
+        trajectory=one.trajectory,
+        gaps=whole.gaps,
+        hints={hint.turn: [hint_outcomes]},
+        decode=decode,
     )
     trajectory = one.trajectory
     above = (

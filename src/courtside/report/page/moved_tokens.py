@@ -10,7 +10,7 @@ from html import escape
 
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.page.tables import table
-from courtside.report.page.token_gaps import Decode, Gap, gaps_of, shade, shade_class
+from courtside.report.page.token_gaps import Decode, Gap, shade, shade_class, token_gaps
 from courtside.report.summary import signed
 
 NUM_TOKENS = 10
@@ -34,7 +34,7 @@ def moved_tokens(stored: Sequence[StoredTrajectory], decode: Decode) -> list[Mov
     """Of turns with a hint that trains: the largest gaps first, the same words only once."""
     found: dict[tuple[str, str, str], Moved] = {}
     for one in stored:
-        gaps = gaps_of(one)
+        gaps = token_gaps(one)
         hinted = {j.hint.turn: j.hint.text for j in one.hints if j.dropped is None}
         for turn, hint in hinted.items():
             scored = _large(one.trajectory.turns[turn].chosen, gaps[turn])

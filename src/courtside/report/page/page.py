@@ -27,7 +27,7 @@ from courtside.report.page.svg import SMOOTH_FROM, Interval, interval_plot
 from courtside.report.page.tables import table
 from courtside.report.page.token_gaps import Decode, legend
 from courtside.report.page.transcript import episode
-from courtside.report.summary import compact, duration, percent, points, summary
+from courtside.report.summary import compact, duration, percent, points, summarize_recipe
 from courtside.types import Evaluation, PhaseCost
 
 NUM_SAMPLES = 4
@@ -69,7 +69,7 @@ def write_report(
     done = metrics[-1]["step"] + 1 if metrics else 0
     page = PAGE.format(
         title=escape(folder.path.resolve().name),
-        summary=escape(summary(recipe)),
+        summary=escape(summarize_recipe(recipe)),
         progress=f"{done} of {recipe.train.steps} steps",
         style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
         body="\n".join(section for section in sections if section),

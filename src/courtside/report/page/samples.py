@@ -8,7 +8,7 @@ from itertools import islice
 
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.page.token_gaps import Decode, Gap, gaps_of, plain, words
+from courtside.report.page.token_gaps import Decode, Gap, plain, token_gaps, words
 from courtside.report.page.transcript import (
     Conversation,
     badge,
@@ -18,7 +18,7 @@ from courtside.report.page.transcript import (
     teachers_context,
     transcript,
 )
-from courtside.report.summary import shortened, signed
+from courtside.report.summary import shorten, signed
 from courtside.types import Evaluation, Message, Trajectory
 
 FOLD_FROM = 240
@@ -37,10 +37,10 @@ def coloured(stored: StoredTrajectory, decode: Decode | None) -> str:
     ]
     if stored.teacher is not None:
         facts.append(f"teacher {stored.teacher}")
-    facts.append(_mean([gap for turn in gaps_of(stored) for gap in turn if gap is not None]))
+    facts.append(_mean([gap for turn in token_gaps(stored) for gap in turn if gap is not None]))
     turns = "".join(
         f'<div class="text {turn.role}">{words(turn, gaps, decode)}</div>'
-        for turn, gaps in zip(trajectory.turns, gaps_of(stored), strict=True)
+        for turn, gaps in zip(trajectory.turns, token_gaps(stored), strict=True)
         if turn.role != "prompt"
     )
     return (
@@ -75,7 +75,7 @@ def telling(stored: Sequence[StoredTrajectory]) -> list[StoredTrajectory]:
     """Those with hints that train first, then those with other hints, then those with errors."""
 
     def rank(one: StoredTrajectory) -> tuple[bool, bool, bool]:
-        trains = any(judged.dropped is None for judged in one.hints)
+        trains = any(hint_outcomes.dropped is None for hint_outcomes in one.hints)
         wrong = any(turn.events for turn in one.trajectory.turns)
         return not trains, not one.hints, not wrong
 
@@ -96,7 +96,7 @@ def _message(message: Message) -> str:
     text = plain(message.content)
     if message.role == "system" and len(message.content) > FOLD_FROM:
         return (
-            f'<details class="context"><summary>system: {escape(shortened(message.content, 80))}'
+            f'<details class="context"><summary>system: {escape(shorten(message.content, 80))}'
             f"</summary><pre>{text}</pre></details>"
         )
     return f'<div class="message"><b>{message.role}</b> {text}</div>'
@@ -121,7 +121,7 @@ def _outline(trajectory: Trajectory) -> str:
     """What the student said, a line a turn."""
     own = [turn for turn in trajectory.turns if turn.role == "assistant"]
     lines = "".join(
-        f"<li>{''.join(map(event_badge, turn.events))}<code>{escape(shortened(turn.text, 120))}"
+        f"<li>{''.join(map(event_badge, turn.events))}<code>{escape(shorten(turn.text, 120))}"
         "</code></li>"
         for turn in own[:NUM_LINES]
     )

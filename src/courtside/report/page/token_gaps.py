@@ -49,7 +49,7 @@ class Gap:
 Gaps = Sequence[Gap | None]
 
 
-def gaps_of(stored: StoredTrajectory) -> list[Gaps]:
+def token_gaps(stored: StoredTrajectory) -> list[Gaps]:
     """By turn: one for each of its chosen tokens, None where teacher or student said nothing."""
     teacher = iter(stored.teacher_logp_by_token)
     num_chosen = stored.trajectory.num_chosen

@@ -9,9 +9,9 @@ from html import escape
 
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.page.token_gaps import Decode, Gaps, gaps_of, plain, words
-from courtside.report.summary import shortened, signed
-from courtside.types import Event, Grade, Judged, Message, Trajectory, Turn
+from courtside.report.page.token_gaps import Decode, Gaps, plain, token_gaps, words
+from courtside.report.summary import shorten, signed
+from courtside.types import Event, Grade, HintOutcome, Message, Trajectory, Turn
 
 MAX_TURNS = 40
 """Of a longer conversation: the first and last ones, and those around errors and hints."""
@@ -24,16 +24,18 @@ class Conversation:
     trajectory: Trajectory
     gaps: Sequence[Gaps] = ()
     """By turn."""
-    hints: Mapping[int, Sequence[Judged]] = field(default_factory=dict)
+    hints: Mapping[int, Sequence[HintOutcome]] = field(default_factory=dict)
     """By turn."""
     decode: Decode | None = None
 
     @classmethod
     def of(cls, stored: StoredTrajectory, decode: Decode | None) -> Conversation:
-        hints: dict[int, list[Judged]] = {}
-        for judged in stored.hints:
-            hints.setdefault(judged.hint.turn, []).append(judged)
-        return cls(trajectory=stored.trajectory, gaps=gaps_of(stored), hints=hints, decode=decode)
+        hints: dict[int, list[HintOutcome]] = {}
+        for hint_outcomes in stored.hints:
+            hints.setdefault(hint_outcomes.hint.turn, []).append(hint_outcomes)
+        return cls(
+            trajectory=stored.trajectory, gaps=token_gaps(stored), hints=hints, decode=decode
+        )
 
     def said(self, number: int) -> str:
         """One turn, with the hints above it."""
@@ -42,9 +44,11 @@ class Conversation:
             return said_to(turn, self.trajectory)
         hints = self.hints.get(number, ())
         gaps = self.gaps[number] if self.gaps else ()
-        spans = [judged.hint.bad_span for judged in hints if judged.hint.bad_span]
+        spans = [
+            hint_outcomes.hint.bad_span for hint_outcomes in hints if hint_outcomes.hint.bad_span
+        ]
         body = words(turn, gaps, self.decode, bad_spans=spans)
-        above = "".join(hint_line(judged) for judged in hints)
+        above = "".join(hint_line(hint_outcomes) for hint_outcomes in hints)
         return above + _line(
             self.trajectory.source, "assistant", body, "".join(map(event_badge, turn.events))
         )
@@ -54,14 +58,14 @@ def episode(stored: StoredTrajectory, decode: Decode | None, *, unfolded: bool =
     """A trajectory of several turns, or with hints, to unfold."""
     conversation = Conversation.of(stored, decode)
     trajectory = stored.trajectory
-    kept = sum(judged.dropped is None for judged in stored.hints)
+    kept = sum(hint_outcomes.dropped is None for hint_outcomes in stored.hints)
     facts = [f"step {stored.step}", *episode_facts(trajectory)]
     if stored.hints:
         facts.append(f"{counted(len(stored.hints), 'hint')}, {kept} trained on")
     asked = trajectory.task.messages[-1].content if trajectory.task.messages else trajectory.task.id
     return (
         f'<details class="sample episode"{" open" if unfolded else ""}>'
-        f"<summary>{badge(trajectory.grade)}<b>{escape(shortened(asked, 90))}</b>"
+        f"<summary>{badge(trajectory.grade)}<b>{escape(shorten(asked, 90))}</b>"
         f"<span>{escape(' · '.join(facts))}</span></summary>{teachers_context(stored)}"
         f"{transcript(conversation)}</details>"
     )
@@ -114,26 +118,26 @@ def said_to(turn: Turn, trajectory: Trajectory, *, last: bool = False) -> str:
     return "".join(map(_message, messages[-1:] if last else messages))
 
 
-def hint_line(judged: Judged) -> str:
-    hint = judged.hint
+def hint_line(hint_outcomes: HintOutcome) -> str:
+    hint = hint_outcomes.hint
     facts = [hint.source]
-    if judged.shift is not None:
-        facts.append(f"shift {nats(judged.shift)}")
-    if judged.bad_span_shift is not None:
-        facts.append(f"of the underlined words {nats(judged.bad_span_shift)}")
-    if judged.passed is not None:
-        facts.append(f"{judged.passed:.0%} of replies under it pass")
+    if hint_outcomes.shift is not None:
+        facts.append(f"shift {nats(hint_outcomes.shift)}")
+    if hint_outcomes.bad_span_shift is not None:
+        facts.append(f"of the underlined words {nats(hint_outcomes.bad_span_shift)}")
+    if hint_outcomes.passed is not None:
+        facts.append(f"{hint_outcomes.passed:.0%} of replies under it pass")
     if hint.confidence is not None:
         facts.append(f"confidence {hint.confidence:g}")
-    if judged.dropped is not None:
-        facts.append(f"dropped: {judged.dropped}")
-    kind = "hint" if judged.dropped is None else "hint dropped"
+    if hint_outcomes.dropped is not None:
+        facts.append(f"dropped: {hint_outcomes.dropped}")
+    kind = "hint" if hint_outcomes.dropped is None else "hint dropped"
     return _line("hint", kind, plain(hint.text), f"<small>{escape(' · '.join(facts))}</small>")
 
 
 def event_badge(event: Event) -> str:
     told = event.details.get("message", "")
-    title = f' title="{escape(shortened(told, 300))}"' if told else ""
+    title = f' title="{escape(shorten(told, 300))}"' if told else ""
     return f'<span class="badge failed"{title}>{escape(spoken(event.kind))}</span>'
 
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.fused_layers import Replacement, has_class_forward, replaced
-from courtside.training.cpu.gradient_buffers import Rooms
+from courtside.engines.patches.fused_layers import Patch, apply_patches, has_class_forward
+from courtside.training.cpu.gradient_buffers import GradientBuffers
 
 
 @contextmanager
-def rounded_products(model: Any, head: nn.Module, rooms: Rooms) -> Iterator[None]:
+def use_bf16_linear(model: Any, head: nn.Module, rooms: GradientBuffers) -> Iterator[None]:
     """Around all passes of a step, inside autocast; the head has products of its own. What autocast
     would not round is left alone, and so are layers with a bias."""
     if model.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
@@ -32,7 +32,7 @@ def rounded_products(model: Any, head: nn.Module, rooms: Rooms) -> Iterator[None
     own = set(head.modules())
     layers = [m for m in model.modules() if m not in own and _is_plain(m)]
     products = _Products(layers, rooms, torch.get_autocast_dtype("cpu"))
-    with replaced(products.replacements()):
+    with apply_patches(products.replacements()):
         yield
 
 
@@ -43,13 +43,13 @@ def _is_plain(module: Any) -> bool:
 
 
 class _Products:
-    def __init__(self, layers: Sequence[nn.Linear], rooms: Rooms, dtype: torch.dtype):
+    def __init__(self, layers: Sequence[nn.Linear], rooms: GradientBuffers, dtype: torch.dtype):
         self.layers, self.rooms, self.dtype = layers, rooms, dtype
         self.copies = rooms.rounded([layer.weight for layer in layers], dtype)
         self.read: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         """The last input, which is not kept for this, its version, and what it is rounded."""
 
-    def replacements(self) -> Iterator[Replacement]:
+    def replacements(self) -> Iterator[Patch]:
         for layer, copy in zip(self.layers, self.copies, strict=True):
             yield vars(layer), "forward", self._product(layer.weight, copy)
 
@@ -69,7 +69,7 @@ class _Products:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor, copy: Tensor, rooms: Rooms
+        ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor, copy: Tensor, rooms: GradientBuffers
     ) -> Tensor:
         ctx.weight, ctx.rooms, ctx.dtype = weight, rooms, x.dtype
         ctx.save_for_backward(rounded, copy)

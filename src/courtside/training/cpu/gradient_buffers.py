@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.fused_layers import Replacement, has_class_forward, replaced
+from courtside.engines.patches.fused_layers import Patch, apply_patches, has_class_forward
 
 OWN_BYTES = 2**25
 """Tensors from here on have memory of their own from the system anyway: it is the largest of
@@ -30,7 +30,7 @@ ALIGNED = 64
 """Bytes, a multiple of which each tensor of a piece begins at: a line of the cache."""
 
 
-class Rooms:
+class GradientBuffers:
     """For the gradients of parameters, and for what weights are while they are rounded. Large
     gradients have none here."""
 
@@ -83,10 +83,12 @@ def _padded(size: int) -> int:
 
 
 @contextmanager
-def gradients_in_place(model: Any, rooms: Rooms, trained: Iterable[nn.Parameter]) -> Iterator[None]:
+def use_gradient_buffers(
+    model: Any, rooms: GradientBuffers, trained: Iterable[nn.Parameter]
+) -> Iterator[None]:
     """Around all passes of a step. The gradients stay when it ends."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(_embeddings(model)))
+        stack.enter_context(apply_patches(_embeddings(model)))
         for parameter in trained:
             hook = parameter.register_post_accumulate_grad_hook(rooms.move)
             stack.callback(hook.remove)
@@ -96,7 +98,7 @@ def gradients_in_place(model: Any, rooms: Rooms, trained: Iterable[nn.Parameter]
 # ── word embeddings ──────────────────────────────────────────────────────────────────────────────
 
 
-def _embeddings(model: Any) -> Iterator[Replacement]:
+def _embeddings(model: Any) -> Iterator[Patch]:
     module = model.get_input_embeddings()
     if type(module) is not nn.Embedding or not has_class_forward(module):
         return

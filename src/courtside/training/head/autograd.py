@@ -13,32 +13,37 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.engines.transfer import tensor_on
 from courtside.losses.divergences import (
     divergence,
     entropy,
     entropy_aware,
-    extrapolated,
+    extrapolate_logprobs,
     reverse_kl,
 )
 from courtside.losses.reduce import reduce_sum_over
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 from courtside.recipe import DivergenceLoss, Loss
-from courtside.training.loss_terms import Component
-from courtside.training.metrics import Tally
-from courtside.training.token_batch import Rows
-from courtside.training.token_losses import sampled_loss, watch
+from courtside.training.loss_terms import LossTerm
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.token_batch import TokenBatch
+from courtside.training.token_losses import record_token_metrics, sampled_token_loss
 
 
-def chunk_size(num_words: int, device: torch.device) -> int:
+def chunk_size(vocab_size: int, device: torch.device) -> int:
     """Positions a chunk: 16 MiB of float32 logits on a CPU with its small caches, 256 on a GPU."""
     elements = 2**26 if device.type == "cuda" else 2**22
-    return max(16, elements // num_words)
+    return max(16, elements // vocab_size)
 
 
 def backward_through_head(
-    rows: Rows, head: Head, components: Sequence[Component], *, chunk: int, tally: Tally
+    rows: TokenBatch,
+    head: LMHead,
+    components: Sequence[LossTerm],
+    *,
+    chunk: int,
+    tally: MetricAccumulator,
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
     student's log-probs of the tokens."""
@@ -63,7 +68,7 @@ def backward_through_head(
         assert leaf_ND.grad is not None
         gradient_ND[here] = leaf_ND.grad
         start += len(part)
-    watch(rows, logp_N, tally)
+    record_token_metrics(rows, logp_N, tally)
     if any(compared):
         _watch_words(rows, head, compared, watched_N3, chunk=chunk, tally=tally)
     return gradient_ND, logp_N
@@ -77,14 +82,14 @@ def head_dtype(hidden_ND: Tensor) -> torch.dtype:
 # ── which rows train what ────────────────────────────────────────────────────────────────────────
 
 
-def _trained_rows(rows: Rows, components: Sequence[Component]) -> dict[str, list[bool]]:
+def _trained_rows(rows: TokenBatch, components: Sequence[LossTerm]) -> dict[str, list[bool]]:
     """By component. Asked once for all chunks: each answer waits for a GPU."""
     on_CN = torch.stack([rows.weight_CN[c.name] > 0 for c in components]).tolist()
     return {c.name: on_N for c, on_N in zip(components, on_CN, strict=True)}
 
 
 def _compared_rows(
-    components: Sequence[Component], on: Mapping[str, Sequence[bool]], against: str
+    components: Sequence[LossTerm], on: Mapping[str, Sequence[bool]], against: str
 ) -> list[bool]:
     """The rows that some loss compares with the whole distributions of this one."""
     masks = [on[c.name] for c in components if _against(c.loss) == against]
@@ -127,11 +132,11 @@ class _Words:
 
 
 def _chunk_loss(
-    rows: Rows,
-    head: Head,
-    components: Sequence[Component],
+    rows: TokenBatch,
+    head: LMHead,
+    components: Sequence[LossTerm],
     on: Mapping[str, Sequence[bool]],
-    tally: Tally,
+    tally: MetricAccumulator,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weighted sum of all components over these rows, each over its own denominator; the sampled
     tokens' log-probs; and what is watched of whole distributions, where there are any."""
@@ -178,7 +183,7 @@ def _chunk_loss(
     return total, logp_N.detach(), watched_M3
 
 
-def _words(rows: Rows, on_N: Sequence[bool], against: str) -> _Words | None:
+def _words(rows: TokenBatch, on_N: Sequence[bool], against: str) -> _Words | None:
     """None: no row is compared."""
     if not any(on_N):
         return None
@@ -191,18 +196,18 @@ def _words(rows: Rows, on_N: Sequence[bool], against: str) -> _Words | None:
 
 
 @torch.no_grad()
-def _distributions(rows: Rows, hidden_ND: Tensor | None, head: Head | None) -> Tensor:
+def _distributions(rows: TokenBatch, hidden_ND: Tensor | None, head: LMHead | None) -> Tensor:
     assert hidden_ND is not None and head is not None, "no loss asks where nobody spoke"
     return (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)
 
 
 def _component_loss(
-    component: Component,
-    rows: Rows,
+    component: LossTerm,
+    rows: TokenBatch,
     logp_N: Tensor,
     logp_NV: Tensor | None,
     teacher_NV: Tensor | None,
-    tally: Tally,
+    tally: MetricAccumulator,
 ) -> Tensor:
     loss = component.loss
     if loss.kind != "divergence":
@@ -210,13 +215,17 @@ def _component_loss(
         if loss.kind == "policy_gradient" and loss.baseline:
             assert logp_NV is not None and teacher_NV is not None
             kl_N = reverse_kl(logp_NV.detach(), teacher_NV)
-        return sampled_loss(component, rows, logp_N, kl_N)
+        return sampled_token_loss(component, rows, logp_N, kl_N)
     assert logp_NV is not None and teacher_NV is not None
     return _divergence(loss, rows, logp_NV, teacher_NV, tally)
 
 
 def _divergence(
-    loss: DivergenceLoss, rows: Rows, logp_NV: Tensor, teacher_NV: Tensor, tally: Tally
+    loss: DivergenceLoss,
+    rows: TokenBatch,
+    logp_NV: Tensor,
+    teacher_NV: Tensor,
+    tally: MetricAccumulator,
 ) -> Tensor:
     if loss.support.kind == "top_k":
         with torch.no_grad():
@@ -237,7 +246,7 @@ def _divergence(
         )
     if loss.extrapolate != 1.0:
         reference_NV = _distributions(rows, rows.reference_hidden_ND, rows.reference_head)
-        teacher_NV = extrapolated(teacher_NV, reference_NV, loss.extrapolate)
+        teacher_NV = extrapolate_logprobs(teacher_NV, reference_NV, loss.extrapolate)
     loss_N = divergence(
         logp_NV, teacher_NV, name=loss.divergence, beta=loss.beta, alpha=loss.alpha, clip=loss.clip
     )
@@ -253,13 +262,13 @@ def _divergence(
 
 @torch.no_grad()
 def _watch_words(
-    rows: Rows,
-    head: Head,
+    rows: TokenBatch,
+    head: LMHead,
     on_N: Sequence[bool],
     watched_N3: Tensor,
     *,
     chunk: int,
-    tally: Tally,
+    tally: MetricAccumulator,
 ) -> None:
     """Over the rows where a loss compares whole distributions, however they are chunked."""
     bad = watched_N3.isnan().any(-1).tolist()  # looked at once for all chunks
@@ -293,7 +302,7 @@ def _quick_entropies(logp_NV: Tensor, teacher_NV: Tensor) -> Tensor:
     return torch.stack([entropy_N, cross_N, teacher_N], dim=-1)
 
 
-def _entropies(rows: Rows, head: Head, on_N: Sequence[bool]) -> Tensor:
+def _entropies(rows: TokenBatch, head: LMHead, on_N: Sequence[bool]) -> Tensor:
     """The same three, with zeros where words have no chance."""
     words = _words(rows, on_N, "teacher")
     assert words is not None

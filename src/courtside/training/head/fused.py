@@ -18,26 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.engines.transfer import tensor_on
-from courtside.losses.fused.linear_divergence import Plan, divergence_head
+from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
 from courtside.losses.fused.types import (
-    Asked,
-    Divergence,
-    Found,
+    DivergenceSpec,
+    DivergenceStats,
     HeadGradient,
     HeadLoss,
+    HeadLossSpec,
     Projection,
-    Statistics,
     Support,
+    TokenStatistics,
 )
 from courtside.losses.reduce import reduce_sum_over
 from courtside.recipe import DivergenceLoss, Loss
 from courtside.training.head import autograd as autograd
-from courtside.training.loss_terms import Component
-from courtside.training.metrics import Tally
-from courtside.training.token_batch import Rows
-from courtside.training.token_losses import sampled_loss, watch
+from courtside.training.loss_terms import LossTerm
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.token_batch import TokenBatch
+from courtside.training.token_losses import record_token_metrics, sampled_token_loss
 
 Heads = dict[tuple[int, int], tuple[Tensor, Tensor | None]]
 """Weight and bias by module and number of words, in the dtype of the arithmetic."""
@@ -49,23 +49,23 @@ class _Group:
 
     places_M: Tensor | None
     """Which of the rows, in order, on their device; None: all."""
-    divergence: Component | None
+    divergence: LossTerm | None
     against: str | None
     """Whose logits are needed: "teacher", "reference" or nobody's."""
-    sampled: tuple[Component, ...]
+    sampled: tuple[LossTerm, ...]
     """Losses of the sampled tokens that train here, on some positions at least."""
 
-    def own(self, rows: Rows) -> Rows:
+    def own(self, rows: TokenBatch) -> TokenBatch:
         return rows if self.places_M is None else rows.only(self.places_M)
 
 
 def backward_through_head(
-    rows: Rows,
-    head: Head,
-    components: Sequence[Component],
+    rows: TokenBatch,
+    head: LMHead,
+    components: Sequence[LossTerm],
     *,
     chunk: int | None,
-    tally: Tally,
+    tally: MetricAccumulator,
     heads: Heads | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
@@ -73,15 +73,15 @@ def backward_through_head(
     `heads` keeps what was rounded for the next call, whose weights must be the same."""
     groups = _groups(rows, components)
     if groups is None:
-        size = chunk or autograd.chunk_size(head.num_words, rows.hidden_ND.device)
+        size = chunk or autograd.chunk_size(head.vocab_size, rows.hidden_ND.device)
         return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
-    plan = None if chunk is None else Plan(chunk=chunk, part=chunk)
+    plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     heads = {} if heads is None else heads
     into = _into(head)
     results = []
     for group in groups:
         own = group.own(rows)
-        found = divergence_head(
+        found = fused_linear_divergence(
             _projection(head, own.hidden_ND, heads),
             _other(own, group.against, heads),
             _asked(own, group),
@@ -95,7 +95,9 @@ def backward_through_head(
     return gradient_ND, logp_N
 
 
-def _in_place(rows: Rows, results: Sequence[tuple[_Group, HeadLoss]]) -> tuple[Tensor, Tensor]:
+def _in_place(
+    rows: TokenBatch, results: Sequence[tuple[_Group, HeadLoss]]
+) -> tuple[Tensor, Tensor]:
     """Gradients and log-probs of all groups in the order of the rows."""
     gradient_ND = torch.empty_like(rows.hidden_ND)
     logp_N = rows.temperature_N.new_empty(len(rows))
@@ -118,12 +120,12 @@ def _covered(loss: Loss) -> bool:
     return not capped and loss.extrapolate == 1.0 and loss.entropy_aware is None
 
 
-def _groups(rows: Rows, components: Sequence[Component]) -> list[_Group] | None:
+def _groups(rows: TokenBatch, components: Sequence[LossTerm]) -> list[_Group] | None:
     """None: some position trains something that has no closed form here."""
     # To the CPU in one piece: asked one by one, each answer would wait for the GPU.
     on_CN = torch.stack([rows.weight_CN[c.name] > 0 for c in components]).cpu()
     taken_N, needed_N = torch.zeros_like(on_CN[0]), torch.zeros_like(on_CN[0])
-    found: list[tuple[Tensor, Component | None, str | None]] = []
+    found: list[tuple[Tensor, LossTerm | None, str | None]] = []
     for component, on_N in zip(components, on_CN, strict=True):
         loss = component.loss
         if loss.kind == "policy_gradient" and loss.baseline:
@@ -159,21 +161,21 @@ def _places(on_N: Tensor, device: torch.device) -> Tensor | None:
     return tensor_on(on_N.nonzero().squeeze(-1).tolist(), dtype=torch.long, device=device)
 
 
-def _asked(rows: Rows, group: _Group) -> Asked:
-    def coefficient(part: slice, found: Statistics) -> Tensor:
+def _asked(rows: TokenBatch, group: _Group) -> HeadLossSpec:
+    def coefficient(part: slice, found: TokenStatistics) -> Tensor:
         return _coefficient(rows.cut(part.start, part.stop), group.sampled, found)
 
     fixed_N = None
     if group.sampled and all(_is_linear(c.loss) for c in group.sampled):
         zeros_N = torch.zeros_like(rows.temperature_N)
-        zeros = Statistics(student_logp_N=zeros_N, student_entropy_N=zeros_N)
+        zeros = TokenStatistics(student_logp_N=zeros_N, student_entropy_N=zeros_N)
         fixed_N = _coefficient(rows, group.sampled, zeros)
     weight_N = None
     if group.divergence is not None:
         loss = group.divergence.loss
         weight_N = rows.weight_CN[group.divergence.name] * loss.weight
         weight_N = weight_N / group.divergence.denominator
-    return Asked(
+    return HeadLossSpec(
         ids_N=rows.ids_N,
         temperature_N=rows.temperature_N,
         divergence=None if group.divergence is None else _divergence(group.divergence.loss),
@@ -182,14 +184,14 @@ def _asked(rows: Rows, group: _Group) -> Asked:
     )
 
 
-def _divergence(loss: Loss) -> Divergence:
+def _divergence(loss: Loss) -> DivergenceSpec:
     assert isinstance(loss, DivergenceLoss)
     support = None
     if loss.support.kind == "top_k":
         support = Support(
             k=loss.support.k, of=loss.support.of, form=loss.support.form, clip=loss.clip
         )
-    return Divergence(name=loss.divergence, beta=loss.beta, alpha=loss.alpha, support=support)
+    return DivergenceSpec(name=loss.divergence, beta=loss.beta, alpha=loss.alpha, support=support)
 
 
 def _is_linear(loss: Loss) -> bool:
@@ -199,7 +201,9 @@ def _is_linear(loss: Loss) -> bool:
     )
 
 
-def _coefficient(rows: Rows, components: Sequence[Component], found: Statistics) -> Tensor:
+def _coefficient(
+    rows: TokenBatch, components: Sequence[LossTerm], found: TokenStatistics
+) -> Tensor:
     """∂loss/∂log π of the sampled tokens, over all these components."""
     with torch.enable_grad():
         leaf_N = found.student_logp_N.detach().requires_grad_()
@@ -212,17 +216,19 @@ def _coefficient(rows: Rows, components: Sequence[Component], found: Statistics)
 
 
 def _sampled_means(
-    rows: Rows, components: Sequence[Component], found: Statistics
-) -> Iterator[tuple[Component, Tensor]]:
+    rows: TokenBatch, components: Sequence[LossTerm], found: TokenStatistics
+) -> Iterator[tuple[LossTerm, Tensor]]:
     """Each loss on sampled tokens over its denominator, from its own rows only."""
     for component in components:
         weight_N = rows.weight_CN[component.name]
         own, logp_N, kl_N = _silenced(rows, found, weight_N > 0)
-        loss_N = sampled_loss(component, own, logp_N, kl_N)
+        loss_N = sampled_token_loss(component, own, logp_N, kl_N)
         yield component, reduce_sum_over(loss_N, weight_N, component.denominator)
 
 
-def _silenced(rows: Rows, found: Statistics, on_N: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
+def _silenced(
+    rows: TokenBatch, found: TokenStatistics, on_N: Tensor
+) -> tuple[TokenBatch, Tensor, Tensor | None]:
     """Zeros for the sampled tokens of other rows, before the loss sees them: they may hold NaN, and
     a NaN that is masked out afterwards is still NaN in the gradient. Which rows stays unasked."""
 
@@ -243,8 +249,8 @@ def _silenced(rows: Rows, found: Statistics, on_N: Tensor) -> tuple[Rows, Tensor
 # ── the two heads ────────────────────────────────────────────────────────────────────────────────
 
 
-def _projection(head: Head, hidden_ND: Tensor, heads: Heads) -> Projection:
-    key = (id(head.module), head.num_words)
+def _projection(head: LMHead, hidden_ND: Tensor, heads: Heads) -> Projection:
+    key = (id(head.module), head.vocab_size)
     if key not in heads:
         heads[key] = _in_arithmetic(*head.parameters())
     weight_VD, bias_V = heads[key]
@@ -273,7 +279,7 @@ def _in_arithmetic(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Te
     return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
-def _other(rows: Rows, against: str | None, heads: Heads) -> Projection | None:
+def _other(rows: TokenBatch, against: str | None, heads: Heads) -> Projection | None:
     if against is None:
         return None
     hidden_ND, head = rows.teacher_hidden_ND, rows.teacher_head
@@ -283,7 +289,7 @@ def _other(rows: Rows, against: str | None, heads: Heads) -> Projection | None:
     return _projection(head, hidden_ND, heads)
 
 
-def _into(head: Head) -> HeadGradient:
+def _into(head: LMHead) -> HeadGradient:
     """The gradients of those of the head's own parameters that train."""
     adapter = head.adapter
 
@@ -307,9 +313,9 @@ def _into(head: Head) -> HeadGradient:
 
 
 @torch.no_grad()
-def _tell(rows: Rows, group: _Group, found: HeadLoss, tally: Tally) -> None:
+def _tell(rows: TokenBatch, group: _Group, found: HeadLoss, tally: MetricAccumulator) -> None:
     statistics = found.statistics
-    watch(rows, statistics.student_logp_N, tally)
+    record_token_metrics(rows, statistics.student_logp_N, tally)
     for component, mean in _sampled_means(rows, group.sampled, statistics):
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
             tally.value(component.name, mean)
@@ -323,7 +329,9 @@ def _tell(rows: Rows, group: _Group, found: HeadLoss, tally: Tally) -> None:
         _tell_divergence(rows, group.divergence, found.found, tally)
 
 
-def _tell_divergence(rows: Rows, component: Component, found: Found, tally: Tally) -> None:
+def _tell_divergence(
+    rows: TokenBatch, component: LossTerm, found: DivergenceStats, tally: MetricAccumulator
+) -> None:
     weight_N = rows.weight_CN[component.name]
     mean = reduce_sum_over(found.value_N, weight_N, component.denominator)
     tally.value(component.name, mean)

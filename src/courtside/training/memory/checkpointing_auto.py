@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.base import Head
-from courtside.engines.forward.batching import pass_tokens
-from courtside.engines.generation.kv_cache import KEPT_BYTES
-from courtside.losses.fused.linear_divergence import make_plan
+from courtside.engines.base import LMHead
+from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.generation.kv_cache import MAX_IDLE_CACHE_BYTES
+from courtside.losses.fused.linear_divergence import plan_chunks
 from courtside.losses.fused.matmuls import padded
 from courtside.losses.fused.types import Projection
-from courtside.recipe import Recipe, SelfTeacher, teachers_of
+from courtside.recipe import Recipe, SelfTeacherConfig, teachers_of
 from courtside.training.head.autograd import chunk_size
-from courtside.training.offloaded_adamw import HostMoments
+from courtside.training.offloaded_adamw import OffloadedAdamW
 from courtside.training.student import Student
 
 MARGIN = 0.1
@@ -48,7 +48,9 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free) + unused
 
 
-def choose_activations(student: Student, free: FreeBytes, *, context_length: int) -> str | None:
+def choose_gradient_checkpointing(
+    student: Student, free: FreeBytes, *, context_length: int
+) -> str | None:
     """Where the recipe leaves it open: activations are computed again if they would not fit, and
     the reason is returned. Before the first step; other models are on the device already."""
     recipe, weights = student.recipe, student.weights
@@ -88,7 +90,7 @@ def _gib(num_bytes: float) -> str:
 
 def largest_pass(recipe: Recipe, device: torch.device, context_length: int) -> int:
     """Tokens: what was asked for, or the longest sequence (pair) that the recipe speaks of."""
-    asked = recipe.train.micro_batch_tokens or pass_tokens(device)
+    asked = recipe.train.micro_batch_tokens or default_pass_tokens(device)
     longest = min(recipe.rollout.limits.tokens or recipe.rollout.max_new_tokens, context_length)
     pair = any(loss.kind == "preference" for loss in recipe.losses)
     return max(asked, 2 * longest if pair else longest)
@@ -127,7 +129,7 @@ def kept_bytes(forward: Callable[[], Tensor]) -> tuple[int, int]:
 def kept_bytes_per_token(
     read: Callable[[Sequence[Sequence[int]]], Tensor],
     *,
-    num_words: int,
+    vocab_size: int,
     samples: int = 1,
     longest: int | None = None,
     length: int = TRIED_LENGTH,
@@ -141,7 +143,7 @@ def kept_bytes_per_token(
     """
 
     def kept(num_groups: int, length: int) -> tuple[int, int]:
-        groups = (_group(n, samples, length, num_words) for n in range(num_groups))
+        groups = (_group(n, samples, length, vocab_size) for n in range(num_groups))
         sequences = [ids for group in groups for ids in group]
         return kept_bytes(lambda: read(sequences))
 
@@ -154,11 +156,14 @@ def kept_bytes_per_token(
     return found + growth * max(0, longest - length)
 
 
-def _group(number: int, samples: int, length: int, num_words: int) -> list[list[int]]:
+def _group(number: int, samples: int, length: int, vocab_size: int) -> list[list[int]]:
     """Sequences that have one half in common and nothing with other groups."""
-    common = [(number + 7 * i) % num_words for i in range(length // 2)]
+    common = [(number + 7 * i) % vocab_size for i in range(length // 2)]
     return [
-        [*common, *((number + 5 * n + 11 * i + 1) % num_words for i in range(length - len(common)))]
+        [
+            *common,
+            *((number + 5 * n + 11 * i + 1) % vocab_size for i in range(length - len(common))),
+        ]
         for n in range(samples)
     ]
 
@@ -169,7 +174,7 @@ def student_bytes_per_token(student: Student, tokens: int, context_length: int) 
     with student.training(step=0):
         return kept_bytes_per_token(
             lambda sequences: passes.hidden(sequences)[0],
-            num_words=student.head.num_words,
+            vocab_size=student.head.vocab_size,
             samples=min(student.recipe.rollout.samples, TRIED_SAMPLES),
             # How long sequences become is not known: at worst a pass is one of them. That matters
             # where attention keeps scores or masks, and a GPU's own kernels keep neither.
@@ -187,12 +192,12 @@ def reserved_bytes(student: Student, tokens: int) -> int:
     trained = weights.trained().values()
     hidden_size = head.parameters()[0].shape[1]
     return (
-        _steps_bytes(trained, student.optimiser)
+        _steps_bytes(trained, student.optimizer)
         + num_twins(recipe) * sum(p.nbytes for p in trained)
         + _rounded_bytes(weights.model, weights.autocast)
         + _head_bytes(head, tokens, weights.autocast, recipe.train.chunk_tokens)
         + ROWS * 4 * tokens * hidden_size
-        + KEPT_BYTES
+        + MAX_IDLE_CACHE_BYTES
     )
 
 
@@ -200,14 +205,16 @@ def _steps_bytes(trained: Iterable[nn.Parameter], optimiser: torch.optim.Optimiz
     """Gradients and the optimiser's two moments, where they do not exist yet."""
     trained = list(trained)
     gradients = sum(p.nbytes for p in trained if p.grad is None)
-    if isinstance(optimiser, HostMoments):
+    if isinstance(optimiser, OffloadedAdamW):
         return gradients + optimiser.room_bytes
     return gradients + sum(2 * p.nbytes for p in trained if not optimiser.state.get(p))
 
 
 def num_twins(recipe: Recipe) -> int:
     """Teachers that are the student at another time: each a copy of what is trained, at most."""
-    others = [t for t in teachers_of(recipe) if isinstance(t, SelfTeacher) and t.weights != "live"]
+    others = [
+        t for t in teachers_of(recipe) if isinstance(t, SelfTeacherConfig) and t.weights != "live"
+    ]
     return len(others) + recipe.needs_reference
 
 
@@ -220,16 +227,16 @@ def _rounded_bytes(model: Any, autocast: torch.dtype | None) -> int:
     return copies * autocast.itemsize
 
 
-def _head_bytes(head: Head, tokens: int, autocast: torch.dtype | None, chunk: int | None) -> int:
+def _head_bytes(head: LMHead, tokens: int, autocast: torch.dtype | None, chunk: int | None) -> int:
     """Logits of a chunk, whichever way the losses go through the head."""
     weight_VD, _ = head.parameters()
     dtype = autocast or weight_VD.dtype
-    size = min(tokens, chunk or chunk_size(head.num_words, weight_VD.device))
-    in_autograd = HEAD_COPIES * 4 * size * head.num_words
+    size = min(tokens, chunk or chunk_size(head.vocab_size, weight_VD.device))
+    in_autograd = HEAD_COPIES * 4 * size * head.vocab_size
     shapes = Projection(
         hidden_ND=torch.empty(tokens, weight_VD.shape[1], dtype=dtype, device="meta"),
         weight_VD=torch.empty(weight_VD.shape, dtype=dtype, device="meta"),
     )
-    plan = make_plan(shapes, teacher=True, trained=True, device=weight_VD.device.type)
+    plan = plan_chunks(shapes, teacher=True, trained=True, device=weight_VD.device.type)
     rows = 2 * size if chunk else plan.chunk + plan.part
-    return max(in_autograd, rows * padded(head.num_words) * dtype.itemsize)
+    return max(in_autograd, rows * padded(head.vocab_size) * dtype.itemsize)

@@ -27,7 +27,7 @@ def device_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def batch_tokens(
+def kv_cache_tokens(
     recipe: Recipe, weights: StudentWeights, others: Iterable[Any], *, total: int | None
 ) -> int:
     """`others`: models of teachers. `total`: bytes of the device; None: the usual number."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 
 Arguments = Mapping[str, Any]
 """Of a call, checked: exactly the parameters, each of its kind."""
@@ -67,7 +67,7 @@ class Tool:
     parameters: tuple[Parameter, ...]
     run: Callable[[World, Arguments], str]
     """Gives the result, and may change the world; raises ToolFailure and nothing else."""
-    draw: Callable[[Dice, World], Drawn]
+    draw: Callable[[SeededRandom, World], Drawn]
     """A request that this tool solves in the world as it is."""
     needs_notes: bool = False
     """Nothing can be asked of it while there is no note."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import date, timedelta
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
@@ -77,23 +77,23 @@ def _add_days(world: World, arguments: Arguments) -> str:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _day(dice: Dice) -> date:
+def _day(dice: SeededRandom) -> date:
     return date(1990, 1, 1) + timedelta(days=dice.below(365 * 45))
 
 
-def _draw_difference(dice: Dice, world: World) -> Drawn:
+def _draw_difference(dice: SeededRandom, world: World) -> Drawn:
     start = _day(dice)
     end = start + timedelta(days=dice.between(2, 400))
     arguments = {"start": start.isoformat(), "end": end.isoformat()}
     return Drawn(DIFFERENCES, arguments, f"{start} {end}")
 
 
-def _draw_weekday(dice: Dice, world: World) -> Drawn:
+def _draw_weekday(dice: SeededRandom, world: World) -> Drawn:
     day = _day(dice).isoformat()
     return Drawn(WEEKDAY_QUESTIONS, {"date": day}, day)
 
 
-def _draw_shift(dice: Dice, world: World) -> Drawn:
+def _draw_shift(dice: SeededRandom, world: World) -> Drawn:
     day, days = _day(dice).isoformat(), dice.between(2, 120)
     return Drawn(SHIFTS, {"date": day, "days": days}, f"{day} {days}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
@@ -29,7 +29,7 @@ def _calculate(world: World, arguments: Arguments) -> str:
     return written(evaluate(arguments["expression"]))
 
 
-def _draw_calculation(dice: Dice, world: World) -> Drawn:
+def _draw_calculation(dice: SeededRandom, world: World) -> Drawn:
     a, b, c = dice.between(2, 999), dice.between(2, 99), dice.between(2, 19)
     shapes = (f"{a} + {b}", f"{a} - {b}", f"{a} * {c}", f"{a} / {c}", f"({a} + {b}) * {c}")
     expression = dice.one_of(shapes)
@@ -88,7 +88,7 @@ def _unit(word: str) -> str:
     return name
 
 
-def _draw_conversion(dice: Dice, world: World) -> Drawn:
+def _draw_conversion(dice: SeededRandom, world: World) -> Drawn:
     unit, to = dice.some_of(list(dice.one_of(MEASURES)), 2)
     value = dice.between(2, 500)
     arguments = {"value": value, "unit": unit, "to": to}

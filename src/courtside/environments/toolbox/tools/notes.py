@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
@@ -108,34 +108,34 @@ def _delete(world: World, arguments: Arguments) -> str:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _text(dice: Dice) -> str:
+def _text(dice: SeededRandom) -> str:
     return f"{dice.one_of(VERBS)} {dice.one_of(THINGS)}{dice.one_of(WHEN)}"
 
 
-def _draw_writing(dice: Dice, world: World) -> Drawn:
+def _draw_writing(dice: SeededRandom, world: World) -> Drawn:
     title = dice.one_of(TITLES)
     return Drawn(WRITINGS, {"title": title, "text": _text(dice)}, title)
 
 
-def _latest(dice: Dice, world: World) -> str:
+def _latest(dice: SeededRandom, world: World) -> str:
     """Mostly what was written last, so that a mistake there shows."""
     titles = list(world.notes)
     return titles[-1] if dice.chance(0.6) else dice.one_of(titles)
 
 
-def _draw_addition(dice: Dice, world: World) -> Drawn:
+def _draw_addition(dice: SeededRandom, world: World) -> Drawn:
     return Drawn(ADDITIONS, {"title": _latest(dice, world), "text": _text(dice)}, None)
 
 
-def _draw_reading(dice: Dice, world: World) -> Drawn:
+def _draw_reading(dice: SeededRandom, world: World) -> Drawn:
     return Drawn(READINGS, {"title": _latest(dice, world)}, None)
 
 
-def _draw_listing(dice: Dice, world: World) -> Drawn:
+def _draw_listing(dice: SeededRandom, world: World) -> Drawn:
     return Drawn(LISTINGS, {}, None)
 
 
-def _draw_deletion(dice: Dice, world: World) -> Drawn:
+def _draw_deletion(dice: SeededRandom, world: World) -> Drawn:
     return Drawn(DELETIONS, {"title": dice.one_of(list(world.notes))}, None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Drawn,
@@ -104,8 +104,8 @@ def _price(world: World, arguments: Arguments) -> str:
 
 def _drawer(
     parameter: str, options: Sequence[str], phrases: tuple[str, ...]
-) -> Callable[[Dice, World], Drawn]:
-    def draw(dice: Dice, world: World) -> Drawn:
+) -> Callable[[SeededRandom, World], Drawn]:
+    def draw(dice: SeededRandom, world: World) -> Drawn:
         key = dice.one_of(options)
         return Drawn(phrases, {parameter: key}, key)
 

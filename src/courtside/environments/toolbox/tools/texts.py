@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from courtside.environments.seeded_random import Dice
+from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import Arguments, Drawn, Parameter, Tool, World
 
 WHO = ("the old cat", "my brother", "a small bird", "our teacher", "the tall man", "her friend")
@@ -45,8 +45,8 @@ def _upper(world: World, arguments: Arguments) -> str:
     return str(arguments["text"]).upper()
 
 
-def _drawer(phrases: tuple[str, ...]) -> Callable[[Dice, World], Drawn]:
-    def draw(dice: Dice, world: World) -> Drawn:
+def _drawer(phrases: tuple[str, ...]) -> Callable[[SeededRandom, World], Drawn]:
+    def draw(dice: SeededRandom, world: World) -> Drawn:
         who, does, what, where = (dice.one_of(words) for words in (WHO, DOES, WHAT, WHERE))
         text = f"{who} {does} {what}{where}"
         return Drawn(phrases, {"text": text}, text)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from courtside.assemble import assemble
-from courtside.engines.forward.batching import pass_tokens
-from courtside.engines.forward.forward import Passes
-from courtside.runtime import Parts
+from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.forward import ForwardPasses
+from courtside.runtime import Runtime
 from courtside.training.memory.checkpointing_auto import (
     MARGIN,
     free_bytes,
@@ -37,7 +37,7 @@ def ask_nobody(device: torch.device) -> int | None:
     raise AssertionError("the recipe has decided")
 
 
-def made(folder: Path, free: int | None, /, **student: Any) -> Parts:
+def made(folder: Path, free: int | None, /, **student: Any) -> Runtime:
     recipe = small_recipe(folder, folder, student={"model": str(folder), **student})
     return assemble(recipe, free=lambda device: free)
 
@@ -66,12 +66,12 @@ class Perceptron(nn.Module):
 def test_by_hand(length: int) -> None:
     model = Perceptron()
     # Ids of the embedding; what each layer reads, of which the second is what relu gave.
-    assert kept_bytes_per_token(model, num_words=V, length=length) == 8 + 4 * D + 4 * H
+    assert kept_bytes_per_token(model, vocab_size=V, length=length) == 8 + 4 * D + 4 * H
     with torch.autocast("cpu", dtype=torch.bfloat16):  # rounded weights are kept, too, but once
-        assert kept_bytes_per_token(model, num_words=V, length=length) == 8 + 2 * D + 2 * H
+        assert kept_bytes_per_token(model, vocab_size=V, length=length) == 8 + 2 * D + 2 * H
     model.requires_grad_(False)
     model.out.requires_grad_()
-    assert kept_bytes_per_token(model, num_words=V, length=length) == 4 * H
+    assert kept_bytes_per_token(model, vocab_size=V, length=length) == 4 * H
 
 
 def test_what_nobody_goes_back_through_is_not_kept() -> None:
@@ -117,7 +117,7 @@ def test_the_tried_lengths_do_not_matter(
     with student.training(0):
         for samples, slack in ((1, 0.02), (4, 0.1)):  # masks of the CPU's attention are small
             found = [
-                kept_bytes_per_token(read, num_words=258, samples=samples, length=length)
+                kept_bytes_per_token(read, vocab_size=258, samples=samples, length=length)
                 for length in (32, 64, 128, 256)
             ]
             assert max(found) < (1 + slack) * min(found)
@@ -133,7 +133,7 @@ def test_the_tried_lengths_do_not_matter(
 def kept_bytes_per_token_of(student: Any, samples: int) -> float:
     with student.training(0):
         return kept_bytes_per_token(
-            lambda sequences: student.passes.hidden(sequences)[0], num_words=258, samples=samples
+            lambda sequences: student.passes.hidden(sequences)[0], vocab_size=258, samples=samples
         )
 
 
@@ -162,10 +162,13 @@ def test_dropout_is_counted(tiny_folder: Path) -> None:
 def test_where_attention_keeps_scores_a_long_sequence_keeps_more_of_each_token() -> None:
     model = tiny_model()
     model.set_attn_implementation("eager")
-    passes = Passes(model=model, pad_id=1, problem="asked for")
+    passes = ForwardPasses(model=model, pad_id=1, problem="asked for")
     found = [
         kept_bytes_per_token(
-            lambda sequences: passes.hidden(sequences)[0], num_words=258, longest=400, length=length
+            lambda sequences: passes.hidden(sequences)[0],
+            vocab_size=258,
+            longest=400,
+            length=length,
         )
         for length in (32, 64)
     ]
@@ -173,7 +176,7 @@ def test_where_attention_keeps_scores_a_long_sequence_keeps_more_of_each_token()
         kept_bytes(lambda n=n: passes.hidden([[5] * 400] * n)[0]) for n in (1, 2)
     )
     assert found == [pytest.approx((twice - once) / (more - few), rel=0.05)] * 2  # and one mask
-    short = kept_bytes_per_token(lambda sequences: passes.hidden(sequences)[0], num_words=258)
+    short = kept_bytes_per_token(lambda sequences: passes.hidden(sequences)[0], vocab_size=258)
     assert found[0] > 1.5 * short
 
 
@@ -191,18 +194,18 @@ def test_the_boundary() -> None:
 
 
 EPISODES = {"tasks": {"kind": "toolbox"}}
-LONG_CONTEXT = 2 * pass_tokens(CPU)
+LONG_CONTEXT = 2 * default_pass_tokens(CPU)
 
 
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({}, pass_tokens(CPU)),
+        ({}, default_pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 77}}, 77),
         ({"rollout": {"max_new_tokens": 700}}, 700),
         ({**EPISODES, "rollout": {"max_new_tokens": 300, "limits": {"tokens": 600}}}, 600),
         ({**EPISODES, "rollout": {"limits": {"tokens": 9000}}}, LONG_CONTEXT),
-        ({**EPISODES}, pass_tokens(CPU)),
+        ({**EPISODES}, default_pass_tokens(CPU)),
         ({"train": {"micro_batch_tokens": 1000}, "rollout": {"max_new_tokens": 300}}, 1000),
     ],
 )
@@ -223,7 +226,7 @@ def test_a_pair_shares_a_pass(tiny_folder: Path) -> None:
 
 
 def test_auto_by_what_is_free(tiny_folder: Path) -> None:
-    student, tokens = made(tiny_folder, None).student, pass_tokens(CPU)
+    student, tokens = made(tiny_folder, None).student, default_pass_tokens(CPU)
     assert not student.weights.recomputes
     kept = student_bytes_per_token(student, tokens, CONTEXT)
     reserved = reserved_bytes(student, tokens)

@@ -15,10 +15,10 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.errors import ModelError
-from courtside.recipe import Lora, Student
-from courtside.runtime import Parts
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
+from courtside.recipe import LoraConfig, StudentConfig
+from courtside.runtime import Runtime
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored
 
@@ -49,7 +49,7 @@ def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {"tied": tiny_folder, "untied": untied(tmp_path_factory.mktemp("untied"))}
 
 
-def prepared(folder: Path, teacher: str, loss: dict[str, Any], **train: Any) -> Parts:
+def prepared(folder: Path, teacher: str, loss: dict[str, Any], **train: Any) -> Runtime:
     """In float64, with adapters that have moved."""
     context = {"kind": "system", "text": "be brief"}
     recipe = small_recipe(
@@ -70,13 +70,13 @@ def prepared(folder: Path, teacher: str, loss: dict[str, Any], **train: Any) -> 
     return parts
 
 
-def logp(parts: Parts, ids: list[int], num: int, temperature: float) -> Tensor:
+def logp(parts: Runtime, ids: list[int], num: int, temperature: float) -> Tensor:
     """[num, V], by PEFT: the model's own forward."""
     logits_LV = parts.student.weights.model(input_ids=torch.tensor([ids])).logits[0]
     return (logits_LV[len(ids) - num - 1 : -1] / temperature).log_softmax(-1)
 
 
-def teacher_logp(parts: Parts, s: Scored) -> Tensor:
+def teacher_logp(parts: Runtime, s: Scored) -> Tensor:
     t = s.trajectory
     system = "<|im_start|>system\nbe brief<|im_end|>\n"
     prompt = parts.renderer.tokenizer(system)["input_ids"] + list(t.turns[0].token_ids)
@@ -128,8 +128,8 @@ def test_every_gradient_is_that_of_pefts_own_forward(
     parts = prepared(folders[tied], teacher, LOSSES[loss])
     weights = parts.student.weights
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
-    chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, Tally())
+    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    parts.student.accumulate(0, scored, chosen, MetricAccumulator())
     found = {name: p.grad for name, p in weights.trained().items()}
     assert {name.split(".")[-4] for name in found} >= {"lm_head", "q_proj"}
     assert all(p.grad is None for p in weights.model.parameters() if not p.requires_grad)
@@ -176,7 +176,7 @@ def test_a_step_moves_the_adapter_and_never_the_embedding(tiny_folder: Path) -> 
 
 
 def test_an_adapter_on_the_head_starts_as_nothing(tiny_folder: Path) -> None:
-    config = Student(model=str(tiny_folder), lora=Lora(rank=4, targets=("lm_head",)))
+    config = StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4, targets=("lm_head",)))
     model = StudentWeights(config, seed=0).model
     ids = torch.tensor([[5, 9, 33]])
     with torch.no_grad():
@@ -185,8 +185,12 @@ def test_an_adapter_on_the_head_starts_as_nothing(tiny_folder: Path) -> None:
 
 
 def test_dropout_is_refused_with_the_head_and_only_then(tiny_folder: Path) -> None:
-    config = Student(model=str(tiny_folder), lora=Lora(dropout=0.1, targets=("q_proj", "lm_head")))
+    config = StudentConfig(
+        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, targets=("q_proj", "lm_head"))
+    )
     with pytest.raises(ModelError, match=r"student\.lora\.dropout = 0\.1: the output head"):
         StudentWeights(config, seed=0)
-    config = Student(model=str(tiny_folder), lora=Lora(dropout=0.1, targets=("q_proj",)))
+    config = StudentConfig(
+        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, targets=("q_proj",))
+    )
     assert StudentWeights(config, seed=0).trained()

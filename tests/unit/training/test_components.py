@@ -5,13 +5,13 @@ import torch
 
 from courtside.errors import TaskError
 from courtside.recipe import CrossEntropyLoss, DivergenceLoss, PolicyGradientLoss, PreferenceLoss
-from courtside.training.loss_terms import components, pairs
-from courtside.training.metrics import Tally
+from courtside.training.loss_terms import make_loss_terms, preference_pairs
+from courtside.training.metrics import MetricAccumulator
 from courtside.types import (
     Event,
     Grade,
     Hint,
-    Judged,
+    HintOutcome,
     Message,
     Scored,
     Target,
@@ -72,7 +72,7 @@ BATCH = [
     ],
 )
 def test_each_loss_is_taken_on_what_it_can_use(loss, on, tokens):
-    (part,) = components([loss], ["name"], BATCH)
+    (part,) = make_loss_terms([loss], ["name"], BATCH)
     assert part.weight.keys() == set(on)
     assert {w for ws in part.weight.values() for w in ws} <= {1.0}
     assert part.denominator == tokens
@@ -85,22 +85,22 @@ def test_rewards_are_compared_within_their_prompt():
         scored("e", task="z", reward=1.0),
     ]  # fmt: skip
     loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
-    (part,) = components([loss], ["rl"], batch)
+    (part,) = make_loss_terms([loss], ["rl"], batch)
     expected = {"a": 0.5, "b": -0.5, "c": 0.0, "d": 0.0, "e": 0.0}
     assert part.advantage == {id: (value,) * 3 for id, value in expected.items()}
-    (other,) = components([loss], ["rl"], batch[::-1])
+    (other,) = make_loss_terms([loss], ["rl"], batch[::-1])
     assert other.advantage == part.advantage
 
 
 def test_a_reward_needs_a_grader():
     loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
     with pytest.raises(TaskError, match=r"task x has no grader.*Name a grader"):
-        components([loss], ["rl"], [scored("a", task="x", reward=None)])
+        make_loss_terms([loss], ["rl"], [scored("a", task="x", reward=None)])
 
 
 def test_the_rejected_text_is_not_imitated():
     batch = [scored("a", preference="better"), scored("b", preference="worse")]
-    (part,) = components([CrossEntropyLoss(kind="cross_entropy")], ["ce"], batch)
+    (part,) = make_loss_terms([CrossEntropyLoss(kind="cross_entropy")], ["ce"], batch)
     assert part.weight.keys() == {"a"}
 
 
@@ -111,14 +111,14 @@ def test_a_task_that_comes_twice_has_two_pairs():
         scored("e", task="x", preference="better"), scored("f", task="x", preference="worse"),
         scored("g", task="x"),
     ]  # fmt: skip
-    found = [(b.trajectory.id, w.trajectory.id) for b, w in pairs(batch)]
+    found = [(b.trajectory.id, w.trajectory.id) for b, w in preference_pairs(batch)]
     assert sorted(found) == [("a", "b"), ("c", "d"), ("e", "f")]
-    (part,) = components([PreferenceLoss(kind="preference")], ["dpo"], batch)
+    (part,) = make_loss_terms([PreferenceLoss(kind="preference")], ["dpo"], batch)
     assert part.denominator == 3 and "g" not in part.weight
 
 
 def test_a_tally_is_a_mean_over_tokens_not_over_chunks():
-    tally = Tally()
+    tally = MetricAccumulator()
     tally.mean("kl", torch.tensor([1.0, 1.0, 1.0]))
     tally.mean("kl", torch.tensor([5.0]))
     tally.mean("kl", torch.tensor([]))
@@ -166,7 +166,7 @@ def episode(
     )
     where = tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in hinted)
     target = Target(teacher="q", context=None, logp_T=torch.zeros(len(where)), where=where)
-    judged = [(turn, None) for turn in hinted] + [(turn, "shift") for turn in dropped]
+    hint_outcomes = [(turn, None) for turn in hinted] + [(turn, "shift") for turn in dropped]
     return Scored(
         trajectory=trajectory,
         target=target if hinted else None,
@@ -174,16 +174,16 @@ def episode(
         if reference
         else None,
         hints=tuple(
-            Judged(hint=Hint(trajectory=id, turn=turn, text="h", source="s"), shift=1.0,
+            HintOutcome(hint=Hint(trajectory=id, turn=turn, text="h", source="s"), shift=1.0,
                    dropped=why)
-            for turn, why in judged
+            for turn, why in hint_outcomes
         ),
     )  # fmt: skip
 
 
 def test_a_loss_on_hinted_turns_trains_their_tokens_only():
     batch = [episode("a", hinted=(3,), dropped=(5,)), episode("b"), episode("c", hinted=(1, 5))]
-    (part,) = components([DivergenceLoss(kind="divergence", on="hinted_turns")], ["d"], batch)
+    (part,) = make_loss_terms([DivergenceLoss(kind="divergence", on="hinted_turns")], ["d"], batch)
     assert part.weight == {
         "a": (0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0),
         "c": (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0),
@@ -194,17 +194,19 @@ def test_a_loss_on_hinted_turns_trains_their_tokens_only():
 def test_an_anchor_trains_all_the_others():
     anchor = DivergenceLoss(kind="divergence", on="other_turns", against="reference")
     batch = [episode("a", hinted=(3,), dropped=(5,), reference=True), episode("b", reference=True)]
-    (part,) = components([anchor], ["d"], batch)
+    (part,) = make_loss_terms([anchor], ["d"], batch)
     # A turn whose hint was dropped is one of the others.
     assert part.weight["a"] == (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
     assert part.weight["b"] == (1.0,) * 9 and part.denominator == 14
-    (nobody,) = components([anchor], ["d"], [episode("c")])
+    (nobody,) = make_loss_terms([anchor], ["d"], [episode("c")])
     assert not nobody.weight and nobody.denominator == 0
 
 
 def test_turns_can_count_the_same_however_long_they_are():
     loss = DivergenceLoss(kind="divergence", on="hinted_turns", normalise="turn")
-    (part,) = components([loss], ["d"], [episode("a", hinted=(1, 3)), episode("b", hinted=(5,))])
+    (part,) = make_loss_terms(
+        [loss], ["d"], [episode("a", hinted=(1, 3)), episode("b", hinted=(5,))]
+    )
     assert part.weight["a"] == (0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.0, 0.0, 0.0)
     assert part.weight["b"][-3:] == pytest.approx((1 / 3,) * 3)
     assert (part.denominator, part.num_tokens) == (3, 9)
@@ -213,7 +215,7 @@ def test_turns_can_count_the_same_however_long_they_are():
 def test_a_turn_answers_for_its_own_error():
     loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward", turn_penalty=0.6)
     batch = [episode("a", wrong=(3,), reward=1.0), episode("b", wrong=(1, 5), reward=0.0)]
-    (part,) = components([loss], ["rl"], batch)
+    (part,) = make_loss_terms([loss], ["rl"], batch)
     right, wrong = 0.6 * 0.5, -0.6 * 0.5  # half of the group's six turns went wrong
     assert part.advantage["a"] == pytest.approx(
         (0.5 + right,) * 2 + (0.5 + wrong,) * 4 + (0.5 + right,) * 3
@@ -226,7 +228,9 @@ def test_a_turn_answers_for_its_own_error():
 def test_without_a_penalty_events_change_nothing():
     loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
     wrong, right = (
-        components([loss], ["rl"], [episode("a", wrong=w, reward=1.0), episode("b")])[0].advantage
+        make_loss_terms([loss], ["rl"], [episode("a", wrong=w, reward=1.0), episode("b")])[
+            0
+        ].advantage
         for w in ((3,), ())
     )
     assert wrong == right and wrong["a"] == (0.5,) * 9

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from courtside.engines.base import Head
+from courtside.engines.base import LMHead
 from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.training.head import autograd as autograd
-from courtside.training.loss_terms import Component
-from courtside.training.metrics import Tally
-from courtside.training.token_batch import Rows
-from courtside.training.token_losses import watch
+from courtside.training.loss_terms import LossTerm
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.token_batch import TokenBatch
+from courtside.training.token_losses import record_token_metrics
 
 N, WORDS, SIZE = 23, 11, 5
 
@@ -42,12 +42,12 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def make_rows(parts: Sequence[Component]) -> Rows:
+def make_rows(parts: Sequence[LossTerm]) -> TokenBatch:
     torch.manual_seed(3)
     teacher_logp_N, sampler_logp_N = -normal(N).abs(), -normal(N).abs()
     teacher_logp_N[::4] = math.nan
     sampler_logp_N[::5] = math.nan
-    return Rows(
+    return TokenBatch(
         hidden_ND=normal(N, SIZE),
         ids_N=torch.randint(WORDS, (N,)),
         temperature_N=torch.rand(N, dtype=torch.float64) + 0.7,
@@ -64,15 +64,15 @@ def make_rows(parts: Sequence[Component]) -> Rows:
     )
 
 
-def make_head(seed: int) -> Head:
+def make_head(seed: int) -> LMHead:
     torch.manual_seed(seed)
     module = torch.nn.Linear(SIZE, WORDS).double()
-    return Head(module, num_words=WORDS, softcap=None, scale=1.0)
+    return LMHead(module, vocab_size=WORDS, softcap=None, scale=1.0)
 
 
-def part(loss: Loss, every: int) -> Component:
+def part(loss: Loss, every: int) -> LossTerm:
     spoken = [i % 4 != 0 and i % every == 1 for i in range(N)]
-    return Component(
+    return LossTerm(
         name=loss.kind,
         loss=loss,
         weight={"t": tuple(map(float, spoken))},
@@ -83,7 +83,7 @@ def part(loss: Loss, every: int) -> Component:
 
 def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
     torch.manual_seed(0)
-    tally = Tally()
+    tally = MetricAccumulator()
     values_N, on_N = torch.randn(1000), torch.rand(1000) < 0.3
     values_N[~on_N] = math.nan  # masked out before it can spread
     for start in range(0, 1000, 100):
@@ -96,7 +96,7 @@ def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
 
 
 def test_what_was_never_seen_has_no_mean() -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     nowhere = torch.zeros(3, dtype=torch.bool)
     tally.mean("mean", torch.ones(3), where=nowhere)
     tally.largest("largest", torch.ones(3), where=nowhere)
@@ -108,7 +108,7 @@ def test_what_was_never_seen_has_no_mean() -> None:
 
 
 def test_large_sums_keep_their_digits() -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     for _ in range(10):
         tally.mean("mean", torch.full((100_000,), 16777217 / 16, dtype=torch.float32) + 0.0625)
         tally.value("value", torch.tensor(16777216.0))
@@ -118,7 +118,7 @@ def test_large_sums_keep_their_digits() -> None:
 
 
 def test_nan_and_infinity_are_told() -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     tally.mean("mean", torch.tensor([1.0, math.nan]))
     tally.value("inf", torch.tensor(math.inf))
     tally.largest("largest", torch.tensor([2.0]))
@@ -128,7 +128,7 @@ def test_nan_and_infinity_are_told() -> None:
 
 
 def test_a_sum_goes_on_after_it_was_read() -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     tally.value("loss", torch.tensor(0.25))
     tally.mean("kl", torch.tensor([1.0]))
     assert (tally.values, tally.metrics()) == ({"loss": 0.25}, {"kl": 1.0})
@@ -138,7 +138,7 @@ def test_a_sum_goes_on_after_it_was_read() -> None:
 
 
 def test_a_graph_does_not_outlive_its_chunk() -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     leaf = torch.ones(3, requires_grad=True)
     tally.mean("mean", leaf * 2)
     tally.largest("largest", leaf * 2)
@@ -150,9 +150,9 @@ def test_a_graph_does_not_outlive_its_chunk() -> None:
 def test_the_sampled_tokens_by_hand() -> None:
     rows = make_rows([])
     logp_N = -normal(N).abs()
-    tally = Tally()
+    tally = MetricAccumulator()
     with Asked() as asked:
-        watch(rows, logp_N, tally)
+        record_token_metrics(rows, logp_N, tally)
     assert asked.count == 0
     spoken_N = ~rows.teacher_logp_N.isnan()
     both_N = spoken_N & rows.by_student_N
@@ -178,7 +178,7 @@ MIX = [
 
 def test_chunks_ask_nothing() -> None:
     """What trains where is read once, before the first of them, as plain numbers."""
-    tally = Tally()
+    tally = MetricAccumulator()
     with Asked() as asked:
         autograd.backward_through_head(make_rows(MIX), make_head(0), MIX, chunk=3, tally=tally)
     assert asked.count == 0 and tally.metrics()["kl"] > 0
@@ -190,7 +190,7 @@ def test_words_without_a_chance_count_as_nothing(chunk: int) -> None:
     rows, own = make_rows(MIX), make_head(0)
     for module in (rows.teacher_head.module, own.module):
         module.bias.data[4] = -math.inf
-    tally = Tally()
+    tally = MetricAccumulator()
     autograd.backward_through_head(rows, own, MIX, chunk=chunk, tally=tally)
     on_N = (rows.weight_CN["divergence"] > 0) | (rows.weight_CN["policy_gradient"] > 0)
     logp_MW, teacher_MW = (

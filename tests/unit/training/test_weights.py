@@ -6,7 +6,7 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import ModelError
-from courtside.recipe import Lora, Student
+from courtside.recipe import LoraConfig, StudentConfig
 from courtside.training.weights import MovingAverage, StudentWeights
 
 IDS = torch.tensor([[5, 9, 33, 80]])
@@ -29,7 +29,7 @@ def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder)
     trained = weights.trained()
     assert len(trained) == 2 * 2 * 2  # two layers, two targets, A and B
     assert all("lora_" in name for name in trained)
-    in_optimiser = {id(p) for g in parts.student.optimiser.param_groups for p in g["params"]}
+    in_optimiser = {id(p) for g in parts.student.optimizer.param_groups for p in g["params"]}
     assert in_optimiser == {id(p) for p in trained.values()}
     before = {name: p.detach().clone() for name, p in weights.model.named_parameters()}
     one_step(parts)
@@ -39,7 +39,7 @@ def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder)
 
 
 def test_all_linear_layers_but_the_head_get_an_adapter(tiny_folder):
-    weights = StudentWeights(Student(model=str(tiny_folder), lora=Lora(rank=2)), seed=0)
+    weights = StudentWeights(StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=2)), seed=0)
     layers = {name.split(".lora_")[0] for name in weights.trained()}
     assert len(layers) == 2 * 7
     assert not any("lm_head" in name or "embed" in name for name in layers)
@@ -47,8 +47,8 @@ def test_all_linear_layers_but_the_head_get_an_adapter(tiny_folder):
 
 
 def test_an_adapter_starts_as_nothing_and_follows_the_seed(tiny_folder):
-    plain = StudentWeights(Student(model=str(tiny_folder)), seed=0)
-    config = Student(model=str(tiny_folder), lora=Lora(rank=4))
+    plain = StudentWeights(StudentConfig(model=str(tiny_folder)), seed=0)
+    config = StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4))
     state = torch.random.get_rng_state()
     first, same, other = (StudentWeights(config, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(state, torch.random.get_rng_state())
@@ -73,7 +73,7 @@ def test_dropout_acts_in_the_update_only(tiny_folder, tiny_teacher_folder):
 
 def test_alpha_defaults_to_twice_the_rank(tiny_folder):
     for alpha, scale in ((None, 2.0), (1.0, 0.25)):
-        config = Student(model=str(tiny_folder), lora=Lora(rank=4, alpha=alpha))
+        config = StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4, alpha=alpha))
         weights = StudentWeights(config, seed=0)
         layer = weights.model.model.layers[0].mlp.up_proj
         assert layer.scaling["default"] == scale
@@ -81,11 +81,13 @@ def test_alpha_defaults_to_twice_the_rank(tiny_folder):
 
 def test_unknown_targets_are_named(tiny_folder):
     with pytest.raises(ModelError, match=r"student\.lora\.targets = \('qkv',\)"):
-        StudentWeights(Student(model=str(tiny_folder), lora=Lora(targets=("qkv",))), seed=0)
+        StudentWeights(
+            StudentConfig(model=str(tiny_folder), lora=LoraConfig(targets=("qkv",))), seed=0
+        )
 
 
 def moved_adapter(tiny_folder) -> StudentWeights:
-    weights = StudentWeights(Student(model=str(tiny_folder), lora=Lora(rank=4)), seed=0)
+    weights = StudentWeights(StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4)), seed=0)
     torch.manual_seed(1)
     for parameter in weights.trained().values():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -93,7 +95,7 @@ def moved_adapter(tiny_folder) -> StudentWeights:
 
 
 def test_without_its_adapter_the_student_is_as_before(tiny_folder):
-    plain = StudentWeights(Student(model=str(tiny_folder)), seed=0)
+    plain = StudentWeights(StudentConfig(model=str(tiny_folder)), seed=0)
     weights = moved_adapter(tiny_folder)
     with_adapter = logits(weights)
     with weights.without_adapter():
@@ -114,7 +116,9 @@ def test_lent_weights_come_back_bit_by_bit_also_after_an_error(tiny_folder):
 
 
 def test_a_copy_stays_when_the_student_moves(tiny_folder):
-    weights = StudentWeights(Student(model=str(tiny_folder), gradient_checkpointing=True), seed=0)
+    weights = StudentWeights(
+        StudentConfig(model=str(tiny_folder), gradient_checkpointing=True), seed=0
+    )
     twin = weights.copy()
     before = logits(weights)
     for parameter in weights.trained().values():
@@ -178,12 +182,12 @@ def _nothing():
 def test_no_gpu_is_said_in_words(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"student\.device = 'cuda', but no GPU"):
-        StudentWeights(Student(model=str(tiny_folder), device="cuda"), seed=0)
+        StudentWeights(StudentConfig(model=str(tiny_folder), device="cuda"), seed=0)
 
 
 def test_bfloat16_arithmetic_keeps_trained_weights_in_float32(tiny_folder):
-    for lora in (None, Lora(rank=4)):
-        config = Student(model=str(tiny_folder), dtype="bfloat16", lora=lora)
+    for lora in (None, LoraConfig(rank=4)):
+        config = StudentConfig(model=str(tiny_folder), dtype="bfloat16", lora=lora)
         weights = StudentWeights(config, seed=0)
         assert {p.dtype for p in weights.trained().values()} == {torch.float32}
         assert weights.autocast == torch.bfloat16

@@ -13,7 +13,7 @@ from small_runs import small_recipe
 from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RunError
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 
 WORLD = '''
 from courtside.types import Event, Grade, Message, Observation, Task
@@ -64,7 +64,7 @@ def recipe(folder: Path, *, settings: Any = None, **changes: Any) -> Any:
     return small_recipe(folder, **(tree | changes))
 
 
-def weights_of(parts: Parts) -> list[torch.Tensor]:
+def weights_of(parts: Runtime) -> list[torch.Tensor]:
     return [p.detach().clone() for p in parts.student.weights.trained().values()]
 
 
@@ -100,7 +100,7 @@ def test_a_batch_without_a_mistake_changes_no_weight(tiny_folder: Path) -> None:
     assert (update.step, update.loss, update.student_logp) == (3, 0.0, {})
     assert update.num_tokens == {"cross_entropy": 0} and update.metrics["grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
-    assert not parts.student.optimiser.state
+    assert not parts.student.optimizer.state
     with pytest.raises(RunError, match="not a zero loss"):
         parts.student.step(3, [])
 

@@ -12,20 +12,20 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
-from courtside.runtime import Parts
+from courtside.runtime import Runtime
 from courtside.types import Scored
 
 
 @pytest.fixture
-def parts(tiny_folder, tiny_teacher_folder) -> Parts:
+def parts(tiny_folder, tiny_teacher_folder) -> Runtime:
     return assemble(small_recipe(tiny_folder, tiny_teacher_folder))
 
 
-def batch_of(parts: Parts, step: int = 0) -> list[Scored]:
+def batch_of(parts: Runtime, step: int = 0) -> list[Scored]:
     return parts.teacher(parts.rollout(parts.tasks.batch(step, 2), step))
 
 
-def weights_of(parts: Parts) -> list[torch.Tensor]:
+def weights_of(parts: Runtime) -> list[torch.Tensor]:
     return [p.detach().clone() for p in parts.student.weights.trained().values()]
 
 
@@ -103,15 +103,15 @@ def test_an_empty_batch_is_no_zero_loss(empty, parts):
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
 
 
-def spoil_student(parts: Parts, scored: list[Scored]) -> list[Scored]:
+def spoil_student(parts: Runtime, scored: list[Scored]) -> list[Scored]:
     next(iter(parts.student.weights.trained().values())).data[0, 0] = math.nan
     return scored
 
 
-def spoil_teacher(parts: Parts, scored: list[Scored]) -> list[Scored]:
+def spoil_teacher(parts: Runtime, scored: list[Scored]) -> list[Scored]:
     """Words that the teacher excludes and the student does not."""
     target = scored[-1].target
-    module = torch.nn.Linear(target.hidden_TD.shape[1], target.head.num_words)
+    module = torch.nn.Linear(target.hidden_TD.shape[1], target.head.vocab_size)
     module.bias.data[:] = -math.inf
     module.bias.data[0] = 0.0
     target.head.module = module
@@ -124,7 +124,7 @@ def test_what_is_not_finite_changes_no_weight(spoil, parts):
     scored = spoil(parts, batch_of(parts, 1))
     before = weights_of(parts)
     moments = [
-        {k: v.clone() for k, v in state.items()} for state in parts.student.optimiser.state.values()
+        {k: v.clone() for k, v in state.items()} for state in parts.student.optimizer.state.values()
     ]
     with pytest.raises(
         NotFiniteError, match=r"step 1: the loss 'divergence' is not finite; no wei"
@@ -134,7 +134,7 @@ def test_what_is_not_finite_changes_no_weight(spoil, parts):
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
     )
-    for old, state in zip(moments, parts.student.optimiser.state.values(), strict=True):
+    for old, state in zip(moments, parts.student.optimizer.state.values(), strict=True):
         assert all(torch.equal(old[key], state[key]) for key in old)
     assert all(p.grad is None for p in parts.student.weights.trained().values())
     assert not parts.student.weights.model.training

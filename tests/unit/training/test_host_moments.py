@@ -13,8 +13,8 @@ from courtside.assemble import assemble
 from courtside.run import restore
 from courtside.training import checkpoints
 from courtside.training.memory.checkpointing_auto import reserved_bytes
-from courtside.training.memory.kv_budget import LEAST, batch_tokens, place_bytes
-from courtside.training.offloaded_adamw import NUM_ROOMS, PIECE, HostMoments
+from courtside.training.memory.kv_budget import LEAST, kv_cache_tokens, place_bytes
+from courtside.training.offloaded_adamw import NUM_ROOMS, PIECE, OffloadedAdamW
 
 SHAPES = ((7, 5), (3,), (16, 16), (1,), (40, 3))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95)}
@@ -47,7 +47,7 @@ def states(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
 def test_weights_and_moments_are_those_of_adamw(piece: int) -> None:
     """Whether a piece holds many parameters or a part of one, and with a gradient missing."""
     own, plain = drawn_parameters(), drawn_parameters()
-    ours = HostMoments(groups(own), piece=piece, **SETTINGS)
+    ours = OffloadedAdamW(groups(own), piece=piece, **SETTINGS)
     theirs = torch.optim.AdamW(groups(plain), fused=True, **SETTINGS)
     for step in range(4):
         for optimiser, parameters in ((ours, own), (theirs, plain)):
@@ -66,18 +66,18 @@ def test_weights_and_moments_are_those_of_adamw(piece: int) -> None:
 
 def test_every_piece_but_the_last_of_a_group_is_full() -> None:
     own = drawn_parameters()
-    ours = HostMoments(groups(own), piece=64, **SETTINGS)
+    ours = OffloadedAdamW(groups(own), piece=64, **SETTINGS)
     pushed(own, 0)
     ours.step()
     sizes = [piece.moments.shape[1] for piece in ours._pieces]
     assert sizes == [64] * 6 + [35 + 256 + 120 - 6 * 64, 4]
 
 
-@pytest.mark.parametrize("first", [HostMoments, torch.optim.AdamW])
-@pytest.mark.parametrize("second", [HostMoments, torch.optim.AdamW])
+@pytest.mark.parametrize("first", [OffloadedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("second", [OffloadedAdamW, torch.optim.AdamW])
 def test_a_run_goes_on_from_either_kind(first: Any, second: Any) -> None:
     def made(kind: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        more = {"piece": 50} if kind is HostMoments else {"fused": True}
+        more = {"piece": 50} if kind is OffloadedAdamW else {"fused": True}
         optimiser: torch.optim.Optimizer = kind(groups(parameters), **SETTINGS, **more)
         return optimiser
 
@@ -107,7 +107,7 @@ def test_a_recipe_puts_them_there(tiny_folder: Any, tiny_teacher_folder: Any) ->
     for moments in ("device", "host"):
         recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"moments": moments})
         parts = assemble(recipe)
-        assert isinstance(parts.student.optimiser, HostMoments) == (moments == "host")
+        assert isinstance(parts.student.optimizer, OffloadedAdamW) == (moments == "host")
         for step in range(2):
             trajectories = parts.rollout(parts.tasks.batch(step, 2), step)
             parts.student.step(step, parts.teacher(trajectories, ()))
@@ -118,7 +118,7 @@ def test_a_recipe_puts_them_there(tiny_folder: Any, tiny_teacher_folder: Any) ->
                     "optimiser": {
                         name: tensor.clone()
                         for name, tensor in checkpoints.optimiser_tensors(
-                            parts.student.optimiser, trained
+                            parts.student.optimizer, trained
                         ).items()
                     },
                 }
@@ -140,6 +140,6 @@ def test_memory_is_planned_without_them(tiny_folder: Any, tiny_teacher_folder: A
         # A byte too little for twice the least number of tokens, if moments are on the device.
         place = place_bytes(student.weights.model, student.weights.autocast)
         total = held + 2 * trained + 4 * LEAST * place - 1
-        room[moments] = batch_tokens(recipe, student.weights, (), total=total)
+        room[moments] = kv_cache_tokens(recipe, student.weights, (), total=total)
     assert planned["device"] - planned["host"] == 2 * trained - NUM_ROOMS * 2 * 4 * PIECE
     assert room == {"device": LEAST, "host": 2 * LEAST}

@@ -8,9 +8,9 @@ from small_runs import small_recipe
 from torch import nn
 
 from courtside.assemble import assemble
-from courtside.training.loss_terms import components
-from courtside.training.metrics import Tally
-from courtside.training.optimizer import learning_rate_at, make_optimiser
+from courtside.training.loss_terms import make_loss_terms
+from courtside.training.metrics import MetricAccumulator
+from courtside.training.optimizer import learning_rate_at, make_optimizer
 
 
 def recipe_with(tiny_folder, **train):
@@ -43,7 +43,7 @@ def test_without_warm_up_the_first_step_has_the_full_rate(tiny_folder):
 def test_weight_decay_is_for_matrices_only(tiny_folder):
     recipe = recipe_with(tiny_folder, weight_decay=0.5, learning_rate=0.1)
     trained = {"matrix": nn.Parameter(torch.ones(2, 2)), "gain": nn.Parameter(torch.ones(2))}
-    optimiser = make_optimiser(trained, recipe)
+    optimiser = make_optimizer(trained, recipe)
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step()
@@ -65,10 +65,10 @@ def test_the_update_is_adamw_by_hand(tiny_folder, tiny_teacher_folder):
     second = {name: torch.zeros_like(p) for name, p in expected.items()}
     for step, rate in enumerate([1.5e-3, 3e-3, 3e-3]):
         scored = parts.teacher(parts.rollout(parts.tasks.batch(step, 2), step))
-        chosen = components(parts.recipe.losses, parts.recipe.loss_names(), scored)
-        student.accumulate(step, scored, chosen, Tally())
+        chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+        student.accumulate(step, scored, chosen, MetricAccumulator())
         gradient = {name: p.grad.double() for name, p in trained.items()}
-        student.optimiser.zero_grad(set_to_none=True)
+        student.optimizer.zero_grad(set_to_none=True)
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
         assert norm > 0.5
         update = student.step(step, scored)

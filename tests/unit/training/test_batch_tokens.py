@@ -11,7 +11,7 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.engines.loading import load_model
-from courtside.training.memory.kv_budget import LEAST, MOST, USUAL, batch_tokens, place_bytes
+from courtside.training.memory.kv_budget import LEAST, MOST, USUAL, kv_cache_tokens, place_bytes
 from courtside.training.weights import StudentWeights
 
 
@@ -36,7 +36,7 @@ def test_half_of_what_is_left_down_to_a_power_of_two(tiny_folder: Path) -> None:
     room = 2 * place_bytes(weights.model, weights.autocast)
 
     def asked(total: int) -> int:
-        return batch_tokens(recipe, weights, [teacher], total=total)
+        return kv_cache_tokens(recipe, weights, [teacher], total=total)
 
     assert asked(held + 65536 * room) == asked(held + 131071 * room) == 65536
     assert asked(held + 65536 * room - 1) == 32768
@@ -52,7 +52,7 @@ def test_copies_of_itself_are_counted(tiny_folder: Path) -> None:
         })  # fmt: skip
         size = sum(p.nbytes for p in weights.model.parameters())
         total = 3 * size + 2 * 65536 * place_bytes(weights.model, weights.autocast)
-        found.append(batch_tokens(recipe, weights, [], total=total))
+        found.append(kv_cache_tokens(recipe, weights, [], total=total))
     assert found[0] == 65536 and found[1] < 65536
 
 
