@@ -1,8 +1,8 @@
 """What `growth.py` measures: the stages of a run at growing sizes, on random weights.
 
 The classes are those of a run: the engine, `Teacher` with its `HintScorer`, `Student.step`,
-`EpisodeRollout`. Only the model is drawn instead of loaded, trajectories are made up, and no row ends
-early.
+`EpisodeRollout`. Only the model is random instead of loaded, trajectories are synthetic, and no row
+ends early.
 """
 
 from __future__ import annotations
