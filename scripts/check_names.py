@@ -33,7 +33,7 @@ PARTS = {
 
 NAMES = {
     "again", "asked", "beginning", "drawer", "given", "heard", "here", "its", "known", "laid",
-    "laid_out", "left", "made", "meant", "moved", "named", "num_words", "one", "others", "own",
+    "laid_out", "left", "made", "meant", "moved", "named", "vocab_size", "one", "others", "own",
     "picked", "put", "read", "rest", "said", "seen", "taken", "tell", "their", "theirs", "them",
     "there", "this", "those", "told", "used", "wanted", "whose", "words", "writing", "written",
 }  # fmt: skip

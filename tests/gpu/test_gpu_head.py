@@ -73,7 +73,7 @@ def through(
 def some(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> Case:
     """One vocabulary for all: every other would be compiled anew."""
     large = device.type == "cuda"
-    settings = {"num_rows": 37 if large else 9, "num_words": 4999 if large else 299,
+    settings = {"num_rows": 37 if large else 9, "vocab_size": 4999 if large else 299,
                 "sizes": (96, 160), "spread": 2.0}  # fmt: skip
     return make_case(**{**settings, **options}).to(dtype, str(device))
 
@@ -190,7 +190,7 @@ def test_chunks_do_not_change_the_sums(chunk: int | None, device: torch.device) 
     torch.testing.assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
 
 
-@pytest.mark.parametrize("num_words", [151936, 151669, 49152, 32003])
+@pytest.mark.parametrize("vocab_size", [151936, 151669, 49152, 32003])
 @pytest.mark.parametrize("divergence", [FULL[0], TOP_64[1]], ids=name)
 def test_real_vocabularies(
     vocab_size: int, divergence: DivergenceSpec, device: torch.device
@@ -275,7 +275,7 @@ def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_words", [151936, 49155])
+@pytest.mark.parametrize("vocab_size", [151936, 49155])
 def test_the_likeliest_words_are_those_of_a_stable_sort(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -26,7 +26,7 @@ from courtside.losses.fused.topk_support import JOINT, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [
-    {"form": form.value, "num_words": vocab_size}
+    {"form": form.value, "vocab_size": vocab_size}
     for form, vocab_size in zip(FORMS.values(), (151936, 151669, 49152, 50257, 300), strict=True)
 ]
 MANY = [
@@ -186,7 +186,7 @@ def main() -> None:
         found = resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"{options}: {found}")
-    for options in ({}, {"dtype": "fp32", "num_words": 151669}):
+    for options in ({}, {"dtype": "fp32", "vocab_size": 151669}):
         found = select_resources(**options)
         spills += "STACK:0" not in found or "LOCAL:0" not in found
         print(f"select_kernel, {options}: {found}")

@@ -322,20 +322,20 @@ fused_words.py
 + (1 - x.sum(-1, keepdim=True))
 
 fused.py
-- num_words = min(len(student.weight_VD), len(teacher.weight_VD))
-+ num_words = len(student.weight_VD)
+- vocab_size = min(len(student.weight_VD), len(teacher.weight_VD))
++ vocab_size = len(student.weight_VD)
 
 fused_products.py
-- _multiply(words_VC, _operand(student, rows), into.weight_VD[:num_words], add=True)
+- _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=True)
 + pass
-+ _multiply(words_VC, _operand(student, rows), into.weight_VD[:num_words], add=False)
-- into.bias_V[:num_words].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
++ _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=False)
+- into.bias_V[:vocab_size].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
 + pass
 - values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t()) * low.scale
 + values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t())
-- _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:num_words], add=True)
+- _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=True)
 + pass
-+ _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:num_words], add=False)
++ _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=False)
 - gradient_NR = (narrow.gradient_NR * low.scale).to(low.down_RD.dtype)
 + gradient_NR = narrow.gradient_NR.to(low.down_RD.dtype)
 - _multiply(gradient_NR, low.down_RD, gradient_ND, add=True)

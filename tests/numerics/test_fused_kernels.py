@@ -95,7 +95,7 @@ def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None) ->
     assert max(off.values()) < 2e-5, off
 
 
-@pytest.mark.parametrize("num_words", [2, 3, 64, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
+@pytest.mark.parametrize("vocab_size", [2, 3, 64, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE + 5])
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], None], ids=str)
 def test_vocabularies_that_fill_no_tile_or_several(
     vocab_size: int, divergence: DivergenceSpec | None

@@ -70,7 +70,7 @@ def check_chunks(plan: ChunkPlan, num_rows: int, *, tile: int) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 4096, 8192, 100_000])
 @pytest.mark.parametrize(
-    ("size", "num_words"), [(4096, 151936), (2048, 151669), (1024, 151936), (576, 49152)]
+    ("size", "vocab_size"), [(4096, 151936), (2048, 151669), (1024, 151936), (576, 49152)]
 )
 def test_a_plan_for_a_gpu(
     size: int, vocab_size: int, num_rows: int, trained: bool, teacher: bool

@@ -183,7 +183,7 @@ def test_words_by_blocks_are_words_by_one_running_sum(
     assert end - float(exact_V[word]) - 1e-6 <= uniform <= end + 1e-6
 
 
-@pytest.mark.parametrize("num_words", [1, 63, 64, 300])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 300])
 def test_logits_that_are_no_numbers_draw_some_word(vocab_size: int) -> None:
     """Whoever looks at the loss says what is wrong; nothing is read out of bounds before."""
     ids_B, logp_B = sample_tokens(
