@@ -60,12 +60,12 @@ class Job:
         self.engine = drawn_engine(args)
         self.model = self.engine.model
         found = self.engine.passes
-        if found.problem is not None:
-            raise SystemExit(f"{args.model} is not packed: {found.problem}")
+        if found.padding_reason is not None:
+            raise SystemExit(f"{args.model} is not packed: {found.padding_reason}")
         with self.engine.casting():
             parts = FusedLayers(self.model, self.engine.head, self.engine.autocast)
-        self.plain: ForwardPasses = replace(found, parts=None)
-        self.few: ForwardPasses = replace(found, parts=parts)
+        self.plain: ForwardPasses = replace(found, fused_layers=None)
+        self.few: ForwardPasses = replace(found, fused_layers=parts)
         self.model.train()
         self.reference: dict[str, Tensor] | None = None
 
@@ -77,7 +77,7 @@ class Job:
 
     def one_pass(self, passes: ForwardPasses, sequences: Sequences) -> Tensor:
         """Adds to the gradients; the last hidden states."""
-        hidden_ND, _ = passes.hidden(sequences)
+        hidden_ND, _ = passes.forward(sequences)
         gradient_ND = torch.linspace(-1, 1, hidden_ND.numel(), device=hidden_ND.device).sin()
         hidden_ND.backward(gradient_ND.view_as(hidden_ND).to(hidden_ND.dtype))
         return hidden_ND.detach()
@@ -97,7 +97,7 @@ class Job:
             for m in modules
         ]
         passes = self.few if name == "few" else self.plain
-        with apply_patches(compiled), self.engine.casting(), passes.attention():
+        with apply_patches(compiled), self.engine.casting(), passes.patch_model():
             yield passes
 
     def _layers(self) -> list[Any]:

@@ -38,7 +38,7 @@ from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.forward.prefix_sharing import SequenceSpan
-from courtside.engines.forward.tree_scoring import forward_branches, make_retaining_cache
+from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
 from courtside.engines.patches.fused_layers import apply_patches, find_lean_layers
 from courtside.types import Branch
 
@@ -75,8 +75,8 @@ class Job:
         model = self.engine.model
         lean = find_lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
         model.train()
-        with self.engine.casting(), self.engine.passes.attention(), apply_patches(lean):
-            hidden_LD, _ = self.engine.passes.hidden([self.request.token_ids])
+        with self.engine.casting(), self.engine.passes.patch_model(), apply_patches(lean):
+            hidden_LD, _ = self.engine.passes.forward([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
             ids_N = self.ids_1L[0, self.chosen_N]
             hidden_ND.backward(gradient_of_sampled(self.engine, hidden_ND.detach(), ids_N))
@@ -86,15 +86,15 @@ class Job:
     @torch.no_grad()
     def trunk(self) -> Cache:
         """The keys and values that a training pass would leave behind."""
-        kept = make_retaining_cache()
-        with self.engine.casting(), self.engine.passes.attention():
-            self.engine.passes.hidden([self.request.token_ids], kept=kept)
+        kept = make_trunk_cache()
+        with self.engine.casting(), self.engine.passes.patch_model():
+            self.engine.passes.forward([self.request.token_ids], cache=kept)
         return kept
 
     @torch.no_grad()
     def branches(self, kept: Cache, num_hints: int) -> list[Tensor]:
         its = self.first(num_hints)
-        with self.engine.casting(), self.engine.passes.attention():
+        with self.engine.casting(), self.engine.passes.patch_model():
             found = forward_branches(
                 self.engine.model, kept, [(SequenceSpan(start=0), branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,

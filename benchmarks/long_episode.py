@@ -109,7 +109,7 @@ class Job:
         self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
         with self.engine.casting():
             self.scored_before = reason_to_score_before_update(
-                recipe, self.weights.model, self.student.passes.problem
+                recipe, self.weights.model, self.student.passes.padding_reason
             )
         teacher = Teacher(
             name="self:live",

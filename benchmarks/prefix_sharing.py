@@ -48,8 +48,8 @@ class Job:
         self.num_answer, self.num_tokens = args.answer, args.tokens
         self.engine = drawn_engine(args)
         found = self.engine.passes
-        assert found.problem is None and found.unshared is None
-        self.passes = {"shared": found, "separate": replace(found, unshared="asked for")}
+        assert found.padding_reason is None and found.unshared_reason is None
+        self.passes = {"shared": found, "separate": replace(found, unshared_reason="asked for")}
         self.computed = 0
         self.engine.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -81,9 +81,11 @@ class Job:
         passes: ForwardPasses = self.passes[way]
         read = [ids[:-1] for ids in group]
         self.engine.model.train()
-        with self.engine.casting(), passes.attention():
-            for batch in passes.batches([[ids] for ids in read], default_pass_tokens(self.device)):
-                hidden_ND, places = passes.hidden([read[i] for i in batch])
+        with self.engine.casting(), passes.patch_model():
+            for batch in passes.plan_batches(
+                [[ids] for ids in read], default_pass_tokens(self.device)
+            ):
+                hidden_ND, places = passes.forward([read[i] for i in batch])
                 before = range(len(read[0]) - self.num_answer, len(read[0]))
                 where = [i for place in places for i in place.of(before)]
                 where_T = torch.tensor(where, device=self.device)

@@ -76,13 +76,13 @@ def test_a_pass_takes_what_was_measured(
 ) -> None:
     parts: Runtime = made(folder, device, samples, None, **student)
     passes = parts.student.passes
-    assert passes.problem is None and passes.unshared is None
+    assert passes.padding_reason is None and passes.unshared_reason is None
     read = sequences(samples)
     with parts.student.training(0):
-        out, _ = passes.hidden(read)  # weights are rounded, workspaces made
+        out, _ = passes.forward(read)  # weights are rounded, workspaces made
         num_tokens = len(out)
         del out
-        measured = rise(device, lambda: passes.hidden(read)[0])
+        measured = rise(device, lambda: passes.forward(read)[0])
     assert num_tokens == (16 + 16 // samples) * LENGTH // 2
     said = student_bytes_per_token(parts.student, num_tokens, LENGTH) * num_tokens
     assert 0.75 * measured < said < 1.25 * measured

@@ -143,12 +143,12 @@ def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: P
     scored = batch_of(live)
     assert [len(s.hints) for s in scored] == [0, 1, 2, 3]
     shared = live.student.passes
-    assert shared.problem is None and shared.unshared is None
+    assert shared.padding_reason is None and shared.unshared_reason is None
     for budget in (None, 10**6):
         live.student.micro_batch_tokens = budget
         found, counts = [], []
         for unshared in (None, "asked for"):
-            live.student.passes = replace(shared, unshared=unshared)
+            live.student.passes = replace(shared, unshared_reason=unshared)
             with counted(live) as seen:
                 found.append(accumulated(live, scored))
             counts.append(sum(seen))
@@ -256,9 +256,9 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
 @pytest.mark.parametrize(
     "where",
     [
-        "courtside.engines.forward.forward.packing_problem",
+        "courtside.engines.forward.forward.probe_packing",
         "courtside.engines.local.branching_problem",
-        "courtside.training.hint_branches.tree_scoring_problem",
+        "courtside.training.hint_branches.probe_tree_scoring",
     ],
 )
 def test_models_that_cannot_are_scored_before(

@@ -18,8 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
 from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.forward.prefix_sharing import pack_row
-from courtside.engines.forward.varlen import NAME
+from courtside.engines.forward.prefix_sharing import pack_sequences
+from courtside.engines.forward.varlen import VARLEN_ATTENTION
 from courtside.runtime import Runtime
 from courtside.training import student as step
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
@@ -137,7 +137,7 @@ def test_packed_passes_are_one_sequence_at_a_time(
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, student=student)
     scored = batch_of(parts)
     lengths = read_lengths(parts, scored)
-    assert parts.student.passes.problem is None
+    assert parts.student.passes.padding_reason is None
 
     model = parts.student.weights.model
     teacher = parts.teacher.teacher
@@ -149,7 +149,7 @@ def test_packed_passes_are_one_sequence_at_a_time(
     alone, logps, computed = accumulated(parts, scored, 1)
     assert sorted(computed) == sorted(lengths)
     assert_equal(alone, textbook)
-    parts.student.passes = replace(parts.student.passes, unshared="asked for")
+    parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     for budget in (60, 250, 10**6):
         packed, again, computed = accumulated(parts, scored, budget)
         assert_equal(packed, alone)
@@ -168,7 +168,9 @@ def test_padded_passes_give_the_same_update(
     scored = batch_of(parts)
     packed, logps, computed = accumulated(parts, scored, 300)
     real = parts.student.passes
-    parts.student.passes = ForwardPasses(model=real.model, pad_id=real.pad_id, problem="asked for")
+    parts.student.passes = ForwardPasses(
+        model=real.model, pad_id=real.pad_id, padding_reason="asked for"
+    )
     padded, again, more = accumulated(parts, scored, 300)
     assert_equal(padded, packed)
     assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
@@ -197,7 +199,7 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
     trained = find_trained_tokens(chosen)
     pair = max(
-        pack_row(
+        pack_sequences(
             [read[s.trajectory.id] for s in scored if s.trajectory.task.id == id], shared=True
         ).num_tokens
         for id in {s.trajectory.task.id for s in scored}
@@ -206,7 +208,9 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     for micro in parts.student._micro_batches(scored, trained):
         tasks_of = [s.trajectory.task.id for s in micro]
         assert all(tasks_of.count(id) == 2 for id in tasks_of)
-        assert pack_row([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
+        assert (
+            pack_sequences([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
+        )
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(
@@ -215,10 +219,10 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path)
     scored = batch_of(parts)
     model = parts.student.weights.model
-    assert parts.student.passes.problem is None
+    assert parts.student.passes.padding_reason is None
 
     def fail(*args: Any) -> None:
-        assert model.config._attn_implementation == NAME and model.training
+        assert model.config._attn_implementation == VARLEN_ATTENTION and model.training
         raise RuntimeError("out of luck")
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
@@ -254,8 +258,8 @@ def test_samples_that_share_their_prompt_give_the_same_update(
     lengths = read_lengths(parts, scored)
     assert len(lengths) == 12
     shared = parts.student.passes
-    assert shared.problem is None and shared.unshared is None
-    parts.student.passes = replace(shared, unshared="asked for")
+    assert shared.padding_reason is None and shared.unshared_reason is None
+    parts.student.passes = replace(shared, unshared_reason="asked for")
     separate, logps, computed = accumulated(parts, scored, 10**6)
     assert sum(computed) == sum(lengths)
     parts.student.passes = shared
@@ -283,7 +287,7 @@ def test_in_float32_every_gradient_is_the_same(
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
     found, _, computed = accumulated(parts, scored, None)
     assert len(computed) > 1 and sum(computed) == once_a_prompt(scored)
-    parts.student.passes = replace(parts.student.passes, unshared="asked for")
+    parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     separate, _, _ = accumulated(parts, scored, None)
     for name, gradient in separate.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
@@ -304,7 +308,7 @@ def test_a_teacher_reads_its_own_prompts_once(
     shared = engine.passes
     found, counts = [], []
     for unshared in (None, "asked for"):
-        engine.passes = replace(shared, unshared=unshared)
+        engine.passes = replace(shared, unshared_reason=unshared)
         computed: list[int] = []
         hook = engine.model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs, seen=computed: seen.append(kwargs["input_ids"].numel()),
@@ -340,7 +344,7 @@ def test_pairs_share_their_prompt(tiny_folder: Path, tmp_path: Path) -> None:
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
     found, logps, computed = accumulated(parts, scored, 10**6)
     assert sum(computed) == once_a_prompt(scored)
-    parts.student.passes = replace(parts.student.passes, unshared="asked for")
+    parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     separate, again, _ = accumulated(parts, scored, 10**6)
     assert_equal(found, separate)
     assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
@@ -353,9 +357,9 @@ def test_under_dropout_every_sample_has_its_own_draw(
     parts = prepared(
         tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, student=student, **SAMPLES
     )
-    assert parts.student.passes.problem is None
-    assert parts.student.passes.unshared == "dropout acts on each sample"
-    assert parts.engine.passes.unshared is None, "nothing is dropped where nothing trains"
+    assert parts.student.passes.padding_reason is None
+    assert parts.student.passes.unshared_reason == "dropout acts on each sample"
+    assert parts.engine.passes.unshared_reason is None, "nothing is dropped where nothing trains"
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
     _, _, computed = accumulated(parts, scored, 10**6)
     assert sum(computed) == sum(read_lengths(parts, scored))

@@ -57,8 +57,8 @@ def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
     )
     (kept, kept_updates), (again, again_updates) = stepped(recipe, PLENTY), stepped(recipe, 0)
     shares = "dropout" not in student.get("lora", {})
-    assert kept.student.passes.problem is None
-    assert (kept.student.passes.unshared is None) == shares
+    assert kept.student.passes.padding_reason is None
+    assert (kept.student.passes.unshared_reason is None) == shares
     assert kept_updates == again_updates
     start = assemble(recipe).student.weights.trained()
     theirs = again.student.weights.trained()

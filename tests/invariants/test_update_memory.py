@@ -139,10 +139,10 @@ def held_by_a_pass(parts: Runtime, scored: list[Scored]) -> tuple[int, set[str]]
     ids = [s.trajectory.token_ids for s in scored]
     assert student.passes is not None
     student.weights.model.train()
-    with student.passes.attention(), student._casting(), student._in_place():
-        student.passes.hidden(ids)  # weights that autocast rounds are no part of a pass
+    with student.passes.patch_model(), student._casting(), student._in_place():
+        student.passes.forward(ids)  # weights that autocast rounds are no part of a pass
         with Made() as there, without_collector():
-            hidden_ND, _ = student.passes.hidden(ids)
+            hidden_ND, _ = student.passes.forward(ids)
             num_bytes = there.num_bytes()
         with Made() as back:
             hidden_ND.sum().backward()

@@ -13,8 +13,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from courtside.engines.forward.forward import ForwardPasses, packing_problem
-from courtside.engines.forward.prefix_sharing import LEAST_IDS
+from courtside.engines.forward.forward import ForwardPasses, probe_packing
+from courtside.engines.forward.prefix_sharing import MIN_PREFIX_TOKENS
 from courtside.engines.kernels import layers, layers_autograd
 from courtside.engines.local import find_lm_head
 from courtside.engines.patches import fused_layers as few
@@ -171,14 +171,16 @@ def step(
     sequences: list[list[int]] = SEQUENCES,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states of a packed pass, and every weight's gradient."""
-    passes = ForwardPasses(model=model, pad_id=1, problem=packing_problem(model), parts=parts)
+    passes = ForwardPasses(
+        model=model, pad_id=1, padding_reason=probe_packing(model), fused_layers=parts
+    )
     model.zero_grad(set_to_none=True)
     model.train()
     with (
-        passes.attention(),
+        passes.patch_model(),
         torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=cast),
     ):
-        hidden_ND, _ = passes.hidden(sequences)
+        hidden_ND, _ = passes.forward(sequences)
         torch.manual_seed(5)
         hidden_ND.backward(torch.randn(hidden_ND.shape, device=DEVICE).to(hidden_ND.dtype))
     model.eval()
@@ -218,10 +220,10 @@ def test_computed_again_a_pass_is_the_same_bit_for_bit(monkeypatch: pytest.Monke
     model.model.layers = model.model.layers[1:]
     monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
     parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
-    common = list(range(2, 2 + LEAST_IDS))
+    common = list(range(2, 2 + MIN_PREFIX_TOKENS))
     sharing = [[*common, 7], [*common, 5, 3]]
     kept_ND, kept = step(model, parts, cast=True, sequences=sharing)
-    assert len(kept_ND) == LEAST_IDS + 3, "what they have in common is there once"
+    assert len(kept_ND) == MIN_PREFIX_TOKENS + 3, "what they have in common is there once"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     again_ND, again = step(model, parts, cast=True, sequences=sharing)
     assert torch.equal(kept_ND, again_ND) and kept.keys() == again.keys()

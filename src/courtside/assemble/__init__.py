@@ -109,7 +109,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
     scored_before = None
     if recipe.reader is not None:
         with engine.casting():
-            problem = student.passes.problem or engine.branching_problem
+            problem = student.passes.padding_reason or engine.branching_problem
             scored_before = reason_to_score_before_update(recipe, engine.model, problem)
 
     def teacher_of(config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
@@ -203,10 +203,10 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
         rollout = _agent(recipe, environment, engine, turns)
         if turns.note is not None:
             notes.append(turns.note)
-    if engine.passes.problem is not None:
-        notes.append(f"{name}: passes are padded ({engine.passes.problem})")
-    elif engine.passes.unshared is not None:
-        notes.append(f"{name}: every sample reads its own prompt ({engine.passes.unshared})")
+    if engine.passes.padding_reason is not None:
+        notes.append(f"{name}: passes are padded ({engine.passes.padding_reason})")
+    elif engine.passes.unshared_reason is not None:
+        notes.append(f"{name}: every sample reads its own prompt ({engine.passes.unshared_reason})")
     if engine.device.type == "cuda" and not engine.in_slots:
         notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
     if recipe.reader is not None and engine.branching_problem is not None:

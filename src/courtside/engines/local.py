@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from courtside.engines.attention_kinds import windows_of
 from courtside.engines.base import (
     BranchRequest,
     BranchScores,
@@ -29,7 +28,7 @@ from courtside.engines.base import (
     Scores,
     Session,
 )
-from courtside.engines.forward.batching import batches_by_length, default_pass_tokens, pad_left
+from courtside.engines.forward.batching import batch_by_length, default_pass_tokens, pad_left
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.padded_tree_scoring import (
@@ -38,7 +37,7 @@ from courtside.engines.forward.padded_tree_scoring import (
     read_padded,
     score_branches_separately,
 )
-from courtside.engines.forward.tree_scoring import score_packed_branches, tree_scoring_problem
+from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_packed_branches
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import PLACE_STEP, KVCachePool
@@ -47,6 +46,7 @@ from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.generation.session import CachedSession, StatelessSession
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
+from courtside.engines.probes import windows_of
 from courtside.errors import ModelError
 from courtside.types import Sample
 
@@ -103,7 +103,7 @@ class LocalEngine:
             num_rows = min(len(asked), max(1, self.max_batch_tokens // max(lengths)))
             written = self._slots(num_rows, max(lengths)).sample_all(asked, sampling)
         else:
-            batches = batches_by_length([lengths[i] for i in order], self.max_batch_tokens)
+            batches = batch_by_length([lengths[i] for i in order], self.max_batch_tokens)
             for batch in batches:
                 part = [asked[i] for i in batch]
                 if self.rereads is None:
@@ -174,14 +174,14 @@ class LocalEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
-        with self._scoring(), passes.attention():
-            for batch in passes.batches(
+        with self._scoring(), passes.patch_model():
+            for batch in passes.plan_batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
-                most_tokens=self.max_batch_tokens,
+                max_shared_tokens=self.max_batch_tokens,
             ):
                 asked = [requests[i] for i in batch]
-                hidden_ND, lying = passes.hidden([request.token_ids for request in asked])
+                hidden_ND, lying = passes.forward([request.token_ids for request in asked])
                 found = score_positions(
                     self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k
                 )
@@ -198,7 +198,7 @@ class LocalEngine:
         """How sequences become passes of the model; its `problem` says why they are padded."""
         with self.casting():
             parts = find_fused_layers(self.model, self.head, self.autocast)
-            return probe_forward_passes(self.model, pad_id=self.pad_id, parts=parts)
+            return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=parts)
 
     def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""
@@ -286,14 +286,14 @@ class LocalEngine:
         if self.padded_branches is not None:
             return read_padded(self.model, requests, pad_id=self.pad_id, max_tokens=size)
         return score_packed_branches(
-            self.passes, requests, max_tokens=size, most_tokens=self.max_batch_tokens
+            self.passes, requests, max_tokens=size, max_shared_tokens=self.max_batch_tokens
         )
 
     @cached_property
     def padded_branches(self) -> str | None:
         """Why the trunks of branches are padded; None: they are packed, as other passes are."""
         with self.casting():
-            return self.passes.problem or tree_scoring_problem(self.model)
+            return self.passes.padding_reason or probe_tree_scoring(self.model)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from courtside.engines.base import LMHead, ScoreRequest, Scores
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.prefix_sharing import SequenceSpan
-from courtside.engines.forward.tree_scoring import forward_branches, tree_scoring_problem
+from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
 from courtside.recipe import Recipe, SelfTeacherConfig
 from courtside.types import Scored
 
@@ -47,7 +47,7 @@ def reason_to_score_before_update(recipe: Recipe, model: Any, problem: str | Non
         return "student.gradient_checkpointing keeps no keys and values"
     if uses_dropout(model):
         return "dropout acts on the update's pass"
-    return problem or tree_scoring_problem(model)
+    return problem or probe_tree_scoring(model)
 
 
 def uses_dropout(model: Any) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 from courtside.engines.base import LMHead
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
-from courtside.engines.forward.tree_scoring import make_retaining_cache
+from courtside.engines.forward.logprobs import default_chunk_size
+from courtside.engines.forward.tree_scoring import make_trunk_cache
 from courtside.engines.patches.fused_layers import (
     Patch,
     apply_patches,
@@ -30,7 +31,6 @@ from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu.bf16_linear import use_bf16_linear
 from courtside.training.cpu.gradient_buffers import GradientBuffers, use_gradient_buffers
-from courtside.training.head.autograd import chunk_size
 from courtside.training.head.fused import Heads, backward_through_head
 from courtside.training.hint_branches import (
     branch_logprobs,
@@ -59,7 +59,9 @@ class Student:
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained(), recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
-        self.chunk = recipe.train.chunk_tokens or chunk_size(head.vocab_size, weights.device)
+        self.chunk = recipe.train.chunk_tokens or default_chunk_size(
+            head.vocab_size, weights.device
+        )
         self._heads: Heads | None = None
         """Rounded once a step, where rounding takes long: on a CPU."""
 
@@ -148,7 +150,7 @@ class Student:
         try:
             with (
                 torch.random.fork_rng(devices=_devices(self.weights.device)),
-                passes.attention(),
+                passes.patch_model(),
                 self._casting(),  # around all passes: each weight is rounded once a step
                 self._in_place(),
             ):
@@ -168,7 +170,7 @@ class Student:
             model = self.weights.model
             parts = find_fused_layers(model, self.head, self.weights.autocast)
             return probe_forward_passes(
-                model, pad_id=self.pad_id, parts=parts, drops_out=uses_dropout(model)
+                model, pad_id=self.pad_id, fused_layers=parts, uses_dropout=uses_dropout(model)
             )
 
     @contextmanager
@@ -213,11 +215,11 @@ class Student:
         """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
-        batches = self.passes.batches(
+        batches = self.passes.plan_batches(
             [[_read(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or default_pass_tokens(self.weights.device),
-            most_tokens=self.micro_batch_tokens,  # what was asked for is kept to
-            kept=True,
+            max_shared_tokens=self.micro_batch_tokens,  # what was asked for is kept to
+            for_backward=True,
         )
         # One teacher after the other, so that each teacher's rows lie together; in the order of
         # their first appearance, because an order by address would differ between processes.
@@ -258,8 +260,8 @@ class Student:
     def _hidden(self, micro: Sequence[Scored], trained: Trained) -> tuple[Tensor, Sequence[Scored]]:
         """Hidden states that predict the trained tokens, in order, with their graph. Hints that
         are read over the same pass fill their targets."""
-        kept = make_retaining_cache() if has_open_branches(micro) else None
-        hidden_ND, lying = self.passes.hidden([_read(s, trained) for s in micro], kept=kept)
+        kept = make_trunk_cache() if has_open_branches(micro) else None
+        hidden_ND, lying = self.passes.forward([_read(s, trained) for s in micro], cache=kept)
         if kept is not None:
             # Some versions of torch keep a weight without a graph that was first rounded so.
             with self._casting(anew=True):

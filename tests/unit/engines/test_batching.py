@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.engines.forward.batching import batches_by_length, pack_batches, pad_left, pad_right
+from courtside.engines.forward.batching import batch_by_length, batch_by_size, pad_left, pad_right
 
 CPU = torch.device("cpu")
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 200))
 def test_groups_hold_everything_once_and_fit_the_budget(lengths: list[int], budget: int) -> None:
-    groups = batches_by_length(lengths, budget)
+    groups = batch_by_length(lengths, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         padded = max(lengths[i] for i in group) * len(group)
@@ -24,7 +24,7 @@ def test_groups_hold_everything_once_and_fit_the_budget(lengths: list[int], budg
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=30), budget=st.integers(1, 200))
 def test_no_group_could_take_the_next_sequence_too(lengths: list[int], budget: int) -> None:
-    groups = batches_by_length(lengths, budget)
+    groups = batch_by_length(lengths, budget)
     for group in groups[:-1]:
         assert max(lengths[i] for i in group) * (len(group) + 1) > budget
 
@@ -32,7 +32,7 @@ def test_no_group_could_take_the_next_sequence_too(lengths: list[int], budget: i
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 200))
 def test_full_groups_hold_everything_once_and_fit_the_budget(sizes: list[int], budget: int) -> None:
-    groups = pack_batches(sizes, budget)
+    groups = batch_by_size(sizes, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     totals = [sum(sizes[i] for i in group) for group in groups]
     assert all(t <= budget or len(g) == 1 for t, g in zip(totals, groups, strict=True))
@@ -44,8 +44,8 @@ def test_full_groups_hold_everything_once_and_fit_the_budget(sizes: list[int], b
 
 
 def test_groups_are_filled_up_with_what_is_small() -> None:
-    assert pack_batches([3, 60, 21, 4, 20, 6], 45) == [[1], [2, 4, 3], [5, 0]]
-    assert pack_batches([], 45) == []
+    assert batch_by_size([3, 60, 21, 4, 20, 6], 45) == [[1], [2, 4, 3], [5, 0]]
+    assert batch_by_size([], 45) == []
 
 
 def test_padding_on_either_side() -> None:

@@ -112,8 +112,8 @@ def test_the_tried_lengths_do_not_matter(
     dtype: str, lora: dict[str, Any] | None, tiny_folder: Path
 ) -> None:
     student = made(tiny_folder, None, dtype=dtype, lora=lora).student
-    assert student.passes.problem is None
-    read: Callable[[Any], Tensor] = lambda sequences: student.passes.hidden(sequences)[0]  # noqa: E731
+    assert student.passes.padding_reason is None
+    read: Callable[[Any], Tensor] = lambda sequences: student.passes.forward(sequences)[0]  # noqa: E731
     with student.training(0):
         for samples, slack in ((1, 0.02), (4, 0.1)):  # masks of the CPU's attention are small
             found = [
@@ -133,7 +133,7 @@ def test_the_tried_lengths_do_not_matter(
 def kept_bytes_per_token_of(student: Any, samples: int) -> float:
     with student.training(0):
         return kept_bytes_per_token(
-            lambda sequences: student.passes.hidden(sequences)[0], vocab_size=258, samples=samples
+            lambda sequences: student.passes.forward(sequences)[0], vocab_size=258, samples=samples
         )
 
 
@@ -162,10 +162,10 @@ def test_dropout_is_counted(tiny_folder: Path) -> None:
 def test_where_attention_keeps_scores_a_long_sequence_keeps_more_of_each_token() -> None:
     model = tiny_model()
     model.set_attn_implementation("eager")
-    passes = ForwardPasses(model=model, pad_id=1, problem="asked for")
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason="asked for")
     found = [
         kept_bytes_per_token(
-            lambda sequences: passes.hidden(sequences)[0],
+            lambda sequences: passes.forward(sequences)[0],
             vocab_size=258,
             longest=400,
             length=length,
@@ -173,10 +173,10 @@ def test_where_attention_keeps_scores_a_long_sequence_keeps_more_of_each_token()
         for length in (32, 64)
     ]
     (once, few), (twice, more) = (
-        kept_bytes(lambda n=n: passes.hidden([[5] * 400] * n)[0]) for n in (1, 2)
+        kept_bytes(lambda n=n: passes.forward([[5] * 400] * n)[0]) for n in (1, 2)
     )
     assert found == [pytest.approx((twice - once) / (more - few), rel=0.05)] * 2  # and one mask
-    short = kept_bytes_per_token(lambda sequences: passes.hidden(sequences)[0], vocab_size=258)
+    short = kept_bytes_per_token(lambda sequences: passes.forward(sequences)[0], vocab_size=258)
     assert found[0] > 1.5 * short
 
 

@@ -16,7 +16,7 @@ def default_pass_tokens(device: torch.device) -> int:
     return 16384 if device.type == "cuda" else 512
 
 
-def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def batch_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length, each of at most `max_tokens` with its padding.
 
     Longest first, so that a run that will not fit in memory fails at once. A sequence longer than
@@ -33,7 +33,7 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     return groups
 
 
-def pack_batches(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+def batch_by_size(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups whose sizes add up to at most `max_tokens`: each goes, largest first, into
     the first group with room for it. What is larger than the budget gets a group of its own.
     """

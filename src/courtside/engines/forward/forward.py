@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention_kinds import attention_of, special_attention, windows_of
-from courtside.engines.forward.batching import batches_by_length, pack_batches, pad_right
+from courtside.engines.forward.batching import batch_by_length, batch_by_size, pad_right
 from courtside.engines.forward.prefix_sharing import (
-    LEAST_IDS,
+    MIN_PREFIX_TOKENS,
     SequenceSpan,
-    pack_row,
-    shared_batches,
+    batch_by_prefix,
+    pack_sequences,
 )
-from courtside.engines.forward.varlen import forward_row, make_row_layout, use_varlen_attention
+from courtside.engines.forward.varlen import (
+    forward_varlen,
+    make_packed_layout,
+    use_varlen_attention,
+)
 from courtside.engines.patches.fused_layers import FusedLayers
-from courtside.engines.probes import distance_from_plain_forward, run_probe
+from courtside.engines.probes import (
+    attn_implementation,
+    distance_from_plain_forward,
+    find_unsupported_attention,
+    run_probe,
+    windows_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,48 +44,50 @@ class ForwardPasses:
 
     model: Any
     pad_id: int
-    problem: str | None
+    padding_reason: str | None
     """Why they are padded; None: they are packed."""
-    unshared: str | None = None
+    unshared_reason: str | None = None
     """Why packed sequences that begin alike do not share their beginning; None: they do."""
-    parts: FusedLayers | None = None
+    fused_layers: FusedLayers | None = None
 
-    def batches(
+    def plan_batches(
         self,
         units: Sequence[Sequence[Sequence[int]]],
         max_tokens: int,
         *,
-        most_tokens: int | None = None,
-        kept: bool = False,
+        max_shared_tokens: int | None = None,
+        for_backward: bool = False,
     ) -> list[list[int]]:
         """Indices by pass of units, the sequences of which must share a pass; longest first. Each
-        pass computes at most `max_tokens`; see `shared_batches` for `most_tokens` and `kept`."""
-        if self.problem is not None:
+        pass computes at most `max_tokens`; `batch_by_prefix` has the other two."""
+        if self.padding_reason is not None:
             sizes = [len(unit) * max(len(ids) for ids in unit) for unit in units]
-            return batches_by_length(sizes, max_tokens)
-        if self.unshared is not None:
-            return pack_batches([sum(len(ids) for ids in unit) for unit in units], max_tokens)
-        return shared_batches(units, max_tokens, most_tokens=most_tokens, kept=kept)
+            return batch_by_length(sizes, max_tokens)
+        if self.unshared_reason is not None:
+            return batch_by_size([sum(len(ids) for ids in unit) for unit in units], max_tokens)
+        return batch_by_prefix(
+            units, max_tokens, max_shared_tokens=max_shared_tokens, for_backward=for_backward
+        )
 
     @contextmanager
-    def attention(self) -> Iterator[None]:
-        """What `hidden` wants around it, and around a backward pass through what it gave."""
+    def patch_model(self) -> Iterator[None]:
+        """What `forward` wants around it, and around a backward pass through what it gave."""
         with (
-            nullcontext() if self.parts is None else self.parts.used(),
-            use_varlen_attention(self.model) if self.problem is None else nullcontext(),
+            nullcontext() if self.fused_layers is None else self.fused_layers.used(),
+            use_varlen_attention(self.model) if self.padding_reason is None else nullcontext(),
         ):
             yield
 
-    def hidden(
-        self, sequences: Sequence[Sequence[int]], *, kept: Cache | None = None
+    def forward(
+        self, sequences: Sequence[Sequence[int]], *, cache: Cache | None = None
     ) -> tuple[Tensor, Sequence[SequenceSpan]]:
         """Last hidden states [positions, D] of one pass, and where each sequence lies there.
 
-        `kept` gets the keys and values of a packed pass: see `engines/forward/tree_scoring.py`.
+        `cache` gets the keys and values of a packed pass: see `engines/forward/tree_scoring.py`.
         """
-        if self.problem is None:
-            return forward_packed(self.model, sequences, kept, shared=self.unshared is None)
-        assert kept is None, "those of a padded pass lie elsewhere"
+        if self.padding_reason is None:
+            return forward_packed(self.model, sequences, cache, shared=self.unshared_reason is None)
+        assert cache is None, "those of a padded pass lie elsewhere"
         ids_BL = pad_right(sequences, self.pad_id, self.model.device)
         out = self.model.base_model(input_ids=ids_BL, use_cache=False)
         longest = ids_BL.shape[1]
@@ -91,52 +102,56 @@ def forward_packed(
     *,
     shared: bool = False,
 ) -> tuple[Tensor, Sequence[SequenceSpan]]:
-    row = pack_row(sequences, shared=shared)
-    packing = make_row_layout(row, device=model.device)
+    row = pack_sequences(sequences, shared=shared)
+    packing = make_packed_layout(row, device=model.device)
     ids = [token for part in row.parts for token in part.ids]
     position = [part.first + n for part in row.parts for n in range(len(part.ids))]
-    return forward_row(model, ids, position, packing, kept), row.places
+    return forward_varlen(model, ids, position, packing, kept), row.places
 
 
 # ── tried on a small example ─────────────────────────────────────────────────────────────────────
 
 
 def probe_forward_passes(
-    model: Any, *, pad_id: int, parts: FusedLayers | None = None, drops_out: bool = False
+    model: Any, *, pad_id: int, fused_layers: FusedLayers | None = None, uses_dropout: bool = False
 ) -> ForwardPasses:
     """How sequences become passes of this model, tried out. `uses_dropout`: they are to be read in
     training mode, and something is then left out at random. The model must not be in it yet."""
-    problem = packing_problem(model)
+    problem = probe_packing(model)
     unshared = None
     if problem is None:
         # One beginning would have one draw, where samples of their own have one each.
-        unshared = "dropout acts on each sample" if drops_out else sharing_problem(model)
+        unshared = "dropout acts on each sample" if uses_dropout else probe_prefix_sharing(model)
     return ForwardPasses(
-        model=model, pad_id=pad_id, problem=problem, unshared=unshared, parts=parts
+        model=model,
+        pad_id=pad_id,
+        padding_reason=problem,
+        unshared_reason=unshared,
+        fused_layers=fused_layers,
     )
 
 
-def packing_problem(model: Any) -> str | None:
+def probe_packing(model: Any) -> str | None:
     """Why passes of this model are padded; None: they can be packed.
 
     Beside the settings a tiny example is tried, because a model may do as it likes with what it is
     given. The model must not be in training mode: dropout would act.
     """
-    why = special_attention(model)
+    why = find_unsupported_attention(model)
     if why is not None:
         return why
-    if attention_of(model) != "sdpa":
-        return f"attn_implementation = {attention_of(model)!r} was asked for"
+    if attn_implementation(model) != "sdpa":
+        return f"attn_implementation = {attn_implementation(model)!r} was asked for"
     if any(window is not None for window in windows_of(model).values()):
         return "it looks through a window"
     assert not model.training, "dropout would act"
     return run_probe(model, lambda: _example_error(model, (5, 1, 12, 24), 0))
 
 
-def sharing_problem(model: Any) -> str | None:
+def probe_prefix_sharing(model: Any) -> str | None:
     """Why sequences of a model whose passes can be packed do not share their beginnings."""
     assert not model.training, "dropout would act"
-    return run_probe(model, lambda: _example_error(model, (0, 1, 6, 30), LEAST_IDS + 3))
+    return run_probe(model, lambda: _example_error(model, (0, 1, 6, 30), MIN_PREFIX_TOKENS + 3))
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,17 +31,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from courtside.engines.attention_kinds import (
-    attention_of,
-    refuse_special_attention,
-    special_attention,
-    windows_of,
-)
+from courtside.engines.attention_masks import format_mask
 from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
-from courtside.engines.forward.batching import batches_by_length, default_pass_tokens, pad_right
+from courtside.engines.forward.batching import batch_by_length, default_pass_tokens, pad_right
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.patches.gqa_cpu import use_gqa_attention
-from courtside.engines.probes import distance_from_plain_forward, run_probe
+from courtside.engines.probes import (
+    attn_implementation,
+    distance_from_plain_forward,
+    eval_mode,
+    find_unsupported_attention,
+    refuse_special_attention,
+    run_probe,
+    windows_of,
+)
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -126,7 +128,7 @@ def branch_hidden(
         assert length <= layers[0][0].shape[2]
         assert all(0 <= b.splice <= length and b.token_ids for b in its)
     found: list[list[Tensor | None]] = [[None] * len(its) for its in branches]
-    with evaluating(model):
+    with eval_mode(model):
         for portion in _portions(model, branches, max_tokens=max_tokens):
             packed = {row: [branches[row][i] for i in which] for row, which in portion.items()}
             hidden_RQD = _read_packed(model, layers, packed)
@@ -138,18 +140,6 @@ def branch_hidden(
     return [[part for part in parts if part is not None] for parts in found]
 
 
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    # In training mode dropout would act, and gradient checkpointing would drop the trunk's keys.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _portions(
     model: Any, branches: Sequence[Sequence[Branch]], *, max_tokens: int | None
 ) -> list[dict[int, list[int]]]:
@@ -158,7 +148,7 @@ def _portions(
     rows = max(1, sum(bool(row) for row in branches))
     longest = max((b.splice for row in branches for b in row), default=0)
     entries = mask_entries(device)
-    if attention_of(model) == "eager":  # which has all scores of all heads at once
+    if attn_implementation(model) == "eager":  # which has all scores of all heads at once
         entries //= model.config.get_text_config().num_attention_heads
     room = min(
         (max_tokens or default_pass_tokens(device)) // rows,
@@ -237,7 +227,7 @@ def _read_packed(model: Any, layers: Layers, rows: Mapping[int, Sequence[Branch]
         layers=[_LentLayer(k[which, :, :num_trunk], v[which, :, :num_trunk]) for k, v in layers]
     )
     masks = {
-        kind: as_taken(model, branch_mask(packed, num_trunk, window=window))
+        kind: format_mask(model, branch_mask(packed, num_trunk, window=window))
         for kind, window in windows_of(model).items()
     }
     with use_gqa_attention(model):
@@ -253,15 +243,6 @@ def _read_packed(model: Any, layers: Layers, rows: Mapping[int, Sequence[Branch]
     return hidden
 
 
-def as_taken(model: Any, mask: Tensor) -> Tensor:
-    """A mask of four dimensions reaches the attention as it is: some add it to the scores."""
-    if attention_of(model) == "sdpa":
-        return mask
-    dtype = model.get_input_embeddings().weight.dtype
-    never = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, never)
-
-
 # ── tried on a small example ─────────────────────────────────────────────────────────────────────
 
 
@@ -271,7 +252,7 @@ def branching_problem(model: Any) -> str | None:
 
     Beside the settings a tiny example is tried, because a model may do as it likes with a mask.
     """
-    why = special_attention(model)
+    why = find_unsupported_attention(model)
     if why is not None:
         return why
     ids = [1 + i % (model.get_input_embeddings().weight.shape[0] - 1) for i in range(60)]
@@ -280,7 +261,7 @@ def branching_problem(model: Any) -> str | None:
         Branch(trajectory="", turn=0, splice=s, token_ids=tuple(ids[-n:]), scored=(False,) * n)
         for s, n in ((8, 5), (3, 6), (0, 40))
     ]
-    with evaluating(model):
+    with eval_mode(model):
         return run_probe(model, lambda: max(_example_errors(model, trunk, branches)))
 
 
@@ -354,11 +335,11 @@ def read_padded(
 ) -> Iterator[Read]:
     """By pass over padded trunks: for models that `kept.score_packed_branches` cannot read."""
     sizes = [r.num_read + sum(len(b.token_ids) for b in r.branches) for r in requests]
-    for batch in batches_by_length(sizes, max_tokens):
+    for batch in batch_by_length(sizes, max_tokens):
         chosen = [requests[i] for i in batch]
         ids_BL = pad_right([r.token_ids[: r.num_read] for r in chosen], pad_id, model.device)
         cache = trunk_cache()
-        with evaluating(model), use_gqa_attention(model):
+        with eval_mode(model), use_gqa_attention(model):
             out = model.base_model(input_ids=ids_BL, past_key_values=cache, use_cache=True)
         trunk_ND = out.last_hidden_state.flatten(0, 1)
         found = branch_hidden(

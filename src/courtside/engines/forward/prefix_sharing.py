@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from courtside.engines.forward.batching import pack_batches
+from courtside.engines.forward.batching import batch_by_size
 
-LEAST_IDS = 16
+MIN_PREFIX_TOKENS = 16
 """A shorter beginning is not worth laying out keys for."""
-LEAST_SHARE = 1 / 16
+MIN_PREFIX_FRACTION = 1 / 16
 """Of a sequence, that its beginning must be: laying out all of its keys costs about as much as
 computing a fiftieth of its tokens (docs/performance.md)."""
-BESIDE = 1024
+MAX_SUFFIX_TOKENS = 1024
 """Tokens that a pass may have beside a shared beginning: four answers of 256, which a CPU's passes
 of 512 would each read with a prompt of their own. Where a pass is kept for its way back it takes
 more memory, which a short beginning does not repay: then twice the beginning at most."""
@@ -81,8 +81,8 @@ def find_prefix_groups(sequences: Sequence[Ids]) -> list[PrefixGroup]:
 def _better(sequences: Sequence[Ids], indices: Sequence[int], closed: _Open) -> list[PrefixGroup]:
     """One group of all whom it pays for, or the groups among them."""
     size = closed.size
-    members = [i for i in indices if size >= LEAST_SHARE * len(sequences[i])]
-    if size < LEAST_IDS or len(members) < 2:
+    members = [i for i in indices if size >= MIN_PREFIX_FRACTION * len(sequences[i])]
+    if size < MIN_PREFIX_TOKENS or len(members) < 2:
         return closed.inside
     whole = PrefixGroup(members=tuple(sorted(members)), size=size)
     return [whole] if whole.saved > sum(g.saved for g in closed.inside) else closed.inside
@@ -128,7 +128,7 @@ class SequenceSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSegment:
+class PackedSegment:
     """Ids that lie together in a row: a beginning, a rest or a whole sequence."""
 
     ids: tuple[int, ...]
@@ -139,8 +139,8 @@ class RowSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRow:
-    parts: tuple[RowSegment, ...]
+class PackedBatch:
+    parts: tuple[PackedSegment, ...]
     places: tuple[SequenceSpan, ...]
     """One a sequence."""
 
@@ -149,24 +149,24 @@ class PackedRow:
         return sum(len(part.ids) for part in self.parts)
 
 
-def pack_row(sequences: Sequence[Ids], *, shared: bool) -> PackedRow:
+def pack_sequences(sequences: Sequence[Ids], *, shared: bool) -> PackedBatch:
     """The sequences one behind the other; `shared`: what a group has in common only once."""
     groups = find_prefix_groups(sequences) if shared else []
-    parts: list[RowSegment] = []
+    parts: list[PackedSegment] = []
     # Of each sequence: the parts that hold its beginning and its own ids, None where it has none.
     held: dict[int, tuple[int | None, int | None]] = {}
     for group in groups:
         prefix = len(parts)
-        parts.append(RowSegment(ids=tuple(sequences[group.members[0]][: group.size])))
+        parts.append(PackedSegment(ids=tuple(sequences[group.members[0]][: group.size])))
         for i in group.members:
             rest = tuple(sequences[i][group.size :])
             held[i] = prefix, len(parts) if rest else None
             if rest:
-                parts.append(RowSegment(ids=rest, first=group.size, prefix=prefix))
+                parts.append(PackedSegment(ids=rest, first=group.size, prefix=prefix))
     for i, ids in enumerate(sequences):
         if i not in held:
             held[i] = None, len(parts)
-            parts.append(RowSegment(ids=tuple(ids)))
+            parts.append(PackedSegment(ids=tuple(ids)))
     starts = [0, *accumulate(len(part.ids) for part in parts)]
     places = []
     for i in range(len(sequences)):
@@ -177,20 +177,25 @@ def pack_row(sequences: Sequence[Ids], *, shared: bool) -> PackedRow:
         else:
             size = len(parts[before].ids)
             places.append(SequenceSpan(start=start, prefix_start=starts[before], num_prefix=size))
-    return PackedRow(parts=tuple(parts), places=tuple(places))
+    return PackedBatch(parts=tuple(parts), places=tuple(places))
 
 
 # ── together ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def shared_batches(
-    units: Sequence[Sequence[Ids]], max_tokens: int, *, most_tokens: int | None, kept: bool = False
+def batch_by_prefix(
+    units: Sequence[Sequence[Ids]],
+    max_tokens: int,
+    *,
+    max_shared_tokens: int | None,
+    for_backward: bool = False,
 ) -> list[list[int]]:
     """Indices of units (sequences that must share a pass) by pass; largest first.
 
     A pass has at most `max_tokens`, a shared beginning counted once; one with a shared beginning
-    may be larger (`BESIDE`), up to `most_tokens`: else no two long sequences would ever share
-    theirs. A group that does not fit is cut, each piece with its beginning. `kept`: for a way back.
+    may be larger (`MAX_SUFFIX_TOKENS`), up to `max_shared_tokens`: else no two long
+    sequences would ever share theirs. A group that does not fit is cut, each with its prefix.
+    `for_backward`: its activations are kept.
     """
     owner = [number for number, unit in enumerate(units) for _ in unit]
     sequences = [ids for unit in units for ids in unit]
@@ -205,13 +210,15 @@ def shared_batches(
         for i in group.members:
             if owner[i] in rest:
                 rest[owner[i]] -= group.size
-        room = group.size + (min(BESIDE, 2 * group.size) if kept else BESIDE)
-        room = max(max_tokens, room if most_tokens is None else min(room, most_tokens))
-        for piece in pack_batches([rest[u] for u in its], room - group.size):
+        room = group.size + (
+            min(MAX_SUFFIX_TOKENS, 2 * group.size) if for_backward else MAX_SUFFIX_TOKENS
+        )
+        room = max(max_tokens, room if max_shared_tokens is None else min(room, max_shared_tokens))
+        for piece in batch_by_size([rest[u] for u in its], room - group.size):
             bundles.append([its[k] for k in piece])
             sizes.append(group.size + sum(rest[its[k]] for k in piece))
         for u in its:
             del left[u]
     bundles += [[u] for u in left]
     sizes += [own[u] for u in left]
-    return [[u for b in batch for u in bundles[b]] for batch in pack_batches(sizes, max_tokens)]
+    return [[u for b in batch for u in bundles[b]] for batch in batch_by_size(sizes, max_tokens)]

@@ -5,8 +5,8 @@ pass keeps its keys and values, and a branch looks at those of its own sequence 
 then at its own. No mask exists over the whole row, and neither the pass nor its graph is changed.
 
 Keys are laid out once for each branch, a layer at a time: [trunk up to the splice, its own] of all
-branches, one behind the other. `most_keys` bounds how many those are; more branches take several
-passes over the same trunk.
+branches, one behind the other. `default_max_keys` bounds how many those are; more branches take
+several passes over the same trunk.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from transformers.cache_utils import Cache, DynamicLayer
 from courtside.engines.base import BranchRequest
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, forward_packed
-from courtside.engines.forward.padded_tree_scoring import Read, evaluating, read_together
+from courtside.engines.forward.padded_tree_scoring import Read, read_together
 from courtside.engines.forward.prefix_sharing import SequenceSpan
-from courtside.engines.forward.varlen import forward_row, make_layout, use_varlen_attention
+from courtside.engines.forward.varlen import (
+    forward_varlen,
+    make_varlen_layout,
+    use_varlen_attention,
+)
 from courtside.engines.precision import match_attention_dtypes
-from courtside.engines.probes import distance_from_plain_forward, run_probe
+from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.engines.transfer import copy_to_device
 from courtside.types import Branch
 
 
-def most_keys(device: torch.device) -> int:
+def default_max_keys(device: torch.device) -> int:
     """Of all branches in one pass. With 8 heads of 128 in 16 bits a layer has 0.5 GiB of them on a
     GPU, and again as much for each time that heads which share them are repeated."""
     return 2**17 if device.type == "cuda" else 2**15
@@ -55,7 +59,7 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
 
-def make_retaining_cache() -> Cache:
+def make_trunk_cache() -> Cache:
     """For one packed pass, `Passes.hidden(…, kept=keeping())`: no number is copied."""
     return Cache(layer_class_to_replicate=_KeptLayer)
 
@@ -133,7 +137,7 @@ def forward_branches(
     """Last hidden states [|branch|, D] of every branch; the model's attention must be the packed
     one. Hidden state i predicts token i + 1 of the branch."""
     found: list[Tensor | None] = [None] * len(branches)
-    with evaluating(model):
+    with eval_mode(model):
         for portion in _portions(branches, model.device, max_tokens):
             its = [branches[i] for i in portion]
             parts = _read(model, kept, its).split([len(b.token_ids) for _, b in its])
@@ -146,7 +150,7 @@ def _portions(
     branches: Sequence[Placed], device: torch.device, max_tokens: int | None
 ) -> list[list[int]]:
     """Which branches go into one pass, in order; one that is too large goes alone."""
-    room, room_keys = max_tokens or default_pass_tokens(device), most_keys(device)
+    room, room_keys = max_tokens or default_pass_tokens(device), default_max_keys(device)
     portions: list[list[int]] = []
     used = used_keys = 0
     for i, (_, branch) in enumerate(branches):
@@ -166,14 +170,14 @@ def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
     assert all(its.stop <= trunk_size for place, b in branches for its in place.slices(b.splice))
     ids = [token for _, b in branches for token in b.token_ids]
     position = [b.splice + n for _, b in branches for n in range(len(b.token_ids))]
-    packing = make_layout(
+    packing = make_varlen_layout(
         [len(b.token_ids) for _, b in branches],
         [b.splice + len(b.token_ids) for _, b in branches],
         device=model.device,
     )
     layout = Layout(branches, device=model.device)
     lent = Cache(layers=[_BranchLayer(layer, layout) for layer in kept.layers])
-    return forward_row(model, ids, position, packing, lent)
+    return forward_varlen(model, ids, position, packing, lent)
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
@@ -181,16 +185,22 @@ def _read(model: Any, kept: Cache, branches: Sequence[Placed]) -> Tensor:
 
 @torch.no_grad()
 def score_packed_branches(
-    passes: ForwardPasses, requests: Sequence[BranchRequest], *, max_tokens: int, most_tokens: int
+    passes: ForwardPasses,
+    requests: Sequence[BranchRequest],
+    *,
+    max_tokens: int,
+    max_shared_tokens: int,
 ) -> Iterator[Read]:
-    """By pass over packed trunks, samples of one prompt with one beginning. See `shared_batches`
-    for `most_tokens`."""
+    """By pass over packed trunks, samples of one prompt with one beginning. See `batch_by_prefix`
+    for `max_shared_tokens`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
-    for batch in passes.batches([[ids] for ids in trunks], max_tokens, most_tokens=most_tokens):
+    for batch in passes.plan_batches(
+        [[ids] for ids in trunks], max_tokens, max_shared_tokens=max_shared_tokens
+    ):
         chosen = [requests[i] for i in batch]
-        kept = make_retaining_cache()
-        with evaluating(passes.model), passes.attention():
-            trunk_ND, places = passes.hidden([trunks[i] for i in batch], kept=kept)
+        kept = make_trunk_cache()
+        with eval_mode(passes.model), passes.patch_model():
+            trunk_ND, places = passes.forward([trunks[i] for i in batch], cache=kept)
             asked = [
                 (place, branch)
                 for place, request in zip(places, chosen, strict=True)
@@ -206,13 +216,13 @@ def score_packed_branches(
 
 
 @torch.no_grad()
-def tree_scoring_problem(model: Any) -> str | None:
+def probe_tree_scoring(model: Any) -> str | None:
     """Why branches of a model whose passes can be packed cannot be read off one; None: they can.
 
     Kernels count from the first or from the last key as they like, and models may do with a cache
     as they like: a tiny example is tried.
     """
-    with evaluating(model):
+    with eval_mode(model):
         return run_probe(model, lambda: _example_error(model))
 
 
@@ -226,7 +236,7 @@ def _example_error(model: Any) -> float:
                        scored=(False,) * size))
         for which, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
-    kept = make_retaining_cache()
+    kept = make_trunk_cache()
     with use_varlen_attention(model):
         _, places = forward_packed(model, sequences, kept)
         found = forward_branches(model, kept, [(places[which], b) for which, b in asked])

@@ -28,13 +28,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention_kinds import attention_of
-from courtside.engines.forward.prefix_sharing import PackedRow
+from courtside.engines.forward.prefix_sharing import PackedBatch
 from courtside.engines.precision import match_attention_dtypes, uncast
+from courtside.engines.probes import attn_implementation
 from courtside.engines.transfer import tensor_on
 from courtside.errors import ModelError
 
-NAME = "courtside_packed"
+VARLEN_ATTENTION = "courtside_packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class VarlenLayout:
     """What `_corner` made: the same for all layers, which would each keep their own."""
 
 
-def make_layout(
+def make_varlen_layout(
     lengths: Sequence[int],
     key_lengths: Sequence[int] | None = None,
     *,
@@ -77,17 +77,17 @@ def make_layout(
     )
 
 
-def make_row_layout(row: PackedRow, *, device: torch.device) -> VarlenLayout:
+def make_packed_layout(row: PackedBatch, *, device: torch.device) -> VarlenLayout:
     """A part looks at its own ids, and before them at the beginning that it goes on from."""
     if all(part.prefix is None for part in row.parts):
-        return make_layout([len(part.ids) for part in row.parts], device=device)
+        return make_varlen_layout([len(part.ids) for part in row.parts], device=device)
     joined: list[int] = []
     key_lengths: list[int] = []
     for number, part in enumerate(row.parts):
         its = [number] if part.prefix is None else [part.prefix, number]
         joined += its
         key_lengths.append(sum(len(row.parts[i].ids) for i in its))
-    return make_layout(
+    return make_varlen_layout(
         [len(part.ids) for part in row.parts], key_lengths, joined=joined, device=device
     )
 
@@ -122,7 +122,7 @@ def varlen_attention(
     given = query.dtype
     query, key, value = match_attention_dtypes(query, key, value)
     if packing.joined is not None:
-        key, value = (laid_out(state, packing) for state in (key, value))
+        key, value = (gather_segments(state, packing) for state in (key, value))
     assert key.shape[2] == sum(packing.key_lengths)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
@@ -131,7 +131,7 @@ def varlen_attention(
     return (found.to(given) if query.device.type == "cpu" else found), None
 
 
-def laid_out(state: Tensor, packing: VarlenLayout) -> Tensor:
+def gather_segments(state: Tensor, packing: VarlenLayout) -> Tensor:
     """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its parts look at them."""
     if packing.shown is None:
         return _joined(state, packing)
@@ -322,7 +322,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 # No mask is registered under the name: none is made then, also where positions start again.
-AttentionInterface.register(NAME, varlen_attention)
+AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
 
 
 # ── a row ─────────────────────────────────────────────────────────────────────────────────────────
@@ -332,14 +332,14 @@ AttentionInterface.register(NAME, varlen_attention)
 def use_varlen_attention(model: Any) -> Iterator[None]:
     config = model.config.get_text_config()
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = VARLEN_ATTENTION
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def forward_row(
+def forward_varlen(
     model: Any,
     ids: Sequence[int],
     position: Sequence[int],
@@ -347,7 +347,9 @@ def forward_row(
     cache: Cache | None,
 ) -> Tensor:
     """Last hidden states [N, D] of one packed row."""
-    assert attention_of(model) == NAME, "packed passes stand inside `Passes.attention`"
+    assert attn_implementation(model) == VARLEN_ATTENTION, (
+        "packed passes need `ForwardPasses.patch_model`"
+    )
     ids_N, position_N = tensor_on([ids, position], dtype=torch.long, device=model.device)
     keeping: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     out = model.base_model(

@@ -18,9 +18,9 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from courtside.engines.attention_masks import format_mask
 from courtside.engines.base import LMHead, SampleRequest, Sampling
 from courtside.engines.forward.batching import default_pass_tokens, pad_right
-from courtside.engines.forward.padded_tree_scoring import as_taken
 from courtside.engines.generation.cuda_graphs import Decoder, Reader
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import KEPT, KVCachePool, round_up
@@ -258,7 +258,9 @@ class ContinuousBatchingSession:
         with slots.read(torch.tensor(list(rows), device=device), position_BN, width):
             out = self.model.base_model(
                 input_ids=ids_BN,
-                attention_mask=as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None]),
+                attention_mask=format_mask(
+                    self.model, (place_W <= position_BN[:, :, None])[:, None]
+                ),
                 position_ids=position_BN,
                 past_key_values=slots.cache,
                 use_cache=True,

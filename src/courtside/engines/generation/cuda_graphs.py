@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from courtside.engines.attention_masks import format_mask
 from courtside.engines.base import LMHead, Sampling
-from courtside.engines.forward.padded_tree_scoring import as_taken
 from courtside.engines.generation.decode_attention import use_decode_attention
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.patches import layer_ops
@@ -183,7 +183,7 @@ class Reader:
         with self.reading(position_RN, self.width):
             out = self.model.base_model(
                 input_ids=ids_RN,
-                attention_mask=as_taken(self.model, mask),
+                attention_mask=format_mask(self.model, mask),
                 position_ids=position_RN,
                 past_key_values=self.cache,
                 use_cache=True,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from courtside.engines.attention_masks import format_mask
 from courtside.engines.base import LMHead, SampleRequest, Sampling
 from courtside.engines.forward.batching import default_pass_tokens, pad_right
-from courtside.engines.forward.padded_tree_scoring import as_taken
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.patches.gqa_cpu import use_gqa_attention
@@ -214,7 +214,7 @@ class CachedSession:
         self.writing.first, self.writing.width = first, width
         self.writing.position_BN = position_BN
         place_W = torch.arange(width, device=self.device)
-        mask = as_taken(self.model, (place_W <= position_BN[:, :, None])[:, None])
+        mask = format_mask(self.model, (place_W <= position_BN[:, :, None])[:, None])
         with use_gqa_attention(self.model):
             out = self.model.base_model(
                 input_ids=ids_BN,

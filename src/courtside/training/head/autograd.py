@@ -31,12 +31,6 @@ from courtside.training.token_batch import TokenBatch
 from courtside.training.token_losses import record_token_metrics, sampled_token_loss
 
 
-def chunk_size(vocab_size: int, device: torch.device) -> int:
-    """Positions a chunk: 16 MiB of float32 logits on a CPU with its small caches, 256 on a GPU."""
-    elements = 2**26 if device.type == "cuda" else 2**22
-    return max(16, elements // vocab_size)
-
-
 def backward_through_head(
     rows: TokenBatch,
     head: LMHead,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import LMHead
+from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.transfer import tensor_on
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
 from courtside.losses.fused.types import (
@@ -73,7 +74,7 @@ def backward_through_head(
     `heads` keeps what was rounded for the next call, whose weights must be the same."""
     groups = _groups(rows, components)
     if groups is None:
-        size = chunk or autograd.chunk_size(head.vocab_size, rows.hidden_ND.device)
+        size = chunk or default_chunk_size(head.vocab_size, rows.hidden_ND.device)
         return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
     plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     heads = {} if heads is None else heads

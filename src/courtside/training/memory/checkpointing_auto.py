@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from courtside.engines.base import LMHead
 from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.generation.kv_cache import MAX_IDLE_CACHE_BYTES
 from courtside.losses.fused.linear_divergence import plan_chunks
 from courtside.losses.fused.matmuls import padded
 from courtside.losses.fused.types import Projection
 from courtside.recipe import Recipe, SelfTeacherConfig, teachers_of
-from courtside.training.head.autograd import chunk_size
 from courtside.training.offloaded_adamw import OffloadedAdamW
 from courtside.training.student import Student
 
@@ -173,7 +173,7 @@ def student_bytes_per_token(student: Student, tokens: int, context_length: int) 
     passes = student.passes
     with student.training(step=0):
         return kept_bytes_per_token(
-            lambda sequences: passes.hidden(sequences)[0],
+            lambda sequences: passes.forward(sequences)[0],
             vocab_size=student.head.vocab_size,
             samples=min(student.recipe.rollout.samples, TRIED_SAMPLES),
             # How long sequences become is not known: at worst a pass is one of them. That matters
@@ -231,7 +231,7 @@ def _head_bytes(head: LMHead, tokens: int, autocast: torch.dtype | None, chunk: 
     """Logits of a chunk, whichever way the losses go through the head."""
     weight_VD, _ = head.parameters()
     dtype = autocast or weight_VD.dtype
-    size = min(tokens, chunk or chunk_size(head.vocab_size, weight_VD.device))
+    size = min(tokens, chunk or default_chunk_size(head.vocab_size, weight_VD.device))
     in_autograd = HEAD_COPIES * 4 * size * head.vocab_size
     shapes = Projection(
         hidden_ND=torch.empty(tokens, weight_VD.shape[1], dtype=dtype, device="meta"),

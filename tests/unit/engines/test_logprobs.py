@@ -111,7 +111,9 @@ def test_neighbours_change_nothing(
 
 def test_no_pass_is_larger_than_the_budget(make_engine: Make) -> None:
     engine = make_engine(max_batch_tokens=45)
-    assert engine.passes.problem is None  # tried on a small example, the first time it is asked
+    assert (
+        engine.passes.padding_reason is None
+    )  # tried on a small example, the first time it is asked
     shapes: list[torch.Size] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:

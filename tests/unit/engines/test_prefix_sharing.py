@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from courtside.engines.forward import prefix_sharing
 from courtside.engines.forward.prefix_sharing import (
-    BESIDE,
+    MAX_SUFFIX_TOKENS,
     PrefixGroup,
+    batch_by_prefix,
     find_prefix_groups,
-    pack_row,
-    shared_batches,
+    pack_sequences,
 )
 
 Sequences = list[list[int]]
@@ -91,8 +91,8 @@ def most_saved(sequences: Sequences) -> int:
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=9))
 def test_all_or_those_that_go_on_alike_whichever_saves_more(sequences: Sequences) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_sharing, "LEAST_IDS", 1)
-        patch.setattr(prefix_sharing, "LEAST_SHARE", 0)
+        patch.setattr(prefix_sharing, "MIN_PREFIX_TOKENS", 1)
+        patch.setattr(prefix_sharing, "MIN_PREFIX_FRACTION", 0)
         found = find_prefix_groups(sequences)
     members = [i for group in found for i in group.members]
     assert len(members) == len(set(members))
@@ -107,7 +107,7 @@ def test_all_or_those_that_go_on_alike_whichever_saves_more(sequences: Sequences
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_position_is_found_where_its_id_lies(shared: bool) -> None:
     sequences = [*group_of(30, 5, 0, 9), ids(12, seed=5), *group_of(17, 1, 1, seed=1), ids(1)]
-    row = pack_row(sequences, shared=shared)
+    row = pack_sequences(sequences, shared=shared)
     laid = [i for part in row.parts for i in part.ids]
     total = sum(map(len, sequences))
     assert len(laid) == row.num_tokens == total - (2 * 30 + 17) * shared
@@ -128,7 +128,8 @@ def test_every_position_is_found_where_its_id_lies(shared: bool) -> None:
 def sizes_of(units: list[Sequences], batches: list[list[int]]) -> list[int]:
     """Tokens that each pass will compute."""
     return [
-        pack_row([s for i in batch for s in units[i]], shared=True).num_tokens for batch in batches
+        pack_sequences([s for i in batch for s in units[i]], shared=True).num_tokens
+        for batch in batches
     ]
 
 
@@ -139,15 +140,15 @@ def alone(sequences: Sequences) -> list[Sequences]:
 def test_a_group_that_fits_goes_together() -> None:
     one, other = group_of(100, 40, 30, 20, 10), group_of(100, 40, 30, 20, 10, seed=1)
     units = alone([s for pair in zip(one, other, strict=True) for s in pair])
-    batches = shared_batches(units, 200, most_tokens=200)
+    batches = batch_by_prefix(units, 200, max_shared_tokens=200)
     assert sorted(map(sorted, batches)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert sizes_of(units, batches) == [200, 200]
-    assert len(shared_batches(units, 400, most_tokens=400)) == 1
+    assert len(batch_by_prefix(units, 400, max_shared_tokens=400)) == 1
 
 
 def test_a_group_that_does_not_fit_is_cut_and_each_piece_has_its_prompt() -> None:
     units = alone(group_of(100, *[20] * 10))
-    batches = shared_batches(units, 180, most_tokens=180)
+    batches = batch_by_prefix(units, 180, max_shared_tokens=180)
     assert sizes_of(units, batches) == [180, 180, 140]
     assert sorted(i for batch in batches for i in batch) == list(range(10))
 
@@ -155,25 +156,25 @@ def test_a_group_that_does_not_fit_is_cut_and_each_piece_has_its_prompt() -> Non
 def test_a_long_prompt_is_shared_unless_that_is_forbidden() -> None:
     """A CPU's passes are of 256 tokens: a longer prompt would never be shared."""
     units = alone(group_of(600, *[64] * 20))
-    free = shared_batches(units, 256, most_tokens=None)
-    assert sizes_of(units, free) == [600 + BESIDE, 600 + 4 * 64]
+    free = batch_by_prefix(units, 256, max_shared_tokens=None)
+    assert sizes_of(units, free) == [600 + MAX_SUFFIX_TOKENS, 600 + 4 * 64]
     units = units[:5]
-    assert sizes_of(units, shared_batches(units, 256, most_tokens=730)) == [728, 728, 664]
-    assert sizes_of(units, shared_batches(units, 256, most_tokens=256)) == [664] * 5
-    assert sizes_of(units, shared_batches(units, 1, most_tokens=1)) == [664] * 5
+    assert sizes_of(units, batch_by_prefix(units, 256, max_shared_tokens=730)) == [728, 728, 664]
+    assert sizes_of(units, batch_by_prefix(units, 256, max_shared_tokens=256)) == [664] * 5
+    assert sizes_of(units, batch_by_prefix(units, 1, max_shared_tokens=1)) == [664] * 5
 
 
 def test_a_pass_that_is_kept_grows_by_what_the_prompt_repays() -> None:
     units = alone(group_of(200, *[100] * 6))
-    assert sizes_of(units, shared_batches(units, 256, most_tokens=None)) == [800]
-    kept = shared_batches(units, 256, most_tokens=None, kept=True)
+    assert sizes_of(units, batch_by_prefix(units, 256, max_shared_tokens=None)) == [800]
+    kept = batch_by_prefix(units, 256, max_shared_tokens=None, for_backward=True)
     assert sizes_of(units, kept) == [600, 400]
 
 
 def test_units_stay_whole_also_over_two_prompts() -> None:
     one, other = group_of(50, 5, 5), group_of(40, 7, 7, seed=1)
     units = [[one[0], other[0]], [one[1]], [other[1]]]
-    batches = shared_batches(units, 150, most_tokens=150)
+    batches = batch_by_prefix(units, 150, max_shared_tokens=150)
     assert sorted(i for batch in batches for i in batch) == [0, 1, 2]
     assert max(sizes_of(units, batches)) <= 150
 
@@ -190,7 +191,7 @@ def test_no_pass_is_larger_than_planned(data: st.DataObject) -> None:
     cuts = sorted({0, len(sequences), *(draw.randrange(len(sequences)) for _ in range(5))})
     units = [sequences[a:b] for a, b in pairwise(cuts)]
     budget = draw.choice([1, 50, 150, 500, 5000])
-    batches = shared_batches(units, budget, most_tokens=budget)
+    batches = batch_by_prefix(units, budget, max_shared_tokens=budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(units)))
     for batch, size in zip(batches, sizes_of(units, batches), strict=True):
         assert size <= budget or len(batch) == 1

@@ -13,11 +13,11 @@ from gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
 from courtside.engines.forward import varlen
-from courtside.engines.forward.forward import ForwardPasses, packing_problem, sharing_problem
+from courtside.engines.forward.forward import ForwardPasses, probe_packing, probe_prefix_sharing
 from courtside.engines.forward.tree_scoring import (
     forward_branches,
-    make_retaining_cache,
-    tree_scoring_problem,
+    make_trunk_cache,
+    probe_tree_scoring,
 )
 from courtside.types import Branch
 
@@ -64,7 +64,7 @@ def test_a_row_of_sequences_is_each_of_them_alone(
 
     monkeypatch.setattr(varlen, "_in_one", note)
     with casting(device, cast):
-        assert packing_problem(model) is None
+        assert probe_packing(model) is None
     in_one.clear()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,9 +73,9 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     weight_ND = torch.randn(sum(LENGTHS), model.config.hidden_size, dtype=torch.float64)
     for name, problem in (("packed", None), ("padded", "asked for")):
-        passes = ForwardPasses(model=model, pad_id=1, problem=problem)
-        with passes.attention(), casting(device, cast):
-            hidden_ND, places = passes.hidden(sequences())
+        passes = ForwardPasses(model=model, pad_id=1, padding_reason=problem)
+        with passes.patch_model(), casting(device, cast):
+            hidden_ND, places = passes.forward(sequences())
             own = [hidden_ND[p.start : p.start + n] for p, n in zip(places, LENGTHS, strict=True)]
             own_ND = torch.cat(own)
             own_ND.backward(weight_ND.to(own_ND))
@@ -124,7 +124,7 @@ def test_samples_that_share_a_prompt_are_each_alone(
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
     with casting(device, cast):
-        assert sharing_problem(model) is None
+        assert probe_prefix_sharing(model) is None
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -133,9 +133,9 @@ def test_samples_that_share_a_prompt_are_each_alone(
     weight_ND = torch.randn(sum(sizes), model.config.hidden_size, dtype=torch.float64)
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for name, unshared in (("shared", None), ("separate", "asked for")):
-        passes = ForwardPasses(model=model, pad_id=1, problem=None, unshared=unshared)
-        with passes.attention(), casting(device, cast):
-            hidden_ND, places = passes.hidden(sequences)
+        passes = ForwardPasses(model=model, pad_id=1, padding_reason=None, unshared_reason=unshared)
+        with passes.patch_model(), casting(device, cast):
+            hidden_ND, places = passes.forward(sequences)
             assert len(hidden_ND) == (sum(sizes) if unshared else NUM_SHARED)
             where = [i for p, n in zip(places, sizes, strict=True) for i in p.of(range(n))]
             own_ND = hidden_ND.index_select(0, torch.tensor(where, device=device))
@@ -177,16 +177,16 @@ def test_branches_off_a_row_are_sequences_of_their_own(
     dtype, cast = ARITHMETIC[arithmetic]
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
-    passes = ForwardPasses(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
     with casting(device, cast):
-        assert tree_scoring_problem(model) is None
+        assert probe_tree_scoring(model) is None
     model.train()
     found: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
     hidden: list[Tensor] = []
     for looked in (False, True):
-        cache = make_retaining_cache() if looked else None
-        with passes.attention(), casting(device, cast):
-            trunk_ND, places = passes.hidden(sequences(), kept=cache)
+        cache = make_trunk_cache() if looked else None
+        with passes.patch_model(), casting(device, cast):
+            trunk_ND, places = passes.forward(sequences(), cache=cache)
             if cache is not None:
                 asked = [(places[which], branch) for which, branch in branches()]
                 if device.type == "cuda":
@@ -213,14 +213,14 @@ def test_branches_off_a_row_are_sequences_of_their_own(
 def test_the_host_does_not_wait_for_a_pass(arithmetic: str, device: torch.device) -> None:
     dtype, cast = ARITHMETIC[arithmetic]
     model = qwen3().to(device, dtype)
-    passes = ForwardPasses(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
     for asked, num_tokens in ((sequences(), sum(LENGTHS)), (group(), NUM_SHARED)):
-        with passes.attention(), casting(device, cast):
-            passes.hidden(asked)
+        with passes.patch_model(), casting(device, cast):
+            passes.forward(asked)
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                hidden_ND, _ = passes.hidden(asked)
+                hidden_ND, _ = passes.forward(asked)
             finally:
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("default")

@@ -153,7 +153,7 @@ def test_any_layout(
     padded: str | None,
 ) -> None:
     monkeypatch.setattr(module, "mask_entries", lambda device: entries)
-    monkeypatch.setattr(kept, "most_keys", lambda device: entries)
+    monkeypatch.setattr(kept, "default_max_keys", lambda device: entries)
     engine = make_engine(tiny_model(layers=2), max_batch_tokens=budget)
     engine.padded_branches = padded
     requests = [
@@ -356,8 +356,8 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
 def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "tree_scoring_problem", lambda model: "it does not")
+    monkeypatch.setattr(local, "probe_tree_scoring", lambda model: "it does not")
     engine = make_engine()
-    assert engine.passes.problem is None and engine.padded_branches == "it does not"
+    assert engine.passes.padding_reason is None and engine.padded_branches == "it does not"
     monkeypatch.setattr(local, "score_packed_branches", None)
     check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))

@@ -9,7 +9,6 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from courtside.engines.attention_kinds import WINDOWED, special_attention, windows_of
 from courtside.engines.base import BranchRequest
 from courtside.engines.forward import padded_tree_scoring as module
 from courtside.engines.forward.padded_tree_scoring import (
@@ -19,6 +18,7 @@ from courtside.engines.forward.padded_tree_scoring import (
     trunk_cache,
 )
 from courtside.engines.local import LocalEngine
+from courtside.engines.probes import WINDOWED, find_unsupported_attention, windows_of
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -111,7 +111,7 @@ def test_what_cannot_share_a_trunk_takes_a_pass_each_and_says_so(
     kind: str, settings: dict[str, Any], why: str
 ) -> None:
     model = build(kind, **settings)
-    reason = special_attention(model)
+    reason = find_unsupported_attention(model)
     assert reason is not None and why in reason
     with pytest.raises(ModelError, match=rf"{type(model).__name__}.*score_branches_separately"):
         branch_hidden(model, [], [], [])

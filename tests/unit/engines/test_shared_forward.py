@@ -17,10 +17,18 @@ from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward import varlen
-from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, sharing_problem
-from courtside.engines.forward.prefix_sharing import pack_row
-from courtside.engines.forward.tree_scoring import forward_branches, make_retaining_cache
-from courtside.engines.forward.varlen import make_layout, make_row_layout, varlen_attention
+from courtside.engines.forward.forward import (
+    ForwardPasses,
+    probe_forward_passes,
+    probe_prefix_sharing,
+)
+from courtside.engines.forward.prefix_sharing import pack_sequences
+from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
+from courtside.engines.forward.varlen import (
+    make_packed_layout,
+    make_varlen_layout,
+    varlen_attention,
+)
 from courtside.engines.kernels import prefix_gather
 from courtside.engines.local import LocalEngine
 from courtside.types import Branch
@@ -67,9 +75,9 @@ def compare(model: Any, sequences: list[list[int]], num_tokens: int) -> None:
     """Hidden states, and gradients of all weights from a sum of its own of each sequence's. The
     positions of a prompt count once for every sample."""
     limit = TOLERANCE[model.dtype]
-    passes = ForwardPasses(model=model, pad_id=1, problem=None)
-    with passes.attention():
-        hidden_ND, places = passes.hidden(sequences)
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
+    with passes.patch_model():
+        hidden_ND, places = passes.forward(sequences)
         assert len(hidden_ND) == num_tokens
         every = [i for p, ids in zip(places, sequences, strict=True) for i in p.of(range(len(ids)))]
         torch.manual_seed(0)
@@ -97,7 +105,7 @@ def compare(model: Any, sequences: list[list[int]], num_tokens: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_that_share_a_prompt_are_each_alone(name: str, dtype: torch.dtype) -> None:
     model = exact(MODELS[name]()) if dtype == torch.float64 else MODELS[name]()
-    assert sharing_problem(model) is None
+    assert probe_prefix_sharing(model) is None
     compare(model, two_groups(), NUM_SHARED)
 
 
@@ -123,15 +131,15 @@ def with_kernels(where: varlen.VarlenLayout) -> varlen.VarlenLayout:
 @pytest.mark.parametrize("heads", [1, 3, 20], ids=["narrow", "odd", "several blocks"])
 def test_kernels_lay_out_and_sum_as_parts_do(heads: int) -> None:
     """Bit for bit, in float32: both add the samples of a group in their order."""
-    row = pack_row([*two_groups(), [7] * 5], shared=True)
-    parts = make_row_layout(row, device=torch.device("cpu"))
+    row = pack_sequences([*two_groups(), [7] * 5], shared=True)
+    parts = make_packed_layout(row, device=torch.device("cpu"))
     torch.manual_seed(0)
     found = []
     state = torch.randn(1, row.num_tokens, heads, 64).transpose(1, 2)
     push = torch.randn(1, heads, sum(parts.key_lengths), 64)
     for where in (parts, with_kernels(parts)):
         own = state.clone().requires_grad_()
-        laid = varlen.laid_out(own, where)
+        laid = varlen.gather_segments(own, where)
         laid.backward(push)
         found.append((laid.detach(), own.grad))
     for ours, theirs in zip(*found, strict=True):
@@ -164,11 +172,11 @@ def test_masks_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, block: int) 
 @pytest.mark.parametrize("kernels", [False, True], ids=["in parts", "by kernel"])
 def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
     """In bfloat16, 1 + 1/256 is 1: of 65 samples only the first would count."""
-    row = pack_row([[*range(20), 20 + n] for n in range(65)], shared=True)
-    where = make_row_layout(row, device=torch.device("cpu"))
+    row = pack_sequences([[*range(20), 20 + n] for n in range(65)], shared=True)
+    where = make_packed_layout(row, device=torch.device("cpu"))
     where = with_kernels(where) if kernels else where
     state = torch.zeros(1, 1, row.num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
-    laid = varlen.laid_out(state, where)
+    laid = varlen.gather_segments(state, where)
     gradient = torch.full_like(laid, 1 / 256)
     gradient[:, :, :20] = 1
     laid.backward(gradient)
@@ -178,10 +186,10 @@ def test_gradients_of_a_prompt_are_summed_in_float32(kernels: bool) -> None:
 
 def test_arithmetic_is_that_of_autocast() -> None:
     model, sequences = qwen3(), two_groups()
-    passes = ForwardPasses(model=model, pad_id=1, problem=None)
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        with passes.attention():
-            hidden_ND, places = passes.hidden(sequences)
+        with passes.patch_model():
+            hidden_ND, places = passes.forward(sequences)
         for place, ids in zip(places, sequences, strict=True):
             own_LD = alone(model, ids).float()
             assert off(hidden_ND[place.of(range(len(ids)))].float(), own_LD) < 0.02
@@ -193,8 +201,8 @@ def test_the_real_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         varlen, "match_attention_dtypes", lambda *states: states
     )  # knows no such device
-    row = pack_row(two_groups(), shared=True)
-    where = make_row_layout(row, device=torch.device("meta"))
+    row = pack_sequences(two_groups(), shared=True)
+    where = make_packed_layout(row, device=torch.device("meta"))
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, row.num_tokens, 6, 16, **options).transpose(1, 2)
     key, value = (torch.empty(1, len(query[0, 0]), 2, 16, **options) for _ in range(2))
@@ -251,9 +259,11 @@ def computed_by(engine: LocalEngine, asked: list[ScoreRequest]) -> list[int]:
 def test_a_prompt_is_computed_once(make_engine: Make) -> None:
     engine = make_engine(tiny_model(layers=1))
     assert computed_by(engine, requests()) == [NUM_SHARED]
-    engine.passes = ForwardPasses(model=engine.model, pad_id=1, problem=None, unshared="asked for")
+    engine.passes = ForwardPasses(
+        model=engine.model, pad_id=1, padding_reason=None, unshared_reason="asked for"
+    )
     assert computed_by(engine, requests()) == [sum(len(r.token_ids) for r in requests())]
-    engine.passes = ForwardPasses(model=engine.model, pad_id=1, problem="asked for")
+    engine.passes = ForwardPasses(model=engine.model, pad_id=1, padding_reason="asked for")
     padded = computed_by(engine, requests())
     assert sum(padded) >= sum(len(r.token_ids) for r in requests())
 
@@ -288,9 +298,9 @@ def test_branches_leave_a_shared_trunk_anywhere(name: str) -> None:
             (1, 0, 3), (3, 9, 2),
         )
     ]  # fmt: skip
-    passes, cache = ForwardPasses(model=model, pad_id=1, problem=None), make_retaining_cache()
-    with passes.attention():
-        hidden_ND, places = passes.hidden(sequences, kept=cache)
+    passes, cache = ForwardPasses(model=model, pad_id=1, padding_reason=None), make_trunk_cache()
+    with passes.patch_model():
+        hidden_ND, places = passes.forward(sequences, cache=cache)
         assert len(hidden_ND) == NUM_SHARED
         found = forward_branches(model, cache, [(places[which], b) for which, b in asked])
     for (which, branch), branch_ND in zip(asked, found, strict=True):
@@ -322,8 +332,8 @@ def test_where_only_sharing_fails_passes_are_packed_without(
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
     engine = make_engine(tiny_model())
-    assert engine.passes.problem is None
-    assert engine.passes.unshared == (
+    assert engine.passes.padding_reason is None
+    assert engine.passes.unshared_reason == (
         "on a small example its hidden states are not those of separate passes"
     )
     assert sum(computed_by(engine, requests())) == sum(len(r.token_ids) for r in requests())
@@ -341,18 +351,18 @@ def test_a_model_that_counts_positions_itself_is_found_out() -> None:
 
     model.model.rotary_emb.forward = forward
     passes = probe_forward_passes(model, pad_id=1)
-    assert passes.problem is None and passes.unshared is not None
+    assert passes.padding_reason is None and passes.unshared_reason is not None
 
 
 def test_one_draw_of_dropout_is_not_shared() -> None:
-    passes = probe_forward_passes(tiny_model(), pad_id=1, drops_out=True)
-    assert passes.problem is None and passes.unshared == "dropout acts on each sample"
+    passes = probe_forward_passes(tiny_model(), pad_id=1, uses_dropout=True)
+    assert passes.padding_reason is None and passes.unshared_reason == "dropout acts on each sample"
 
 
 def test_a_row_without_groups_is_packed_as_before() -> None:
-    row = pack_row([[1, 2], [3]], shared=True)
-    found = make_row_layout(row, device=torch.device("cpu"))
-    plain = make_layout([2, 1], device=torch.device("cpu"))
+    row = pack_sequences([[1, 2], [3]], shared=True)
+    found = make_packed_layout(row, device=torch.device("cpu"))
+    plain = make_varlen_layout([2, 1], device=torch.device("cpu"))
     assert found.joined is None and found.key_lengths == plain.key_lengths == (2, 1)
 
 
@@ -361,10 +371,10 @@ def test_a_gradient_comes_back_through_the_kernels_without_copies(
 ) -> None:
     """Keys come laid out as the kernel takes them and its gradient as it gives it: nothing between
     them makes zeros or copies, which is a launch each in every layer."""
-    row = pack_row(two_groups(), shared=True)
-    where = with_kernels(make_row_layout(row, device=torch.device("cpu")))
+    row = pack_sequences(two_groups(), shared=True)
+    where = with_kernels(make_packed_layout(row, device=torch.device("cpu")))
     state = torch.randn(1, row.num_tokens, 2, 16, requires_grad=True)
-    keys_KHD = varlen._flat(varlen.laid_out(state.transpose(1, 2), where))
+    keys_KHD = varlen._flat(varlen.gather_segments(state.transpose(1, 2), where))
     assert keys_KHD.is_contiguous()
 
     def summed(gradient_KHD: Tensor, _: Any) -> Tensor:

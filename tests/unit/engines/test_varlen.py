@@ -26,8 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward import varlen as packing
-from courtside.engines.forward.forward import ForwardPasses, packing_problem
-from courtside.engines.forward.varlen import NAME, make_layout, varlen_attention
+from courtside.engines.forward.forward import ForwardPasses, probe_packing
+from courtside.engines.forward.varlen import VARLEN_ATTENTION, make_varlen_layout, varlen_attention
 from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 
@@ -42,7 +42,7 @@ def sequences_of(*lengths: int) -> list[list[int]]:
 
 
 def passes_of(model: Any, problem: str | None = None) -> ForwardPasses:
-    return ForwardPasses(model=model, pad_id=1, problem=problem)
+    return ForwardPasses(model=model, pad_id=1, padding_reason=problem)
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
@@ -59,8 +59,8 @@ def alone(model: Any, ids: list[int]) -> Tensor:
 def compare(model: Any, sequences: list[list[int]]) -> None:
     """Hidden states, and gradients of all weights from weighted sums of them."""
     passes = passes_of(model)
-    with passes.attention():
-        hidden_ND, places = passes.hidden(sequences)
+    with passes.patch_model():
+        hidden_ND, places = passes.forward(sequences)
         assert len(hidden_ND) == sum(map(len, sequences))
         starts = [place.start for place in places]
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_row_of_sequences_is_each_of_them_alone(
     name: str, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
     model = MODELS[name]().to(dtype)
-    assert packing_problem(model) is None
+    assert probe_packing(model) is None
     compare(model, sequences_of(*lengths))
 
 
@@ -127,8 +127,8 @@ def test_the_comparison_would_see_a_wrong_boundary(
     with pytest.raises(AssertionError, match="not close"):
         passes = passes_of(model)
         sequences = sequences_of(3, 1, 4)
-        with passes.attention(), torch.no_grad():
-            hidden_ND, _ = passes.hidden(sequences)
+        with passes.patch_model(), torch.no_grad():
+            hidden_ND, _ = passes.forward(sequences)
         for ids, own_LD in zip(sequences, hidden_ND.split([3, 1, 4]), strict=True):
             assert_near(own_LD, alone(model, ids).detach())
 
@@ -160,7 +160,7 @@ def test_every_computed_token_is_a_real_one(make_engine: Make, budget: int) -> N
     lengths = [round(4 * 64 ** (n / 63)) for n in range(64)]
     engine = make_engine(tiny_model(layers=1))
     engine.score_batch_tokens = budget
-    assert engine.passes.problem is None
+    assert engine.passes.padding_reason is None
     computed: list[int] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -202,18 +202,18 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, made, refuse)
     model, sequences = MODELS[name](), sequences_of(*[20] * 30)
     passes = passes_of(model)
-    with passes.attention(), Largest() as largest:
-        hidden_ND, _ = passes.hidden(sequences)
+    with passes.patch_model(), Largest() as largest:
+        hidden_ND, _ = passes.forward(sequences)
         hidden_ND.backward(torch.ones_like(hidden_ND))
     assert 0 < largest.numbers < 600 * 600
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(make_engine: Make) -> None:
     engine = make_engine()
-    assert engine.passes.problem is None
+    assert engine.passes.padding_reason is None
 
     def fail(*args: Any) -> None:
-        assert engine.model.config._attn_implementation == NAME
+        assert engine.model.config._attn_implementation == VARLEN_ATTENTION
         raise RuntimeError("out of luck")
 
     hook = engine.model.base_model.layers[1].register_forward_pre_hook(fail)
@@ -226,8 +226,8 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(make_engine: Make) -> None
 
 
 def test_a_packed_pass_outside_its_attention_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match=r"inside `Passes\.attention`"):
-        passes_of(tiny_model()).hidden([[3, 4]])
+    with pytest.raises(AssertionError, match=r"need `ForwardPasses\.patch_model`"):
+        passes_of(tiny_model()).forward([[3, 4]])
 
 
 # ── which models ─────────────────────────────────────────────────────────────────────────────────
@@ -283,7 +283,7 @@ def test_other_models_are_padded_and_say_why(
     make_engine: Make, make: Callable[[], Any], why: str
 ) -> None:
     engine = make_engine(make())
-    assert engine.passes.problem is not None and engine.passes.problem.startswith(why)
+    assert engine.passes.padding_reason is not None and engine.passes.padding_reason.startswith(why)
     shapes: list[tuple[int, ...]] = []
     engine.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
@@ -310,14 +310,14 @@ def test_a_model_that_does_something_else_with_its_row_is_found_out() -> None:
         return real(hidden_states + hidden_states.mean(1, keepdim=True), *args, **kwargs)
 
     layer.forward = forward
-    assert packing_problem(leaking) == (
+    assert probe_packing(leaking) == (
         "on a small example its hidden states are not those of separate passes"
     )
 
 
 def test_what_the_attention_cannot_do_it_refuses() -> None:
     states = torch.zeros(1, 2, 5, 4)
-    whole = make_layout([5], device=torch.device("cpu"))
+    whole = make_varlen_layout([5], device=torch.device("cpu"))
     for settings, why in (
         ({}, "not told where sequences end"),
         ({"packing": whole, "sliding_window": 4}, "looks through a window"),
@@ -350,7 +350,7 @@ def test_scores_are_scaled_as_the_model_says(monkeypatch: pytest.MonkeyPatch, ke
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 8, 4, dtype=torch.float64) for h in (6, 2, 2))
     ends_S = torch.tensor([0, 5, 8], dtype=torch.int32)
-    where = make_layout([5, 3], device=torch.device("cpu"))
+    where = make_varlen_layout([5, 3], device=torch.device("cpu"))
     out, _ = varlen_attention(None, query, key, value, None, scaling=0.7, packing=where)
     args = [s[0].transpose(0, 1) for s in (query, key, value)]
     expected = newer_stand_in(
@@ -382,7 +382,7 @@ def test_dropout_in_attention_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
     torch.manual_seed(0)
     states = torch.randn(1, 2, 400, 8)
-    where = make_layout([400], device=torch.device("cpu"))
+    where = make_varlen_layout([400], device=torch.device("cpu"))
     value = torch.ones_like(states)
     out, _ = varlen_attention(None, states, states, value, None, dropout=0.5, packing=where)
     assert 0.9 < float(out.mean()) < 1.1 and float(out.std()) > 0.05
@@ -394,7 +394,7 @@ def test_the_real_kernel_takes_what_it_is_given() -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, 7, 6, 16, **options).transpose(1, 2)
     key, value = (torch.empty(1, 7, 2, 16, **options).transpose(1, 2) for _ in range(2))
-    where = make_layout([3, 4], device=torch.device("meta"))
+    where = make_varlen_layout([3, 4], device=torch.device("meta"))
     out = packing._in_one(query, key, value, where, 0.25)
     assert out.shape == (1, 7, 6, 16) and out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out, [query, key, value], torch.empty_like(out))
@@ -413,8 +413,8 @@ def test_under_autocast_a_cpu_attends_in_float32() -> None:
         return real(query, key, value, *args)
 
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), changed("_one_by_one", note):
-        with passes.attention():
-            hidden_ND, places = passes.hidden(sequences)
+        with passes.patch_model():
+            hidden_ND, places = passes.forward(sequences)
         for place, ids in zip(places, sequences, strict=True):
             own_LD = alone(model, ids).float()
             found_LD = hidden_ND[place.of(range(len(ids)))]

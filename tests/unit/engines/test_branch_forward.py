@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines.forward import tree_scoring, varlen
-from courtside.engines.forward.forward import ForwardPasses, packing_problem
+from courtside.engines.forward.forward import ForwardPasses, probe_packing
 from courtside.engines.forward.tree_scoring import (
     forward_branches,
-    make_retaining_cache,
-    tree_scoring_problem,
+    make_trunk_cache,
+    probe_tree_scoring,
 )
 from courtside.types import Branch
 
@@ -36,10 +36,10 @@ def branches() -> list[tuple[int, Branch]]:
 
 def read(model: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Of the trunk with its graph, and of every branch."""
-    passes = ForwardPasses(model=model, pad_id=1, problem=None)
-    cache = make_retaining_cache()
-    with passes.attention():
-        trunk_ND, places = passes.hidden(SEQUENCES, kept=cache)
+    passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
+    cache = make_trunk_cache()
+    with passes.patch_model():
+        trunk_ND, places = passes.forward(SEQUENCES, cache=cache)
         asked = [(places[which], branch) for which, branch in branches()]
         return trunk_ND, forward_branches(model, cache, asked, **options)
 
@@ -63,7 +63,7 @@ def compare(model: Any, **options: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_branch_is_a_sequence_of_its_own(name: str, max_tokens: int | None) -> None:
     model = MODELS[name]().double()
-    assert tree_scoring_problem(model) is None
+    assert probe_tree_scoring(model) is None
     compare(model, max_tokens=max_tokens)
 
 
@@ -83,7 +83,7 @@ def test_keys_that_are_picked_by_index_as_on_a_gpu(
     model = qwen3().double()
     _, joined = read(model)
     monkeypatch.setattr(tree_scoring, "by_index", lambda device: True)
-    monkeypatch.setattr(tree_scoring, "most_keys", lambda device: most)
+    monkeypatch.setattr(tree_scoring, "default_max_keys", lambda device: most)
     compare(model)
     _, picked = read(model)
     if most > 45:  # the same passes, and so the same numbers
@@ -93,14 +93,14 @@ def test_keys_that_are_picked_by_index_as_on_a_gpu(
 def test_few_keys_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model().double()
     sizes: list[int] = []
-    real = tree_scoring.make_layout
+    real = tree_scoring.make_varlen_layout
 
     def noted(lengths: Any, keys: Any, **options: Any) -> Any:
         sizes.append(sum(keys))
         return real(lengths, keys, **options)
 
-    monkeypatch.setattr(tree_scoring, "make_layout", noted)
-    monkeypatch.setattr(tree_scoring, "most_keys", lambda device: 45)
+    monkeypatch.setattr(tree_scoring, "make_varlen_layout", noted)
+    monkeypatch.setattr(tree_scoring, "default_max_keys", lambda device: 45)
     compare(model)
     assert sizes == [29 + 14, 17 + 8 + 2, 41, 10]
 
@@ -113,9 +113,9 @@ def test_the_pass_trains_as_if_nobody_had_looked() -> None:
         if looked:
             trunk_ND, _ = read(model)
         else:
-            passes = ForwardPasses(model=model, pad_id=1, problem=None)
-            with passes.attention():
-                trunk_ND, _ = passes.hidden(SEQUENCES)
+            passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
+            with passes.patch_model():
+                trunk_ND, _ = passes.forward(SEQUENCES)
         trunk_ND.square().mean().backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters()})
         assert all(module.training for module in model.modules())
@@ -128,10 +128,13 @@ def test_keys_are_kept_as_the_attention_has_them() -> None:
     CPU attends in float32."""
     model = qwen3()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert tree_scoring_problem(model) is None
-        passes, cache = ForwardPasses(model=model, pad_id=1, problem=None), make_retaining_cache()
-        with passes.attention():
-            passes.hidden(SEQUENCES, kept=cache)
+        assert probe_tree_scoring(model) is None
+        passes, cache = (
+            ForwardPasses(model=model, pad_id=1, padding_reason=None),
+            make_trunk_cache(),
+        )
+        with passes.patch_model():
+            passes.forward(SEQUENCES, cache=cache)
     for layer in cache.layers:
         assert {layer.keys.dtype, layer.values.dtype} == {torch.float32}
         assert not layer.keys.requires_grad and layer.keys.shape[2] == sum(map(len, SEQUENCES))
@@ -154,8 +157,8 @@ def test_a_kernel_that_aligns_the_other_end_is_found_out(monkeypatch: pytest.Mon
     model = tiny_model()
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
-    assert packing_problem(model) is None
-    assert tree_scoring_problem(model) == (
+    assert probe_packing(model) is None
+    assert probe_tree_scoring(model) == (
         "on a small example its hidden states are not those of separate passes"
     )
 
@@ -169,7 +172,7 @@ def test_a_model_that_keeps_nothing_is_found_out() -> None:
             return own(*args, **(options | {"past_key_values": None}))
 
         layer.self_attn.forward = forward
-    assert "a small example fails" in str(tree_scoring_problem(model))
+    assert "a small example fails" in str(probe_tree_scoring(model))
 
 
 def test_windows_are_refused_where_they_would_act() -> None:
@@ -177,4 +180,4 @@ def test_windows_are_refused_where_they_would_act() -> None:
     shape = {n: getattr(config, n) for n in ("vocab_size", "hidden_size", "intermediate_size",
              "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
     model = MistralForCausalLM(MistralConfig(**shape, sliding_window=10)).eval()
-    assert "looks through a window" in str(tree_scoring_problem(model))
+    assert "looks through a window" in str(probe_tree_scoring(model))
