@@ -205,14 +205,14 @@ def loss_and_gradients(
     """Of the recipe's divergence; the gradients stay in place."""
     scored = parts.teacher(trajectories)
     streams = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    tally = MetricAccumulator()
-    parts.student.accumulate(0, scored, streams, tally)
+    metrics = MetricAccumulator()
+    parts.student.accumulate(0, scored, streams, metrics)
     gradients = {
         n: p.grad for n, p in parts.student.weights.trained().items() if p.grad is not None
     }
     return CheckResult(
         side="courtside",
-        loss=tally.values["divergence"],
+        loss=metrics.losses["divergence"],
         num_tokens=streams[0].denominator,
         gradient_norm=float(torch.stack([g.norm() for g in gradients.values()]).norm()),
         gradient_norms={name: float(gradients[name].norm()) for name in names},

@@ -17,7 +17,7 @@ from courtside.losses.fused.linear_divergence import (
     ChunkPlan,
     choose_backend,
     fused_linear_divergence,
-    words_of,
+    load_backend,
 )
 from courtside.losses.fused.types import (
     Backend,
@@ -310,7 +310,7 @@ def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
     raws = [RawLogits(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
     whole = slice(0, len(inputs.ids_N))
-    words_of(inputs.backend)(raws[0], [(whole, raws[1])], inputs.asked(divergence), whole)
+    load_backend(inputs.backend)(raws[0], [(whole, raws[1])], inputs.asked(divergence), whole)
     return relative(logits_NV, right_NV)
 
 

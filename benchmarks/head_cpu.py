@@ -126,12 +126,12 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
         reference_head=None,
     )
     component = LossTerm(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     gradient_TD, _ = backward_through_head(
-        rows, head(inputs.weight_VD), [component], chunk=None, tally=tally
+        rows, head(inputs.weight_VD), [component], chunk=None, metrics=metrics
     )
     inputs.hidden_TD.grad = gradient_TD
-    return tally.values["loss"]
+    return metrics.losses["loss"]
 
 
 def trl_full(inputs: Inputs) -> float:

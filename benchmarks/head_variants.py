@@ -79,28 +79,33 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
     """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
     `torch.topk`."""
     from courtside.losses.fused import triton_backend
-    from courtside.losses.fused.topk_select import pick, room_for, room_for_tops, warps_for
+    from courtside.losses.fused.topk_select import (
+        allocate_group_maxima,
+        allocate_top_k,
+        num_select_warps,
+        select_top_k,
+    )
 
     part = plan_chunks(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
-    found = room_for(len(logits_NV), SELECTED, logits_NV.device)
+    found = allocate_top_k(len(logits_NV), SELECTED, logits_NV.device)
     width = 16 // logits_NV.element_size()
     rows = []
     for warps in SELECTIONS:
-        if warps_for(logits_NV.shape[1], SELECTED, least=warps, width=width) != warps:
+        if num_select_warps(logits_NV.shape[1], SELECTED, least=warps, width=width) != warps:
             continue
         if clock.elapsed > seconds:
             print(f"  the rest of the selections: left out, --seconds {seconds} have passed")
             break
 
-        tops_NG = room_for_tops(logits_NV, lanes=32 * warps, width=width)
+        tops_NG = allocate_group_maxima(logits_NV, lanes=32 * warps, width=width)
         padding = (0, width * tops_NG.shape[1] - logits_NV.shape[1])
         padded_NV = torch.nn.functional.pad(logits_NV, padding, value=float("-inf"))
         tops_NG.copy_(padded_NV.view(*tops_NG.shape, width).amax(-1))
 
         def run(tops_NG: torch.Tensor = tops_NG, warps: int = warps) -> None:
-            pick(logits_NV, logits_NV, tops_NG, found, lanes=32 * warps, width=width,
+            select_top_k(logits_NV, logits_NV, tops_NG, found, lanes=32 * warps, width=width,
                  num_warps=warps)  # fmt: skip
 
         took = clock.measure(run, before=found.counts_N3.zero_)

@@ -1,7 +1,7 @@
 """Keep retired words out of identifiers: `make check` runs this over all Python of the project.
 
 docs/glossary.md has the field's word for each of them. An identifier is judged as a whole
-(`found`, `own`) and by its parts (`room_for_logits`, `vocab_size`).
+(`found`, `own`) and by its parts (`allocate_logits`, `vocab_size`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: T
             if support["form"] == "tail":
                 p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
                 q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
-            if support["form"] == "renormalised":
+            if support["form"] == "renormalized":
                 p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
             if support["form"] == "stop_gradient":
                 rows.append((p_S.exp() * (p_S.detach() - q_S)).sum())

@@ -129,17 +129,17 @@ def rescore(
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher(trajectories, reading.hints)
-        tally = MetricAccumulator()
+        metrics = MetricAccumulator()
         chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
-        parts.student.accumulate(step, scored, chosen, tally)
+        parts.student.accumulate(step, scored, chosen, metrics)
         parts.student.optimizer.zero_grad(set_to_none=True)
         rows.append(
             {
                 "step": step,
                 "trajectories": len(scored),
                 "without_teacher": sum(s.target is None for s in scored),
-                **{f"loss/{name}": value for name, value in tally.values.items()},
-                **tally.metrics(),
+                **{f"loss/{name}": value for name, value in metrics.losses.items()},
+                **metrics.means(),
             }
         )
     return rows

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_reference import (
+from gpu_models import off
+from linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,
@@ -20,7 +21,6 @@ from fused_reference import (
     make_case,
     room,
 )
-from gpu_models import off
 from torch import Tensor
 
 from courtside.losses.fused.linear_divergence import (
@@ -28,7 +28,7 @@ from courtside.losses.fused.linear_divergence import (
     choose_backend,
     fused_linear_divergence,
 )
-from courtside.losses.fused.topk_select import pick, room_for, room_for_tops
+from courtside.losses.fused.topk_select import allocate_group_maxima, allocate_top_k, select_top_k
 from courtside.losses.fused.types import DivergenceSpec, HeadGradient, HeadLoss, Support
 
 pytestmark = [
@@ -260,14 +260,14 @@ def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.de
 def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
     """Ids; the logits beside them are looked at here."""
     layout = {"lanes": 32 * num_warps, "width": 8}
-    found = room_for(len(values_NV), k, values_NV.device)
+    found = allocate_top_k(len(values_NV), k, values_NV.device)
     found.ids_NK.fill_(-1)
-    tops_NG = room_for_tops(values_NV, **layout)
+    tops_NG = allocate_group_maxima(values_NV, **layout)
     padding = (0, 8 * tops_NG.shape[1] - values_NV.shape[1])
     padded_NV = torch.nn.functional.pad(values_NV, padding, value=-math.inf)
     tops_NG.copy_(padded_NV.view(*tops_NG.shape, 8).amax(-1))
     other_NV = values_NV.flip(0).contiguous()
-    pick(values_NV, other_NV, tops_NG, found, **layout, num_warps=num_warps)
+    select_top_k(values_NV, other_NV, tops_NG, found, **layout, num_warps=num_warps)
     for logits_NK, side_NV in ((found.own_NK, values_NV), (found.other_NK, other_NV)):
         right_NK = side_NV.float().gather(-1, found.ids_NK)
         torch.testing.assert_close(logits_NK, right_NK, rtol=0, atol=0, equal_nan=True)

@@ -128,10 +128,10 @@ def our_gradients(
     parts: Runtime, scored: list[Scored]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    tally = MetricAccumulator()
-    parts.student.accumulate(0, scored, chosen, tally)
+    metrics = MetricAccumulator()
+    parts.student.accumulate(0, scored, chosen, metrics)
     trained = parts.student.weights.trained()
-    return {n: p.grad for n, p in trained.items() if p.grad is not None}, tally.values
+    return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
 
 
 def together(gradients: dict[str, Tensor]) -> Tensor:

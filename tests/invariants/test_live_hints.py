@@ -104,13 +104,13 @@ def counted(parts: Runtime) -> Iterator[list[int]]:
 
 
 def accumulated(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, tally)
+    parts.student.accumulate(0, scored, chosen, metrics)
     trained = parts.student.weights.trained()
     gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
     parts.student.optimizer.zero_grad(set_to_none=True)
-    return gradients, {**tally.values, **tally.metrics()}
+    return gradients, {**metrics.losses, **metrics.means()}
 
 
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)

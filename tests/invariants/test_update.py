@@ -131,10 +131,10 @@ def engines_of(parts: Runtime) -> dict[str, Any]:
 
 
 def gradients_of(parts: Runtime, scored: list[Scored]) -> tuple[Gradients, dict[str, float]]:
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, tally)
-    return take_gradients(parts), tally.values
+    parts.student.accumulate(0, scored, chosen, metrics)
+    return take_gradients(parts), metrics.losses
 
 
 def take_gradients(parts: Runtime) -> Gradients:
@@ -189,7 +189,7 @@ ON_POLICY: dict[str, list[dict[str, Any]]] = {
     "tail jsd": [top_k("joint", divergence="jsd", beta=0.5)],
     "stop gradient": [top_k("teacher", "stop_gradient")],
     "stop gradient of both": [top_k("joint", "stop_gradient")],
-    "renormalised": [top_k("student", "renormalised")],
+    "renormalized": [top_k("student", "renormalized")],
     "teacher gap": [{"kind": "policy_gradient"}],
     "no ratio": [{"kind": "policy_gradient", "ratio": "none"}],
     "truncate": [{"kind": "policy_gradient", "truncate": 1.1}],

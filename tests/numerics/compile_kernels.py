@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from courtside.engines.kernels import layers, layers_autograd, prefix_gather
 from courtside.engines.kernels.layers_autograd import REGISTERS_BACK
-from courtside.losses.fused.kernels import FORMS, PER_ROW, rows_kernel
+from courtside.losses.fused.kernels import FORMS, PER_ROW, vocabulary_kernel
 from courtside.losses.fused.topk_select import select_kernel
 from courtside.losses.fused.topk_support import JOINT, support_kernel
 
@@ -68,12 +68,14 @@ def resources(
         "LANES": 32 * warps * lanes,
         "WIDTH": 8 if dtype == "bf16" else 4,
     }
-    types = {name: "fp32" for name in rows_kernel.arg_names} | {name: "*fp32" for name in PER_ROW}
+    types = {name: "fp32" for name in vocabulary_kernel.arg_names} | {
+        name: "*fp32" for name in PER_ROW
+    }
     types |= {"ids": "*i64", "student": f"*{dtype}", "teacher": f"*{dtype}", "num_rows": "i32"}
     types |= {"student_stride": "i32", "teacher_stride": "i32"}
     types |= {"tops": f"*{dtype}", "teacher_tops": f"*{dtype}"}
     aligned = ("student", "teacher", "student_stride", "teacher_stride")
-    return used(rows_kernel, types, constants, aligned, warps)
+    return used(vocabulary_kernel, types, constants, aligned, warps)
 
 
 def select_resources(*, dtype: str = "bf16", vocab_size: int = 151936, warps: int = 8) -> str:

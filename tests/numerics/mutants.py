@@ -29,9 +29,9 @@ TESTS_IN_ORDER = (
     "test_preference_loss.py",
     "test_denominators.py",
     "test_policy_gradient_losses.py",
-    "test_full_divergences.py",
+    "test_divergences.py",
     "test_top_k_divergences.py",
-    "test_fused_head.py",
+    "test_linear_divergence.py",
     "test_estimators.py",
     "test_fixed_points.py",
 )
@@ -47,7 +47,7 @@ class Mutation(NamedTuple):
 
 
 MUTATION_LIST = """
-terms.py
+kl_terms.py
 - (logp_TV - other_logp_TV)
 + (other_logp_TV - logp_TV)
 - (logp_TV - other_logp_TV).masked_fill(p_TV == 0, 0.0)
@@ -82,9 +82,9 @@ terms.py
 - (torch.float32, torch.float64)
 + (torch.float32, torch.float64, torch.bfloat16)
 
-full.py
-- sum_over_words(kl_terms, student_logp_TV, teacher_logp_TV, clip)
-+ sum_over_words(lambda s, t: kl_terms(t, s), student_logp_TV, teacher_logp_TV, clip)
+divergences.py
+- sum_over_vocabulary(kl_terms, student_logp_TV, teacher_logp_TV, clip)
++ sum_over_vocabulary(lambda s, t: kl_terms(t, s), student_logp_TV, teacher_logp_TV, clip)
 - kl_terms(teacher_TV, student_TV)
 + kl_terms(student_TV, teacher_TV)
 + -teacher_TV.exp() * student_TV
@@ -269,7 +269,7 @@ reduce.py
 - assert denominator > 0
 + assert denominator >= 0
 
-fused_words.py
+fused/torch_backend.py
 - reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
 + reverse_kl_N=block.dot(block.p_NV, block.logq_NV) - negative_N,
 - teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
@@ -302,8 +302,8 @@ fused_words.py
 + sub_((weight_N * centre_N - pull_N)[:, None])
 - block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
 + pass
-- pulled_gradient(block, pull_N + here.gradient_NK.sum(-1))
-+ pulled_gradient(block, pull_N)
+- sampled_token_gradient(block, pull_N + here.gradient_NK.sum(-1))
++ sampled_token_gradient(block, pull_N)
 - block.logp_NV.scatter_add_(-1, ids_NK, here.gradient_NK)
 + pass
 - return ids_NK, torch.cat([all_NK, ~shared_NK], dim=-1), share_N
@@ -321,11 +321,11 @@ fused_words.py
 - (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
 + (1 - x.sum(-1, keepdim=True))
 
-fused.py
+fused/linear_divergence.py
 - vocab_size = min(len(student.weight_VD), len(teacher.weight_VD))
 + vocab_size = len(student.weight_VD)
 
-fused_products.py
+fused/matmuls.py
 - _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=True)
 + pass
 + _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=False)

@@ -84,7 +84,7 @@ def bucketed(p: Words, support: Sequence[int]) -> list[Tensor]:
     return [*(p[v] for v in support), rest]
 
 
-def renormalised(p: Words, support: Sequence[int]) -> list[Tensor]:
+def renormalized(p: Words, support: Sequence[int]) -> list[Tensor]:
     total = sum((p[v] for v in support), torch.zeros((), dtype=torch.float64))
     return [p[v] / total for v in support]
 

@@ -107,5 +107,5 @@ def test_top_k_trades_variance_for_a_bias_that_the_tail_keeps_below_naive(seed: 
     for form in ("tail", "stop_gradient"):
         for k in (1, 5, 20):
             assert bias(k, form) < bias(k, "naive")
-    for form in ("tail", "stop_gradient", "renormalised", "naive"):
+    for form in ("tail", "stop_gradient", "renormalized", "naive"):
         assert bias(40, form) < 1e-9  # Over the whole vocabulary even the +1 cancels.

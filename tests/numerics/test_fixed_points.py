@@ -106,9 +106,9 @@ def test_naive_loses_most_of_the_mass_on_the_other_supports_too(of: str) -> None
     assert float(kl_T.min()) > 0.7
 
 
-def test_renormalised_leaves_the_mass_undetermined() -> None:
-    far_T, _ = trained("renormalised", "teacher")
-    near_T, _ = trained("renormalised", "teacher", start="near")
+def test_renormalized_leaves_the_mass_undetermined() -> None:
+    far_T, _ = trained("renormalized", "teacher")
+    near_T, _ = trained("renormalized", "teacher", start="near")
     assert float(far_T.max()) < 0.3 and float(near_T.min()) > 0.6  # It ends where it began.
     logits_TV = random_logits(2, WORDS, seed=5).requires_grad_()
     teacher_TV = teacher().expand(2, WORDS)
@@ -116,7 +116,7 @@ def test_renormalised_leaves_the_mass_undetermined() -> None:
     ids_TK, keep_TK = top_k_ids(logp_TV, teacher_TV, k=K, of="teacher")
     loss_T = top_k_divergence(
         logp_TV.gather(-1, ids_TK), teacher_TV.gather(-1, ids_TK), keep_TK,
-        name="reverse_kl", form="renormalised",
+        name="reverse_kl", form="renormalized",
     )  # fmt: skip
     (gradient_TV,) = torch.autograd.grad(loss_T.sum(), logits_TV)
     assert near(gradient_TV.gather(-1, ids_TK).sum(-1), 0.0, 1e-12)  # No pull on the mass of S …
@@ -132,8 +132,8 @@ def test_the_students_own_words_stick_far_from_the_teacher_and_do_near_it(form: 
 
 
 @pytest.mark.parametrize("form", ["naive", "stop_gradient"])
-def test_forward_kl_without_a_tail_ends_at_the_renormalised_teacher(form: str) -> None:
-    """All mass moves onto the support; KL(π‖q) of the renormalised teacher is −log 0.773."""
+def test_forward_kl_without_a_tail_ends_at_the_renormalized_teacher(form: str) -> None:
+    """All mass moves onto the support; KL(π‖q) of the renormalized teacher is −log 0.773."""
     mass_T, kl_T = trained(form, "teacher", "forward_kl")
     assert near(mass_T, 1.0, 1e-3)
     assert near(kl_T, -math.log(MASS), 0.01)

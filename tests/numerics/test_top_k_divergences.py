@@ -59,8 +59,8 @@ def reference(
         return textbook.capped_sum(terms, options.get("clip"))
     if form == "tail":
         student, teacher = (textbook.bucketed(p, support) for p in (student, teacher))
-    elif form == "renormalised":
-        student, teacher = (textbook.renormalised(p, support) for p in (student, teacher))
+    elif form == "renormalized":
+        student, teacher = (textbook.renormalized(p, support) for p in (student, teacher))
     else:
         student, teacher = ([p[v] for v in support] for p in (student, teacher))
     return getattr(textbook, name)(student, teacher, **options)
@@ -68,7 +68,7 @@ def reference(
 
 def forms_of(name: str) -> tuple[str, ...]:
     plain = name in ("reverse_kl", "forward_kl")
-    return ("tail", "renormalised", "stop_gradient", "naive") if plain else ("tail", "renormalised")
+    return ("tail", "renormalized", "stop_gradient", "naive") if plain else ("tail", "renormalized")
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_a_student_at_one_e_th_of_the_teachers_mass_can_be_told_from_the_masses(
     ("name", "form", "says"),
     [
         ("reverse_kl", "naive", r"\+1 per word .* 1/e of the teacher's mass"),
-        ("forward_kl", "naive", "renormalised"),
-        ("forward_kl", "stop_gradient", "renormalised"),
+        ("forward_kl", "naive", "renormalized"),
+        ("forward_kl", "stop_gradient", "renormalized"),
     ],
 )
 def test_forms_with_a_wrong_fixed_point_warn_once_and_say_why(
@@ -227,7 +227,7 @@ def test_forms_with_a_wrong_fixed_point_warn_once_and_say_why(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours()
-        for right in ("tail", "renormalised"):
+        for right in ("tail", "renormalized"):
             on_support(logp_TV, logp_TV, k=2, of="teacher", form=right, name=name)
         on_support(logp_TV, logp_TV, k=2, of="teacher", form="stop_gradient", name="reverse_kl")
 

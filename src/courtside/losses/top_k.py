@@ -10,7 +10,7 @@ done about the words outside S decides where training ends (π student, q teache
 - stop_gradient, forward: Σ_S q·log(q/π). There is nothing to stop: the student is in the second
   place only, so this *is* the naive form. The words outside S are only pushed down, and the fixed
   point is π = q/Σ_S q on S and 0 outside: S ends up with all of the student's mass.
-- renormalised: both divided by their mass on S. Right ratios within S, but no gradient on the mass
+- renormalized: both divided by their mass on S. Right ratios within S, but no gradient on the mass
   of S, which stays undetermined.
 - naive, reverse: Σ_S π·log(π/q) with its +1: a word rises only where q > e·π, and the fixed point
   is π = q/e on S.
@@ -32,7 +32,7 @@ from courtside.losses.divergences import DivergenceName, divergence
 from courtside.losses.kl_terms import sum_over_vocabulary
 
 SupportOf = Literal["teacher", "student", "joint"]
-Form = Literal["tail", "stop_gradient", "renormalised", "naive"]
+Form = Literal["tail", "stop_gradient", "renormalized", "naive"]
 
 
 def top_k_ids(
@@ -83,7 +83,7 @@ def top_k_divergence(
     if form == "tail":
         student_logp_TK = torch.cat([student_logp_TK, _tail_logp(student_logp_TK)], dim=-1)
         teacher_logp_TK = torch.cat([teacher_logp_TK, _tail_logp(teacher_logp_TK)], dim=-1)
-    elif form == "renormalised":
+    elif form == "renormalized":
         student_logp_TK = student_logp_TK.log_softmax(-1)
         teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
     elif form == "stop_gradient" and name == "reverse_kl":
@@ -91,7 +91,7 @@ def top_k_divergence(
     elif form in ("stop_gradient", "naive"):
         _warn_of_fixed_point(name)
     else:
-        raise ValueError(f"form = {form!r}: use 'tail', 'stop_gradient', 'renormalised' or 'naive'")
+        raise ValueError(f"form = {form!r}: use 'tail', 'stop_gradient', 'renormalized' or 'naive'")
     return divergence(
         student_logp_TK, teacher_logp_TK, name=name, beta=beta, alpha=alpha, clip=clip
     )
@@ -142,6 +142,6 @@ def _warn_of_fixed_point(name: DivergenceName) -> None:
     else:
         reason = (
             "nothing holds mass outside the support, so the student converges to the teacher "
-            "renormalised on it. Use form = 'tail'"
+            "renormalized on it. Use form = 'tail'"
         )
     warnings.warn(f"{name} on a top-k support without a tail: {reason}", stacklevel=3)

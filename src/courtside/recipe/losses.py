@@ -25,7 +25,7 @@ class TopKSupport(Section):
     k: PositiveInt = 64
     of: Literal["teacher", "student", "joint"] = "teacher"
     """Whose k likeliest words. `student` is right only near the teacher; its overlap is logged."""
-    form: Literal["tail", "stop_gradient", "renormalised", "naive"] = "tail"
+    form: Literal["tail", "stop_gradient", "renormalized", "naive"] = "tail"
     """tail: all other words of both as one class. naive has a wrong fixed point (mass · 1/e)."""
 
 

@@ -79,19 +79,19 @@ class Student:
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tally = MetricAccumulator()
-        found_logp = self.accumulate(step, scored, parts, tally)
-        self._clip(step, tally)
+        metrics = MetricAccumulator()
+        found_logp = self.accumulate(step, scored, parts, metrics)
+        self._clip(step, metrics)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        found = tally.values
+        found = metrics.losses
         values = {p.name: found.get(p.name, float("nan")) for p in parts}
         weights = {p.name: p.loss.weight for p in parts}
         return Update(
             step=step,
             loss=sum(weights[name] * value for name, value in values.items() if value == value),
             components=values,
-            metrics={**tally.metrics(), "learning_rate": rate},
+            metrics={**metrics.means(), "learning_rate": rate},
             num_tokens={p.name: p.num_tokens for p in parts},
             student_logp=found_logp.student,
             teacher_logp=found_logp.teacher,
@@ -123,7 +123,7 @@ class Student:
         step: int,
         scored: Sequence[Scored],
         parts: Sequence[LossTerm],
-        tally: MetricAccumulator,
+        metrics: MetricAccumulator,
     ) -> Logps:
         """Add this step's gradients to the weights; returns log-probs by id.
 
@@ -136,7 +136,7 @@ class Student:
         with self.training(step):
             looked_at = [s for s in scored if s.trajectory.id in trained]
             for micro in self._micro_batches(looked_at, trained):
-                found, told = self._micro_batch(micro, parts, trained, tally)
+                found, told = self._micro_batch(micro, parts, trained, metrics)
                 student.update(found)
                 teacher.update(told)
         return _on_host(student, teacher, trained)
@@ -234,20 +234,20 @@ class Student:
         micro: Sequence[Scored],
         parts: Sequence[LossTerm],
         trained: Trained,
-        tally: MetricAccumulator,
+        metrics: MetricAccumulator,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """One forward and backward pass; log-probs of the trained tokens by trajectory, and what
         the teacher said in it."""
         hidden_ND, micro = self._hidden(micro, trained)
         counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
-        parts = [self._with_coefficients(part, micro, hidden, tally) for part in parts]
+        parts = [self._with_coefficients(part, micro, hidden, metrics) for part in parts]
         gradients, logps, start = [], [], 0
         for group in _by_head(micro):
             end = start + sum(counts[s.trajectory.id] for s in group)
             rows = make_token_batch(group, parts, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
-                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, tally=tally,
+                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, metrics=metrics,
                 heads=self._heads,
             )  # fmt: skip
             gradients.append(gradient_ND)
@@ -281,7 +281,7 @@ class Student:
         part: LossTerm,
         micro: Sequence[Scored],
         hidden: Mapping[str, Tensor],
-        tally: MetricAccumulator,
+        metrics: MetricAccumulator,
     ) -> LossTerm:
         """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
         if part.loss.kind != "preference":
@@ -292,9 +292,9 @@ class Student:
             # The sign: better tokens rise, worse ones fall.
             for one, signed in ((better, -weight), (worse, weight)):
                 coefficient[one.trajectory.id] = (signed,) * one.trajectory.num_chosen
-            tally.value(part.name, dpo(*sums, beta=part.loss.beta) / part.denominator)
+            metrics.add_loss(part.name, dpo(*sums, beta=part.loss.beta) / part.denominator)
             won = sums[0] - sums[2] > sums[1] - sums[3]
-            tally.mean(f"{part.name}/accuracy", won)
+            metrics.mean(f"{part.name}/accuracy", won)
         return replace(part, advantage=coefficient)
 
     def _pair_sums(
@@ -322,13 +322,13 @@ class Student:
             total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
         return total
 
-    def _clip(self, step: int, tally: MetricAccumulator) -> None:
+    def _clip(self, step: int, metrics: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
             self.weights.trained().values(), self.recipe.train.clip_norm
         )
-        tally.mean("grad_norm", norm)  # so that it is read with the rest
-        bad = [name for name, value in tally.values.items() if not math.isfinite(value)]
-        if bad or not math.isfinite(tally.metrics()["grad_norm"]):
+        metrics.mean("grad_norm", norm)  # so that it is read with the rest
+        bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]
+        if bad or not math.isfinite(metrics.means()["grad_norm"]):
             self.optimizer.zero_grad(set_to_none=True)
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")

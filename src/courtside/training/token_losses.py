@@ -44,7 +44,7 @@ def sampled_token_loss(
 
 
 @torch.no_grad()
-def record_token_metrics(rows: TokenBatch, logp_N: Tensor, tally: MetricAccumulator) -> None:
+def record_token_metrics(rows: TokenBatch, logp_N: Tensor, metrics: MetricAccumulator) -> None:
     """Of the sampled tokens alone."""
     # Tokens are not picked: how many there are would have to be asked of the GPU.
     logp_N = logp_N.detach()
@@ -52,8 +52,8 @@ def record_token_metrics(rows: TokenBatch, logp_N: Tensor, tally: MetricAccumula
     own_N = rows.by_student_N
     gap_N = rows.teacher_logp_N - logp_N
     drift_N = logp_N - rows.sampler_logp_N
-    tally.mean("kl_estimate", rows.sampler_logp_N - rows.teacher_logp_N, where=own_N & spoken_N)
-    tally.mean("gap/mean", gap_N, where=spoken_N)
-    tally.mean("gap/negative", gap_N < 0, where=spoken_N)
-    tally.mean("sampler/gap", drift_N.abs(), where=own_N)
-    tally.largest("sampler/ratio_max", drift_N.exp(), where=own_N)
+    metrics.mean("kl_estimate", rows.sampler_logp_N - rows.teacher_logp_N, where=own_N & spoken_N)
+    metrics.mean("gap/mean", gap_N, where=spoken_N)
+    metrics.mean("gap/negative", gap_N < 0, where=spoken_N)
+    metrics.mean("sampler/gap", drift_N.abs(), where=own_N)
+    metrics.max("sampler/ratio_max", drift_N.exp(), where=own_N)

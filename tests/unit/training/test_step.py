@@ -162,9 +162,9 @@ def test_a_finite_loss_with_an_infinite_gradient_is_caught(parts):
 def test_an_infinite_loss_is_caught_even_where_its_gradient_is_finite(parts, monkeypatch):
     real = parts.student.accumulate
 
-    def accumulate(step, scored, chosen, tally):
-        logps = real(step, scored, chosen, tally)
-        tally.value("divergence", torch.tensor(math.inf))
+    def accumulate(step, scored, chosen, metrics):
+        logps = real(step, scored, chosen, metrics)
+        metrics.add_loss("divergence", torch.tensor(math.inf))
         return logps
 
     monkeypatch.setattr(parts.student, "accumulate", accumulate)

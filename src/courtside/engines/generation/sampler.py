@@ -72,7 +72,7 @@ def _first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
 
 
 def truncate_logits(logp_BV: Tensor, sampling: Sampling) -> Tensor:
-    """top-k, then top-p, then min-p, renormalised; the input itself when none is on."""
+    """top-k, then top-p, then min-p, renormalized; the input itself when none is on."""
     if not sampling.truncates:
         return logp_BV
     if 0 < sampling.top_k < logp_BV.shape[-1]:

@@ -216,7 +216,7 @@ def _write_gradient(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_ROW)
-def rows_kernel(
+def vocabulary_kernel(
     student, teacher, ids, temperatures, weights, coefficients, outputs, tops, teacher_tops,
     student_stride, teacher_stride, num_rows,
     student_scale, teacher_scale, student_cap, teacher_cap,

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from courtside.losses.fused.matmuls import (
-    Reduced,
-    logits,
-    padded,
-    reduced,
-    room_for_logits,
-    through_adapter,
-    through_head,
+    LowRankActivations,
+    adapter_backward,
+    allocate_logits,
+    compute_logits,
+    head_backward,
+    padded_vocab_size,
+    project_low_rank,
 )
 from courtside.losses.fused.torch_backend import vocabulary_pass_torch
 from courtside.losses.fused.types import (
@@ -38,9 +38,9 @@ from courtside.losses.fused.types import (
     HeadGradient,
     HeadLoss,
     HeadLossSpec,
-    Parts,
     Projection,
     RawLogits,
+    TeacherLogits,
     TokenStatistics,
     concatenate_fields,
 )
@@ -60,8 +60,9 @@ CUDA_PART_BYTES = 5 * 2**25
 four rows for each multiprocessor of an H200 are what its kernel has at a time."""
 
 
-Words = Callable[
-    [RawLogits, Parts | None, HeadLossSpec, slice], tuple[TokenStatistics, DivergenceStats | None]
+VocabularyPass = Callable[
+    [RawLogits, TeacherLogits | None, HeadLossSpec, slice],
+    tuple[TokenStatistics, DivergenceStats | None],
 ]
 
 
@@ -98,29 +99,29 @@ def fused_linear_divergence(
     trained = into.weight_VD is not None
     plan = plan or plan_chunks(student, teacher=teacher is not None, trained=trained)
     backend = backend or choose_backend(student.weight_VD)
-    words = words_of(backend)
+    words = load_backend(backend)
     # Reserved at once, for all chunks: see the module's contract.
     gradient_ND = torch.empty_like(student.hidden_ND)
-    chunk_CV = room_for_logits(student, min(plan.chunk, num_rows))
-    teacher_PV = room_for_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
+    chunk_CV = allocate_logits(student, min(plan.chunk, num_rows))
+    teacher_PV = allocate_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
     statistics: list[TokenStatistics] = []
     found: list[DivergenceStats] = []
     with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
-        narrow = reduced(student, gradient=True)
-        teacher_narrow = None if teacher is None else reduced(teacher)
+        narrow = project_low_rank(student, gradient=True)
+        teacher_narrow = None if teacher is None else project_low_rank(teacher)
         for start in range(0, max(1, num_rows), plan.chunk):
             end = min(start + plan.chunk, num_rows)
             rows = slice(start, end)
-            own = logits(student, narrow, rows, chunk_CV)
+            own = compute_logits(student, narrow, rows, chunk_CV)
             parts = None
             if teacher is not None:
                 parts = _in_parts(teacher, teacher_narrow, rows, plan.part, teacher_PV)
             here, there = words(own, parts, asked, rows)
             statistics.append(here)
             found += [] if there is None else [there]
-            through_head(student, narrow, own.values_NV, rows, gradient_ND=gradient_ND, into=into)
+            head_backward(student, narrow, own.values_NV, rows, gradient_ND=gradient_ND, into=into)
         if narrow is not None:
-            through_adapter(student, narrow, gradient_ND=gradient_ND, into=into)
+            adapter_backward(student, narrow, gradient_ND=gradient_ND, into=into)
     return HeadLoss(
         hidden_gradient_ND=gradient_ND,
         statistics=concatenate_fields(statistics),
@@ -129,11 +130,11 @@ def fused_linear_divergence(
 
 
 def _in_parts(
-    teacher: Projection, narrow: Reduced | None, rows: slice, size: int, room_PV: Tensor
-) -> Parts:
+    teacher: Projection, narrow: LowRankActivations | None, rows: slice, size: int, room_PV: Tensor
+) -> TeacherLogits:
     for first in range(rows.start, max(rows.start + 1, rows.stop), size):
         part = slice(first, min(first + size, rows.stop))
-        yield part, logits(teacher, narrow, part, room_PV)
+        yield part, compute_logits(teacher, narrow, part, room_PV)
 
 
 def choose_backend(weight_VD: Tensor) -> Backend:
@@ -149,7 +150,7 @@ def plan_chunks(
     other than the student's own."""
     vocab_size = student.weight_VD.shape[0]
     num_rows = max(1, len(student.hidden_ND))
-    row_bytes = student.weight_VD.element_size() * padded(vocab_size)
+    row_bytes = student.weight_VD.element_size() * padded_vocab_size(vocab_size)
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
@@ -215,7 +216,7 @@ def _checked(student: Projection, teacher: Projection | None, asked: HeadLossSpe
     )
 
 
-def words_of(backend: Backend) -> Words:
+def load_backend(backend: Backend) -> VocabularyPass:
     """The pass over the words: statistics, and the gradient in place of the student's logits."""
     if backend == "torch":
         return vocabulary_pass_torch

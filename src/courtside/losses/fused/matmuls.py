@@ -1,6 +1,6 @@
 """The head's matrix products: from hidden states to logits, and from the gradient by them back.
 
-An adapter of rank R on the head is a second, narrow pair of products. `Reduced` has what lies
+A LoRA adapter of rank R on the head is a second, narrow pair. `LowRankActivations` has what lies
 between the two, [rows, R], which is small enough to be made once for all chunks; its own gradient
 is gathered chunk by chunk and goes on to the hidden states and the adapter once, at the end. The
 sum of weight and adapter is never formed.
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from courtside.losses.fused.types import HeadGradient, Projection, RawLogits
 
-WIDENED_ROWS = 4096
+MAX_UPCAST_ROWS = 4096
 """Of the gradient by logits, turned around: so many words of it exist in wide numbers at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
+class LowRankActivations:
     """scale · hidden·downᵀ of all rows, and the room for its gradient."""
 
     values_NR: Tensor
     gradient_NR: Tensor
 
 
-def reduced(side: Projection, *, gradient: bool = False) -> Reduced | None:
+def project_low_rank(side: Projection, *, gradient: bool = False) -> LowRankActivations | None:
     """None: the head has no adapter."""
     low = side.low_rank
     if low is None:
@@ -35,20 +35,22 @@ def reduced(side: Projection, *, gradient: bool = False) -> Reduced | None:
     values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t()) * low.scale
     wide = torch.promote_types(values_NR.dtype, torch.float32)
     room = values_NR.new_empty(values_NR.shape if gradient else (0, 0), dtype=wide)
-    return Reduced(values_NR=values_NR, gradient_NR=room)
+    return LowRankActivations(values_NR=values_NR, gradient_NR=room)
 
 
-def padded(vocab_size: int) -> int:
+def padded_vocab_size(vocab_size: int) -> int:
     """Rows that start at multiples of 128 bytes: for wide loads, and for the matrix products."""
     return -(-vocab_size // 64) * 64
 
 
-def room_for_logits(side: Projection, num_rows: int) -> Tensor:
+def allocate_logits(side: Projection, num_rows: int) -> Tensor:
     vocab_size = len(side.weight_VD)
-    return side.weight_VD.new_empty(num_rows, padded(vocab_size))[:, :vocab_size]
+    return side.weight_VD.new_empty(num_rows, padded_vocab_size(vocab_size))[:, :vocab_size]
 
 
-def logits(side: Projection, narrow: Reduced | None, rows: slice, room_NV: Tensor) -> RawLogits:
+def compute_logits(
+    side: Projection, narrow: LowRankActivations | None, rows: slice, room_NV: Tensor
+) -> RawLogits:
     """Of `rows`, in the first rows of `room_NV`."""
     values_NV = room_NV[: rows.stop - rows.start]
     hidden_ND = _operand(side, rows)
@@ -62,9 +64,9 @@ def logits(side: Projection, narrow: Reduced | None, rows: slice, room_NV: Tenso
     return RawLogits(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
 
 
-def through_head(
+def head_backward(
     student: Projection,
-    narrow: Reduced | None,
+    narrow: LowRankActivations | None,
     gradient_CV: Tensor,
     rows: slice,
     *,
@@ -87,8 +89,8 @@ def through_head(
         _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=True)
 
 
-def through_adapter(
-    student: Projection, narrow: Reduced, *, gradient_ND: Tensor, into: HeadGradient
+def adapter_backward(
+    student: Projection, narrow: LowRankActivations, *, gradient_ND: Tensor, into: HeadGradient
 ) -> None:
     """The rest of the way, of all rows: both are added to."""
     low = student.low_rank
@@ -114,7 +116,7 @@ def _multiply(first: Tensor, second: Tensor, out: Tensor, *, add: bool) -> None:
             torch.mm(first, second, out_dtype=torch.float32, out=out)
     elif add:
         second = second.to(out.dtype)
-        for some, its in zip(first.split(WIDENED_ROWS), out.split(WIDENED_ROWS), strict=True):
+        for some, its in zip(first.split(MAX_UPCAST_ROWS), out.split(MAX_UPCAST_ROWS), strict=True):
             its.addmm_(some.to(out.dtype), second)
     else:
         out.copy_(torch.mm(first, second))

@@ -33,7 +33,7 @@ MOST_WARPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
+class TopKBuffers:
     """The likeliest words of one side's rows, likeliest first, with what both sides say of them."""
 
     ids_NK: Tensor
@@ -45,17 +45,21 @@ class Picked:
     counts_N3: Tensor
     """Zeros, which are counted up: a row is filled once."""
 
-    def rows(self, rows: slice) -> Picked:
-        return Picked(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def rows(self, rows: slice) -> TopKBuffers:
+        return TopKBuffers(
+            **{field.name: getattr(self, field.name)[rows] for field in fields(self)}
+        )
 
 
-def room_for(num_rows: int, k: int, device: torch.device, *, room: int | None = None) -> Picked:
+def allocate_top_k(
+    num_rows: int, k: int, device: torch.device, *, room: int | None = None
+) -> TopKBuffers:
     """For all parts of the rows at once. `room`: candidates a row, a power of 2 above k."""
 
     def empty(*width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, *width, dtype=dtype, device=device)
 
-    return Picked(
+    return TopKBuffers(
         ids_NK=empty(k, dtype=torch.int64),
         own_NK=empty(k, dtype=torch.float32),
         other_NK=empty(k, dtype=torch.float32),
@@ -64,24 +68,24 @@ def room_for(num_rows: int, k: int, device: torch.device, *, room: int | None = 
     )
 
 
-def room_for_tops(values_NV: Tensor, *, lanes: int, width: int) -> Tensor:
+def allocate_group_maxima(values_NV: Tensor, *, lanes: int, width: int) -> Tensor:
     """[rows, groups], in the dtype of the logits: each is one of them."""
     block = lanes * width
     return values_NV.new_empty(len(values_NV), -(-values_NV.shape[1] // block) * lanes)
 
 
-def warps_for(vocab_size: int, k: int, *, least: int, width: int) -> int | None:
+def num_select_warps(vocab_size: int, k: int, *, least: int, width: int) -> int | None:
     """So many that there are lanes enough for k; None: not words enough for the lanes, or lanes for
     the words, and sorting is as good."""
     warps = max(least, triton.next_power_of_2(2 * k) // 32)
     return warps if warps <= MOST_WARPS and vocab_size >= 128 * warps * width else None
 
 
-def pick(
+def select_top_k(
     values_NV: Tensor,
     other_NV: Tensor,
     tops_NG: Tensor,
-    out: Picked,
+    out: TopKBuffers,
     *,
     lanes: int,
     width: int,
@@ -101,7 +105,7 @@ def pick(
     )  # fmt: skip
 
 
-def pick_by_sorting(values_NV: Tensor, other_NV: Tensor, out: Picked) -> None:
+def select_top_k_by_sorting(values_NV: Tensor, other_NV: Tensor, out: TopKBuffers) -> None:
     """The same where there are no lanes enough."""
     own_NK, ids_NK = values_NV.topk(out.ids_NK.shape[1], dim=-1)
     out.ids_NK.copy_(ids_NK)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Reverse KL on a support: everything about its few words in one kernel.
 
-In torch (`fused_words.on_support`, which has every divergence in every form) this is some seventy
+In torch (`support_divergence`, which has every divergence in every form) this is some seventy
 small operations, and each costs a launch whatever its size. With π the student and q the teacher
 h = ∂L/∂log π = π·(log(π/q) − log(π_tail/q_tail)); without a tail only the first of the two logs,
 which is the form with a stopped gradient.
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from courtside.losses.fused.kernels import LN2, OUTPUTS, over_temperature
-from courtside.losses.fused.topk_select import COMPARED, Picked
+from courtside.losses.fused.topk_select import COMPARED, TopKBuffers
 from courtside.losses.fused.types import DivergenceSpec, DivergenceStats, RawLogits
 
 TEACHER = tl.constexpr(0)
@@ -28,16 +28,16 @@ FLOOR = tl.constexpr(8 * torch.finfo(torch.float32).eps)
 """Of a tail, as `top_k` has it: below, 1 − Σ_S is rounding."""
 
 
-def has_kernel(divergence: DivergenceSpec) -> bool:
+def has_support_kernel(divergence: DivergenceSpec) -> bool:
     support = divergence.support
     assert support is not None
     form = support.form in ("tail", "stop_gradient") and support.clip is None
     return form and divergence.name == "reverse_kl"
 
 
-def reverse_on_support(
+def reverse_kl_on_support(
     sides: tuple[RawLogits, RawLogits],
-    picked: tuple[Picked, Picked],
+    picked: tuple[TopKBuffers, TopKBuffers],
     divergence: DivergenceSpec,
     per_row: tuple[Tensor, ...],
 ) -> tuple[DivergenceStats, Tensor, Tensor]:

@@ -26,9 +26,9 @@ from courtside.losses.fused.types import (
     DivergenceSpec,
     DivergenceStats,
     HeadLossSpec,
-    Parts,
     RawLogits,
     Support,
+    TeacherLogits,
     TokenStatistics,
     concatenate_fields,
 )
@@ -39,7 +39,7 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
 
 def vocabulary_pass_torch(
-    student: RawLogits, teacher: Parts | None, asked: HeadLossSpec, rows: slice
+    student: RawLogits, teacher: TeacherLogits | None, asked: HeadLossSpec, rows: slice
 ) -> tuple[TokenStatistics, DivergenceStats | None]:
     """All about `rows`, whose logits these are; the student's are replaced by the gradient."""
     statistics: list[TokenStatistics] = []
@@ -99,9 +99,9 @@ def _block_in_torch(
     pull_N = torch.zeros_like(factor_N) if coefficient_N is None else coefficient_N
     found = None
     if asked.divergence is None or asked.weight_N is None:
-        pulled_gradient(block, pull_N)
+        sampled_token_gradient(block, pull_N)
     else:
-        gradient = support_gradient if asked.divergence.support else full_gradient
+        gradient = support_gradient if asked.divergence.support else full_vocabulary_gradient
         weight_N = asked.weight_N[rows] * factor_N
         found = gradient(block, statistics, asked.divergence, weight_N=weight_N, pull_N=pull_N)
     if coefficient_N is not None:
@@ -130,7 +130,7 @@ def _scaled(raw: RawLogits, temperature_N: Tensor, room_NV: Tensor) -> tuple[Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class VocabularyBlock:
     """A few rows at hand. All of it is overwritten on the way."""
 
     logp_NV: Tensor
@@ -148,10 +148,10 @@ class Block:
 
 def open_block(
     student_NV: Tensor, teacher_NV: Tensor | None, ids_N: Tensor, scratch: list[Tensor]
-) -> tuple[Block, TokenStatistics]:
+) -> tuple[VocabularyBlock, TokenStatistics]:
     """From logits over temperature, float32 or better, which are overwritten. `scratch`: room for
     three more of them."""
-    block = Block(
+    block = VocabularyBlock(
         logp_NV=torch.log_softmax(student_NV, -1, out=student_NV),
         p_NV=torch.exp(student_NV, out=scratch[0]),
         logq_NV=None if teacher_NV is None else torch.log_softmax(teacher_NV, -1, out=teacher_NV),
@@ -171,8 +171,8 @@ def open_block(
     )
 
 
-def full_gradient(
-    block: Block,
+def full_vocabulary_gradient(
+    block: VocabularyBlock,
     statistics: TokenStatistics,
     divergence: DivergenceSpec,
     *,
@@ -199,14 +199,14 @@ def full_gradient(
 
 
 def _mixture_gradient(
-    block: Block, divergence: DivergenceSpec, weight_N: Tensor, pull_N: Tensor
+    block: VocabularyBlock, divergence: DivergenceSpec, weight_N: Tensor, pull_N: Tensor
 ) -> Tensor:
     logp_NV, logq_NV, q_NV = block.logp_NV, block.logq_NV, block.q_NV
     assert logq_NV is not None and q_NV is not None
     if divergence.is_zero:
         torch.mul(block.p_NV, -pull_N[:, None], out=logp_NV)
         return torch.zeros_like(weight_N)
-    first, second = log_shares(divergence)
+    first, second = log_mixture_weights(divergence)
     # From here on log(share·π) and log(share·q), so that M is their plain sum.
     logp_NV.add_(first)
     logq_NV.add_(second)
@@ -230,7 +230,7 @@ def _mixture_gradient(
     return divergence.beta * from_teacher_N + (1 - divergence.beta) * (centre_N - first)
 
 
-def log_shares(divergence: DivergenceSpec) -> tuple[float, float]:
+def log_mixture_weights(divergence: DivergenceSpec) -> tuple[float, float]:
     """(log of the student's share of the mixture, log of the teacher's)."""
     share = divergence.beta if divergence.name == "jsd" else divergence.alpha
     assert share is not None and 0 < share < 1
@@ -238,13 +238,13 @@ def log_shares(divergence: DivergenceSpec) -> tuple[float, float]:
     return shares if divergence.name == "skew_reverse_kl" else (shares[1], shares[0])
 
 
-def _weighted(block: Block, weight_N: Tensor, centre_N: Tensor, pull_N: Tensor) -> None:
+def _weighted(block: VocabularyBlock, weight_N: Tensor, centre_N: Tensor, pull_N: Tensor) -> None:
     """`logp_NV` holds z: it becomes π·(weight·(z − centre) − pull)."""
     block.logp_NV.mul_(weight_N[:, None]).sub_((weight_N * centre_N + pull_N)[:, None])
     block.logp_NV.mul_(block.p_NV)
 
 
-def _leave_out(block: Block, weight_N: Tensor, pull_N: Tensor) -> None:
+def _leave_out(block: VocabularyBlock, weight_N: Tensor, pull_N: Tensor) -> None:
     """Rows without weight again, without their teacher: 0 · NaN is NaN."""
     off_N = weight_N == 0
     if bool(off_N.any()):
@@ -255,7 +255,7 @@ def _leave_out(block: Block, weight_N: Tensor, pull_N: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnSupport:
+class SupportGradient:
     """A divergence on a support, and its gradient by the student's log-probs there."""
 
     found: DivergenceStats
@@ -264,26 +264,26 @@ class OnSupport:
     """h, weighted; 0 on words that are listed twice."""
 
 
-def support_ids(
+def select_support(
     student_NV: Tensor, teacher_NV: Tensor, support: Support
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ids_NK, keep_NK, overlap_N): as `top_k_ids` and `overlap`, each side sorted only once.
 
     From anything that orders the words as the log-probs do.
     """
-    refuse_too_many(support.k, student_NV.shape[-1])
+    check_support_size(support.k, student_NV.shape[-1])
     student_NK, teacher_NK = (
         values_NV.topk(support.k, dim=-1).indices for values_NV in (student_NV, teacher_NV)
     )
-    return support_of(student_NK, teacher_NK, support)
+    return combine_supports(student_NK, teacher_NK, support)
 
 
-def refuse_too_many(k: int, vocab_size: int) -> None:
+def check_support_size(k: int, vocab_size: int) -> None:
     if k > vocab_size:
         raise ValueError(f"k = {k}: the vocabulary has {vocab_size} words only")
 
 
-def support_of(
+def combine_supports(
     student_NK: Tensor, teacher_NK: Tensor, support: Support
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, from the likeliest words of each side."""
@@ -296,14 +296,14 @@ def support_of(
     return (teacher_NK if support.of == "teacher" else student_NK), all_NK, share_N
 
 
-def on_support(
+def support_divergence(
     logp_NK: Tensor,
     logq_NK: Tensor,
     picked: tuple[Tensor, Tensor, Tensor],
     divergence: DivergenceSpec,
     weight_N: Tensor,
-) -> OnSupport:
-    """`picked` is what `support_ids` gave; log-probs are over the whole vocabulary."""
+) -> SupportGradient:
+    """`picked` is what `select_support` gave; log-probs are over the whole vocabulary."""
     ids_NK, keep_NK, overlap_N = picked
     support = divergence.support
     assert support is not None
@@ -311,7 +311,7 @@ def on_support(
     # Rows without weight may hold a teacher of NaN; their place is taken by the student itself.
     safe_NK = torch.where(on_N[:, None], logq_NK, logp_NK)
     if divergence.name == "reverse_kl" and support.form == "tail" and support.clip is None:
-        value_N, gradient_NK = reverse_with_tail(logp_NK, safe_NK, keep_NK)
+        value_N, gradient_NK = reverse_kl_with_tail(logp_NK, safe_NK, keep_NK)
         gradient_NK = gradient_NK * weight_N[:, None]
     else:
         value_N, gradient_NK = _by_autograd(logp_NK, safe_NK, keep_NK, divergence, weight_N)
@@ -321,10 +321,12 @@ def on_support(
         teacher_mass_N=support_mass(logq_NK, keep_NK),
         overlap_N=overlap_N.to(logp_NK.dtype),
     )
-    return OnSupport(found=found, ids_NK=ids_NK, gradient_NK=gradient_NK)
+    return SupportGradient(found=found, ids_NK=ids_NK, gradient_NK=gradient_NK)
 
 
-def reverse_with_tail(logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_kl_with_tail(
+    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor
+) -> tuple[Tensor, Tensor]:
     """(value, ∂value/∂log π): what `top_k_divergence` and autograd give, in a quarter of the
     operations, each of which is a launch. Of the words h = π·(log(π/q) − log(π_tail/q_tail))."""
     p_NK, q_NK = (x.exp().masked_fill(~keep_NK, 0.0) for x in (logp_NK, logq_NK))
@@ -359,7 +361,7 @@ def _by_autograd(
 
 
 def support_gradient(
-    block: Block,
+    block: VocabularyBlock,
     statistics: TokenStatistics,
     divergence: DivergenceSpec,
     *,
@@ -368,21 +370,21 @@ def support_gradient(
 ) -> DivergenceStats:
     """`block.logp_NV` becomes h − π·(Σ_S h + pull), h weighted."""
     assert block.logq_NV is not None and divergence.support is not None
-    picked = support_ids(block.logp_NV, block.logq_NV, divergence.support)
+    picked = select_support(block.logp_NV, block.logq_NV, divergence.support)
     ids_NK = picked[0]
-    here = on_support(
+    here = support_divergence(
         block.logp_NV.gather(-1, ids_NK),
         block.logq_NV.gather(-1, ids_NK),
         picked,
         divergence,
         weight_N,
     )
-    pulled_gradient(block, pull_N + here.gradient_NK.sum(-1))
+    sampled_token_gradient(block, pull_N + here.gradient_NK.sum(-1))
     block.logp_NV.scatter_add_(-1, ids_NK, here.gradient_NK)
     return here.found
 
 
-def pulled_gradient(block: Block, pull_N: Tensor) -> None:
+def sampled_token_gradient(block: VocabularyBlock, pull_N: Tensor) -> None:
     """`block.logp_NV` becomes −pull·π."""
     torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
 

@@ -19,28 +19,28 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from courtside.errors import RunError
-from courtside.losses.fused.kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, rows_kernel
+from courtside.losses.fused.kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, vocabulary_kernel
 from courtside.losses.fused.topk_select import (
-    Picked,
-    pick,
-    pick_by_sorting,
-    room_for,
-    room_for_tops,
-    warps_for,
+    TopKBuffers,
+    allocate_group_maxima,
+    allocate_top_k,
+    num_select_warps,
+    select_top_k,
+    select_top_k_by_sorting,
 )
-from courtside.losses.fused.topk_support import has_kernel, reverse_on_support
+from courtside.losses.fused.topk_support import has_support_kernel, reverse_kl_on_support
 from courtside.losses.fused.torch_backend import (
-    log_shares,
-    on_support,
-    refuse_too_many,
-    support_of,
+    check_support_size,
+    combine_supports,
+    log_mixture_weights,
+    support_divergence,
 )
 from courtside.losses.fused.types import (
     DivergenceSpec,
     DivergenceStats,
     HeadLossSpec,
-    Parts,
     RawLogits,
+    TeacherLogits,
     TokenStatistics,
 )
 
@@ -62,7 +62,7 @@ TILING = Tiling()
 
 def vocabulary_pass_triton(
     student: RawLogits,
-    teacher: Parts | None,
+    teacher: TeacherLogits | None,
     asked: HeadLossSpec,
     rows: slice,
     *,
@@ -113,7 +113,9 @@ class _Launch:
     """[what, row]: see `OUTPUTS`."""
     tiling: Tiling
 
-    def in_parts(self, teacher: Parts | None, rows: slice) -> Iterator[tuple[slice, _Launch]]:
+    def in_parts(
+        self, teacher: TeacherLogits | None, rows: slice
+    ) -> Iterator[tuple[slice, _Launch]]:
         """With the teacher's logits, a part of the rows at a time; all leave their numbers here."""
         if teacher is None:
             yield rows, self
@@ -162,13 +164,13 @@ class _Launch:
             assert side.values_NV.stride(1) == 1, "a row's words lie side by side"
         device = self.student.values_NV.device
         mixes = divergence is not None and FORMS[divergence.name].value >= JSD.value
-        shares = log_shares(divergence) if divergence is not None and mixes else (0.0, 0.0)
+        shares = log_mixture_weights(divergence) if divergence is not None and mixes else (0.0, 0.0)
         weight_N = weight_N.to(self.temperature_N.dtype).contiguous()
         if coefficient_N is None:
             coefficient_N = self.zeros() if gradient else weight_N  # looked at for gradients only
         coefficient_N = coefficient_N.contiguous()
         with _starting(device):
-            rows_kernel[(num_rows,)](
+            vocabulary_kernel[(num_rows,)](
                 self.student.values_NV,
                 teacher.values_NV,
                 self.ids_N,
@@ -210,12 +212,14 @@ class _Launch:
     def room_for_tops(self) -> tuple[Tensor, Tensor]:
         assert self.teacher is not None
         own_NG, other_NG = (
-            room_for_tops(side.values_NV, lanes=self.tiling.lanes, width=self.width)
+            allocate_group_maxima(side.values_NV, lanes=self.tiling.lanes, width=self.width)
             for side in (self.student, self.teacher)
         )
         return own_NG, other_NG
 
-    def pick(self, out: tuple[Picked, Picked], tops: tuple[Tensor, Tensor] | None) -> None:
+    def pick(
+        self, out: tuple[TopKBuffers, TopKBuffers], tops: tuple[Tensor, Tensor] | None
+    ) -> None:
         """The likeliest words of both sides, with the logits of both."""
         assert self.teacher is not None
         both = self.student.values_NV, self.teacher.values_NV
@@ -223,9 +227,9 @@ class _Launch:
             for side, values_NV in enumerate(both):
                 other_NV = both[1 - side]
                 if tops is None:
-                    pick_by_sorting(values_NV, other_NV, out[side])
+                    select_top_k_by_sorting(values_NV, other_NV, out[side])
                     continue
-                pick(
+                select_top_k(
                     values_NV,
                     other_NV,
                     tops[side],
@@ -290,20 +294,24 @@ class _Support:
 
 
 def _on_support(
-    whole: _Launch, teacher: Parts, divergence: DivergenceSpec, asked: HeadLossSpec, rows: slice
+    whole: _Launch,
+    teacher: TeacherLogits,
+    divergence: DivergenceSpec,
+    asked: HeadLossSpec,
+    rows: slice,
 ) -> tuple[TokenStatistics, DivergenceStats]:
     """Part by part what needs the teacher's logits: statistics, and the words that may be in the
     support. Everything on those few words once for all rows."""
     support, student = divergence.support, whole.student
     assert support is not None and asked.weight_N is not None
     num_rows, vocab_size = student.values_NV.shape
-    refuse_too_many(support.k, vocab_size)
+    check_support_size(support.k, vocab_size)
     least = whole.tiling.num_warps
-    warps = warps_for(vocab_size, support.k, least=least, width=whole.width)
+    warps = num_select_warps(vocab_size, support.k, least=least, width=whole.width)
     if warps is not None:
         whole = replace(whole, tiling=replace(whole.tiling, num_warps=warps))
     device = student.values_NV.device
-    mine, theirs = (room_for(num_rows, support.k, device) for _ in range(2))
+    mine, theirs = (allocate_top_k(num_rows, support.k, device) for _ in range(2))
     weight_N, other = asked.weight_N[rows], student
     for part, launch in whole.in_parts(teacher, rows):
         own = slice(part.start - rows.start, part.stop - rows.start)
@@ -314,7 +322,7 @@ def _on_support(
         launch.pick((mine.rows(own), theirs.rows(own)), tops)
     statistics = whole.statistics(with_teacher=True)
     coefficient_N = asked.coefficient(rows, statistics)
-    words = _by_kernel if has_kernel(divergence) else _by_torch
+    words = _by_kernel if has_support_kernel(divergence) else _by_torch
     here = words(whole, other, (mine, theirs), divergence, (weight_N, coefficient_N))
     # −π·(Σ_S h + c) everywhere, then the words of S once more. Set, not added: two roundings would
     # be one too many. The teacher's words go last: one of both sides has its h there.
@@ -329,14 +337,14 @@ def _on_support(
 def _by_kernel(
     whole: _Launch,
     teacher: RawLogits,
-    picked: tuple[Picked, Picked],
+    picked: tuple[TopKBuffers, TopKBuffers],
     divergence: DivergenceSpec,
     per_row: tuple[Tensor, Tensor | None],
 ) -> _Support:
     weight_N, coefficient_N = per_row
     temperature_N = whole.temperature_N
     with _starting(weight_N.device):
-        found, sum_N, values_NK = reverse_on_support(
+        found, sum_N, values_NK = reverse_kl_on_support(
             (whole.student, teacher),
             picked,
             divergence,
@@ -354,14 +362,14 @@ def _by_kernel(
 def _by_torch(
     whole: _Launch,
     teacher: RawLogits,
-    picked: tuple[Picked, Picked],
+    picked: tuple[TopKBuffers, TopKBuffers],
     divergence: DivergenceSpec,
     per_row: tuple[Tensor, Tensor | None],
 ) -> _Support:
     """Every divergence in every form."""
     support, (mine, theirs), (weight_N, coefficient_N) = divergence.support, picked, per_row
     assert support is not None
-    ids = support_of(mine.ids_NK, theirs.ids_NK, support)
+    ids = combine_supports(mine.ids_NK, theirs.ids_NK, support)
     raw = {
         "student": (mine.own_NK, mine.other_NK),
         "teacher": (theirs.other_NK, theirs.own_NK),
@@ -374,7 +382,7 @@ def _by_torch(
     )
     logp_NK, slope_NK = whole.log_probs(whole.student, student_NK, of="")
     logq_NK, _ = whole.log_probs(teacher, teacher_NK, of="teacher_")
-    here = on_support(logp_NK, logq_NK, ids, divergence, weight_N)
+    here = support_divergence(logp_NK, logq_NK, ids, divergence, weight_N)
     sum_N = here.gradient_NK.sum(-1)
     at_word_N = whole.zeros() if coefficient_N is None else coefficient_N
     gradient_NK = here.gradient_NK - (sum_N + at_word_N)[:, None] * logp_NK.exp()

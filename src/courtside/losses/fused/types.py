@@ -47,7 +47,7 @@ class RawLogits:
     softcap: float | None
 
 
-Parts = Iterable[tuple[slice, RawLogits]]
+TeacherLogits = Iterable[tuple[slice, RawLogits]]
 """The teacher's logits a part of the rows at a time, made when they are asked for: (which rows,
 their logits). The next part takes the memory of the last."""
 

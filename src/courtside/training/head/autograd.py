@@ -37,7 +37,7 @@ def backward_through_head(
     components: Sequence[LossTerm],
     *,
     chunk: int,
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
     student's log-probs of the tokens."""
@@ -54,7 +54,7 @@ def backward_through_head(
         leaf_ND = part.hidden_ND.detach().requires_grad_()
         own = {name: on_N[here] for name, on_N in on.items()}
         loss, logp_N[here], watched_M3 = _chunk_loss(
-            replace(part, hidden_ND=leaf_ND), head, components, own, tally
+            replace(part, hidden_ND=leaf_ND), head, components, own, metrics
         )
         if watched_M3 is not None:
             _put(watched_M3, watched_N3[here], compared[here])
@@ -62,9 +62,9 @@ def backward_through_head(
         assert leaf_ND.grad is not None
         gradient_ND[here] = leaf_ND.grad
         start += len(part)
-    record_token_metrics(rows, logp_N, tally)
+    record_token_metrics(rows, logp_N, metrics)
     if any(compared):
-        _watch_words(rows, head, compared, watched_N3, chunk=chunk, tally=tally)
+        _watch_words(rows, head, compared, watched_N3, chunk=chunk, metrics=metrics)
     return gradient_ND, logp_N
 
 
@@ -130,7 +130,7 @@ def _chunk_loss(
     head: LMHead,
     components: Sequence[LossTerm],
     on: Mapping[str, Sequence[bool]],
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weighted sum of all components over these rows, each over its own denominator; the sampled
     tokens' log-probs; and what is watched of whole distributions, where there are any."""
@@ -168,11 +168,11 @@ def _chunk_loss(
             assert logp_NV is not None
             logp_MV, teacher_MV = _only(logp_NV, places_M), words[against].of(on_N)
         loss_M = _component_loss(
-            component, own, _only(logp_N, places_M), logp_MV, teacher_MV, tally
+            component, own, _only(logp_N, places_M), logp_MV, teacher_MV, metrics
         )
         mean = reduce_sum_over(loss_M, own.weight_CN[component.name], component.denominator)
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
-            tally.value(component.name, mean)
+            metrics.add_loss(component.name, mean)
         total = total + component.loss.weight * mean
     return total, logp_N.detach(), watched_M3
 
@@ -201,7 +201,7 @@ def _component_loss(
     logp_N: Tensor,
     logp_NV: Tensor | None,
     teacher_NV: Tensor | None,
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
 ) -> Tensor:
     loss = component.loss
     if loss.kind != "divergence":
@@ -211,7 +211,7 @@ def _component_loss(
             kl_N = reverse_kl(logp_NV.detach(), teacher_NV)
         return sampled_token_loss(component, rows, logp_N, kl_N)
     assert logp_NV is not None and teacher_NV is not None
-    return _divergence(loss, rows, logp_NV, teacher_NV, tally)
+    return _divergence(loss, rows, logp_NV, teacher_NV, metrics)
 
 
 def _divergence(
@@ -219,15 +219,15 @@ def _divergence(
     rows: TokenBatch,
     logp_NV: Tensor,
     teacher_NV: Tensor,
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
 ) -> Tensor:
     if loss.support.kind == "top_k":
         with torch.no_grad():
             ids_NK, keep_NK = top_k_ids(logp_NV, teacher_NV, k=loss.support.k, of=loss.support.of)
         student_NK, teacher_NK = logp_NV.gather(-1, ids_NK), teacher_NV.gather(-1, ids_NK)
-        tally.mean("mass/student", support_mass(student_NK.detach(), keep_NK))
-        tally.mean("mass/teacher", support_mass(teacher_NK, keep_NK))
-        tally.mean("overlap", overlap(logp_NV.detach(), teacher_NV, loss.support.k))
+        metrics.mean("mass/student", support_mass(student_NK.detach(), keep_NK))
+        metrics.mean("mass/teacher", support_mass(teacher_NK, keep_NK))
+        metrics.mean("overlap", overlap(logp_NV.detach(), teacher_NV, loss.support.k))
         return top_k_divergence(
             student_NK,
             teacher_NK,
@@ -262,7 +262,7 @@ def _watch_words(
     watched_N3: Tensor,
     *,
     chunk: int,
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
 ) -> None:
     """Over the rows where a loss compares whole distributions, however they are chunked."""
     bad = watched_N3.isnan().any(-1).tolist()  # looked at once for all chunks
@@ -274,9 +274,9 @@ def _watch_words(
             _put(watched, watched_N3[here], on_N[here])
     own_M3 = _only(watched_N3, _places(on_N, watched_N3.device))
     student_M, cross_M, teacher_M = own_M3.unbind(-1)
-    tally.mean("kl", cross_M - student_M)
-    tally.mean("entropy/student", student_M)
-    tally.mean("entropy/teacher", teacher_M)
+    metrics.mean("kl", cross_M - student_M)
+    metrics.mean("entropy/student", student_M)
+    metrics.mean("entropy/teacher", teacher_M)
 
 
 def _put(own_M3: Tensor, watched_N3: Tensor, on_N: Sequence[bool]) -> None:

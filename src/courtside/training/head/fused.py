@@ -6,7 +6,7 @@ baseline where a divergence is against the reference. Positions are grouped by t
 train; those that train none need no teacher's logits.
 
 Which positions train what is asked of the GPU once. All products and kernels of all groups are
-under way before anything is read back for the tally.
+under way before anything is read back for the metrics.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def backward_through_head(
     components: Sequence[LossTerm],
     *,
     chunk: int | None,
-    tally: MetricAccumulator,
+    metrics: MetricAccumulator,
     heads: Heads | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∂loss/∂hidden_ND (gradients of the head's own weights are accumulated in place), and the
@@ -75,7 +75,7 @@ def backward_through_head(
     groups = _groups(rows, components)
     if groups is None:
         size = chunk or default_chunk_size(head.vocab_size, rows.hidden_ND.device)
-        return autograd.backward_through_head(rows, head, components, chunk=size, tally=tally)
+        return autograd.backward_through_head(rows, head, components, chunk=size, metrics=metrics)
     plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     heads = {} if heads is None else heads
     into = _into(head)
@@ -92,7 +92,7 @@ def backward_through_head(
         results.append((own, group, found))
     gradient_ND, logp_N = _in_place(rows, [(group, found) for _, group, found in results])
     for own, group, found in results:
-        _tell(own, group, found, tally)
+        _tell(own, group, found, metrics)
     return gradient_ND, logp_N
 
 
@@ -314,30 +314,30 @@ def _into(head: LMHead) -> HeadGradient:
 
 
 @torch.no_grad()
-def _tell(rows: TokenBatch, group: _Group, found: HeadLoss, tally: MetricAccumulator) -> None:
+def _tell(rows: TokenBatch, group: _Group, found: HeadLoss, metrics: MetricAccumulator) -> None:
     statistics = found.statistics
-    record_token_metrics(rows, statistics.student_logp_N, tally)
+    record_token_metrics(rows, statistics.student_logp_N, metrics)
     for component, mean in _sampled_means(rows, group.sampled, statistics):
         if component.loss.kind != "preference":  # its value is of pairs: see `step`
-            tally.value(component.name, mean)
+            metrics.add_loss(component.name, mean)
     if group.against == "teacher":
         assert statistics.reverse_kl_N is not None and statistics.teacher_entropy_N is not None
-        tally.mean("kl", statistics.reverse_kl_N)
-        tally.mean("entropy/student", statistics.student_entropy_N)
-        tally.mean("entropy/teacher", statistics.teacher_entropy_N)
+        metrics.mean("kl", statistics.reverse_kl_N)
+        metrics.mean("entropy/student", statistics.student_entropy_N)
+        metrics.mean("entropy/teacher", statistics.teacher_entropy_N)
     if group.divergence is not None:
         assert found.found is not None
-        _tell_divergence(rows, group.divergence, found.found, tally)
+        _tell_divergence(rows, group.divergence, found.found, metrics)
 
 
 def _tell_divergence(
-    rows: TokenBatch, component: LossTerm, found: DivergenceStats, tally: MetricAccumulator
+    rows: TokenBatch, component: LossTerm, found: DivergenceStats, metrics: MetricAccumulator
 ) -> None:
     weight_N = rows.weight_CN[component.name]
     mean = reduce_sum_over(found.value_N, weight_N, component.denominator)
-    tally.value(component.name, mean)
+    metrics.add_loss(component.name, mean)
     if found.overlap_N is not None:
         assert found.student_mass_N is not None and found.teacher_mass_N is not None
-        tally.mean("mass/student", found.student_mass_N)
-        tally.mean("mass/teacher", found.teacher_mass_N)
-        tally.mean("overlap", found.overlap_N)
+        metrics.mean("mass/student", found.student_mass_N)
+        metrics.mean("mass/teacher", found.teacher_mass_N)
+        metrics.mean("overlap", found.overlap_N)

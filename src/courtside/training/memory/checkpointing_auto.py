@@ -18,7 +18,7 @@ from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.generation.kv_cache import MAX_IDLE_CACHE_BYTES
 from courtside.losses.fused.linear_divergence import plan_chunks
-from courtside.losses.fused.matmuls import padded
+from courtside.losses.fused.matmuls import padded_vocab_size
 from courtside.losses.fused.types import Projection
 from courtside.recipe import Recipe, SelfTeacherConfig, teachers_of
 from courtside.training.offloaded_adamw import OffloadedAdamW
@@ -239,4 +239,4 @@ def _head_bytes(head: LMHead, tokens: int, autocast: torch.dtype | None, chunk: 
     )
     plan = plan_chunks(shapes, teacher=True, trained=True, device=weight_VD.device.type)
     rows = 2 * size if chunk else plan.chunk + plan.part
-    return max(in_autograd, rows * padded(head.vocab_size) * dtype.itemsize)
+    return max(in_autograd, rows * padded_vocab_size(head.vocab_size) * dtype.itemsize)

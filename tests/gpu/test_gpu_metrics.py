@@ -27,23 +27,23 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 def test_nothing_waits_before_it_is_read(device: torch.device) -> None:
     values_N = torch.randn(4096).to(device)
     on_N = values_N > 0.5
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     with no_waiting(device):
         for _ in range(3):
-            tally.mean("mean", values_N, where=on_N)
-            tally.mean("all", values_N)
-            tally.largest("largest", values_N, where=on_N)
-            tally.value("value", values_N[0])
-    tally.mean("host", torch.tensor([2.0]))  # pairs are compared on the host
+            metrics.mean("mean", values_N, where=on_N)
+            metrics.mean("all", values_N)
+            metrics.max("max", values_N, where=on_N)
+            metrics.add_loss("value", values_N[0])
+    metrics.mean("host", torch.tensor([2.0]))  # pairs are compared on the host
     host_N = values_N.cpu().double()
     picked_M = host_N[host_N > 0.5]
     expected = {
         "mean": float(picked_M.mean()),
         "all": float(host_N.mean()),
         "host": 2.0,
-        "largest": float(picked_M.max()),
+        "max": float(picked_M.max()),
     }
-    assert tally.metrics() == {
+    assert metrics.means() == {
         k: pytest.approx(v, rel=1e-12, abs=1e-15) for k, v in expected.items()
     }
-    assert tally.values == {"value": 3 * float(host_N[0])}
+    assert metrics.losses == {"value": 3 * float(host_N[0])}

@@ -83,76 +83,76 @@ def part(loss: Loss, every: int) -> LossTerm:
 
 def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
     torch.manual_seed(0)
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     values_N, on_N = torch.randn(1000), torch.rand(1000) < 0.3
     values_N[~on_N] = math.nan  # masked out before it can spread
     for start in range(0, 1000, 100):
         here = slice(start, start + 100)
-        tally.mean("mean", values_N[here], where=on_N[here])
-        tally.largest("largest", values_N[here], where=on_N[here])
-    found = tally.metrics()
+        metrics.mean("mean", values_N[here], where=on_N[here])
+        metrics.max("max", values_N[here], where=on_N[here])
+    found = metrics.means()
     assert found["mean"] == pytest.approx(float(values_N[on_N].double().mean()), rel=1e-12)
-    assert found["largest"] == float(values_N[on_N].max())
+    assert found["max"] == float(values_N[on_N].max())
 
 
 def test_what_was_never_seen_has_no_mean() -> None:
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     nowhere = torch.zeros(3, dtype=torch.bool)
-    tally.mean("mean", torch.ones(3), where=nowhere)
-    tally.largest("largest", torch.ones(3), where=nowhere)
-    tally.mean("empty", torch.ones(0))
-    assert tally.metrics() == {} and tally.values == {}
-    tally.mean("mean", torch.full((2,), 3.0), where=torch.tensor([True, False]))
-    tally.largest("largest", torch.tensor([-7.0]))
-    assert tally.metrics() == {"mean": 3.0, "largest": -7.0}
+    metrics.mean("mean", torch.ones(3), where=nowhere)
+    metrics.max("max", torch.ones(3), where=nowhere)
+    metrics.mean("empty", torch.ones(0))
+    assert metrics.means() == {} and metrics.losses == {}
+    metrics.mean("mean", torch.full((2,), 3.0), where=torch.tensor([True, False]))
+    metrics.max("max", torch.tensor([-7.0]))
+    assert metrics.means() == {"mean": 3.0, "max": -7.0}
 
 
 def test_large_sums_keep_their_digits() -> None:
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     for _ in range(10):
-        tally.mean("mean", torch.full((100_000,), 16777217 / 16, dtype=torch.float32) + 0.0625)
-        tally.value("value", torch.tensor(16777216.0))
-        tally.value("value", torch.tensor(1.0))
-    assert tally.metrics()["mean"] == float(torch.tensor(16777217 / 16) + 0.0625)
-    assert tally.values["value"] == 10 * 16777217.0, "float32 would lose every 1"
+        metrics.mean("mean", torch.full((100_000,), 16777217 / 16, dtype=torch.float32) + 0.0625)
+        metrics.add_loss("value", torch.tensor(16777216.0))
+        metrics.add_loss("value", torch.tensor(1.0))
+    assert metrics.means()["mean"] == float(torch.tensor(16777217 / 16) + 0.0625)
+    assert metrics.losses["value"] == 10 * 16777217.0, "float32 would lose every 1"
 
 
 def test_nan_and_infinity_are_told() -> None:
-    tally = MetricAccumulator()
-    tally.mean("mean", torch.tensor([1.0, math.nan]))
-    tally.value("inf", torch.tensor(math.inf))
-    tally.largest("largest", torch.tensor([2.0]))
-    tally.largest("largest", torch.tensor([math.nan]))
-    assert math.isnan(tally.metrics()["mean"]) and tally.metrics()["largest"] == 2.0
-    assert tally.values == {"inf": math.inf}
+    metrics = MetricAccumulator()
+    metrics.mean("mean", torch.tensor([1.0, math.nan]))
+    metrics.add_loss("inf", torch.tensor(math.inf))
+    metrics.max("max", torch.tensor([2.0]))
+    metrics.max("max", torch.tensor([math.nan]))
+    assert math.isnan(metrics.means()["mean"]) and metrics.means()["max"] == 2.0
+    assert metrics.losses == {"inf": math.inf}
 
 
 def test_a_sum_goes_on_after_it_was_read() -> None:
-    tally = MetricAccumulator()
-    tally.value("loss", torch.tensor(0.25))
-    tally.mean("kl", torch.tensor([1.0]))
-    assert (tally.values, tally.metrics()) == ({"loss": 0.25}, {"kl": 1.0})
-    tally.value("loss", torch.tensor(0.5))
-    tally.mean("kl", torch.tensor([3.0]))
-    assert (tally.values, tally.metrics()) == ({"loss": 0.75}, {"kl": 2.0})
+    metrics = MetricAccumulator()
+    metrics.add_loss("loss", torch.tensor(0.25))
+    metrics.mean("kl", torch.tensor([1.0]))
+    assert (metrics.losses, metrics.means()) == ({"loss": 0.25}, {"kl": 1.0})
+    metrics.add_loss("loss", torch.tensor(0.5))
+    metrics.mean("kl", torch.tensor([3.0]))
+    assert (metrics.losses, metrics.means()) == ({"loss": 0.75}, {"kl": 2.0})
 
 
 def test_a_graph_does_not_outlive_its_chunk() -> None:
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     leaf = torch.ones(3, requires_grad=True)
-    tally.mean("mean", leaf * 2)
-    tally.largest("largest", leaf * 2)
-    tally.value("value", (leaf * 2).sum())
-    assert not any(scalar.requires_grad for scalar in tally._running.values())
-    assert tally.values == {"value": 6.0}
+    metrics.mean("mean", leaf * 2)
+    metrics.max("max", leaf * 2)
+    metrics.add_loss("value", (leaf * 2).sum())
+    assert not any(scalar.requires_grad for scalar in metrics._scalars.values())
+    assert metrics.losses == {"value": 6.0}
 
 
 def test_the_sampled_tokens_by_hand() -> None:
     rows = make_rows([])
     logp_N = -normal(N).abs()
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     with Asked() as asked:
-        record_token_metrics(rows, logp_N, tally)
+        record_token_metrics(rows, logp_N, metrics)
     assert asked.count == 0
     spoken_N = ~rows.teacher_logp_N.isnan()
     both_N = spoken_N & rows.by_student_N
@@ -165,7 +165,7 @@ def test_the_sampled_tokens_by_hand() -> None:
         "sampler/gap": drift_N.abs().mean(),
         "sampler/ratio_max": drift_N.exp().max(),
     }
-    found = tally.metrics()
+    found = metrics.means()
     assert found == {name: pytest.approx(float(v), rel=1e-12) for name, v in expected.items()}
 
 
@@ -178,10 +178,10 @@ MIX = [
 
 def test_chunks_ask_nothing() -> None:
     """What trains where is read once, before the first of them, as plain numbers."""
-    tally = MetricAccumulator()
+    metrics = MetricAccumulator()
     with Asked() as asked:
-        autograd.backward_through_head(make_rows(MIX), make_head(0), MIX, chunk=3, tally=tally)
-    assert asked.count == 0 and tally.metrics()["kl"] > 0
+        autograd.backward_through_head(make_rows(MIX), make_head(0), MIX, chunk=3, metrics=metrics)
+    assert asked.count == 0 and metrics.means()["kl"] > 0
 
 
 @pytest.mark.parametrize("chunk", [3, N])
@@ -190,15 +190,15 @@ def test_words_without_a_chance_count_as_nothing(chunk: int) -> None:
     rows, own = make_rows(MIX), make_head(0)
     for module in (rows.teacher_head.module, own.module):
         module.bias.data[4] = -math.inf
-    tally = MetricAccumulator()
-    autograd.backward_through_head(rows, own, MIX, chunk=chunk, tally=tally)
+    metrics = MetricAccumulator()
+    autograd.backward_through_head(rows, own, MIX, chunk=chunk, metrics=metrics)
     on_N = (rows.weight_CN["divergence"] > 0) | (rows.weight_CN["policy_gradient"] > 0)
     logp_MW, teacher_MW = (
         (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)[on_N]
         [:, [i for i in range(WORDS) if i != 4]].detach()
         for head, hidden_ND in ((own, rows.hidden_ND), (rows.teacher_head, rows.teacher_hidden_ND))
     )  # fmt: skip
-    found = tally.metrics()
+    found = metrics.means()
     kl_M = (logp_MW.exp() * (logp_MW - teacher_MW)).sum(-1)
     assert found["kl"] == pytest.approx(float(kl_M.mean()), rel=1e-10)
     for who, words_MW in (("student", logp_MW), ("teacher", teacher_MW)):

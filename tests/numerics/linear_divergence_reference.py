@@ -43,7 +43,7 @@ ON_SUPPORT = [
         ("forward_kl", {}, "tail"),
         ("jsd", {"beta": 0.3}, "tail"),
         ("reverse_kl", {}, "stop_gradient"),
-        ("reverse_kl", {}, "renormalised"),
+        ("reverse_kl", {}, "renormalized"),
     )
 ]
 
@@ -245,7 +245,7 @@ def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -> Tenso
         if on.form == "tail":
             p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
             q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
-        if on.form == "renormalised":
+        if on.form == "renormalized":
             p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
         if on.form == "stop_gradient":
             rows.append((p_S.exp() * (p_S - q_S).detach()).sum())

@@ -107,15 +107,15 @@ def run(
     rows = make_rows(parts, **options)
     options.pop("silent", None)
     own = make_head(5, 0, **options)
-    tally = MetricAccumulator()
-    gradient_ND, logp_N = module.backward_through_head(rows, own, parts, chunk=4, tally=tally)
+    metrics = MetricAccumulator()
+    gradient_ND, logp_N = module.backward_through_head(rows, own, parts, chunk=4, metrics=metrics)
     return {
         "hidden": gradient_ND,
         "logp": logp_N,
         "head": own.module.weight.grad,
         "bias": None if own.module.bias is None else own.module.bias.grad,
-        "values": tally.values,
-        "metrics": tally.metrics(),
+        "values": metrics.losses,
+        "metrics": metrics.means(),
     }
 
 
@@ -145,7 +145,7 @@ def test_a_teacher_that_is_silent_on_some_positions() -> None:
 def test_chunks_are_chosen_where_none_are_given() -> None:
     parts = components(FUSED["reverse KL"])
     whole = fused.backward_through_head(
-        make_rows(parts), make_head(5, 0), parts, chunk=None, tally=MetricAccumulator()
+        make_rows(parts), make_head(5, 0), parts, chunk=None, metrics=MetricAccumulator()
     )
     assert_close(whole[0], run(autograd, FUSED["reverse KL"])["hidden"], rtol=1e-8, atol=1e-10)
 
@@ -153,7 +153,7 @@ def test_chunks_are_chosen_where_none_are_given() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     parts, own = components(FUSED["reverse KL"]), make_head(5, 0)
     own.module.requires_grad_(False)
-    fused.backward_through_head(make_rows(parts), own, parts, chunk=4, tally=MetricAccumulator())
+    fused.backward_through_head(make_rows(parts), own, parts, chunk=4, metrics=MetricAccumulator())
     assert own.module.weight.grad is None
 
 
@@ -165,7 +165,7 @@ def test_autocast_makes_bfloat16_logits_and_float32_gradients() -> None:
     right = run(autograd, FUSED["reverse KL"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gradient_ND, _ = fused.backward_through_head(
-            rows, own, parts, chunk=4, tally=MetricAccumulator()
+            rows, own, parts, chunk=4, metrics=MetricAccumulator()
         )
     assert own.module.weight.grad.dtype == torch.float32
     for found, exact in ((gradient_ND, right["hidden"]), (own.module.weight.grad, right["head"])):

@@ -118,17 +118,17 @@ def test_a_task_that_comes_twice_has_two_pairs():
 
 
 def test_a_tally_is_a_mean_over_tokens_not_over_chunks():
-    tally = MetricAccumulator()
-    tally.mean("kl", torch.tensor([1.0, 1.0, 1.0]))
-    tally.mean("kl", torch.tensor([5.0]))
-    tally.mean("kl", torch.tensor([]))
-    tally.largest("max", torch.tensor([1.0, 4.0]))
-    tally.largest("max", torch.tensor([2.0]))
-    tally.largest("max", torch.tensor([]))
-    tally.value("loss", torch.tensor(0.25))
-    tally.value("loss", torch.tensor(0.5))
-    assert tally.metrics() == {"kl": 2.0, "max": 4.0}
-    assert tally.values == {"loss": 0.75}
+    metrics = MetricAccumulator()
+    metrics.mean("kl", torch.tensor([1.0, 1.0, 1.0]))
+    metrics.mean("kl", torch.tensor([5.0]))
+    metrics.mean("kl", torch.tensor([]))
+    metrics.max("max", torch.tensor([1.0, 4.0]))
+    metrics.max("max", torch.tensor([2.0]))
+    metrics.max("max", torch.tensor([]))
+    metrics.add_loss("loss", torch.tensor(0.25))
+    metrics.add_loss("loss", torch.tensor(0.5))
+    assert metrics.means() == {"kl": 2.0, "max": 4.0}
+    assert metrics.losses == {"loss": 0.75}
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────

@@ -14,11 +14,11 @@ if DEVICE == "cpu" and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="kernels need Triton: pip install triton")
 from courtside.losses.fused.topk_select import (  # noqa: E402
-    pick,
-    pick_by_sorting,
-    room_for,
-    room_for_tops,
-    warps_for,
+    allocate_group_maxima,
+    allocate_top_k,
+    num_select_warps,
+    select_top_k,
+    select_top_k_by_sorting,
 )
 
 NUM_WORDS = 32 * 8 * 5 + 37
@@ -30,13 +30,13 @@ def likeliest(
 ) -> Tensor:
     """Their ids; what both sides say of them is looked at here."""
     other_NV = torch.randn(values_NV.shape, device=values_NV.device).to(values_NV.dtype)
-    found = room_for(len(values_NV), k, values_NV.device, room=room)
+    found = allocate_top_k(len(values_NV), k, values_NV.device, room=room)
     found.ids_NK.fill_(-1)
     if lanes:
         layout = {"lanes": lanes, "width": 8, "num_warps": num_warps}
-        pick(values_NV, other_NV, tops(values_NV, lanes), found, **layout)
+        select_top_k(values_NV, other_NV, tops(values_NV, lanes), found, **layout)
     else:
-        pick_by_sorting(values_NV, other_NV, found)
+        select_top_k_by_sorting(values_NV, other_NV, found)
     for logits_NK, side_NV in ((found.own_NK, values_NV), (found.other_NK, other_NV)):
         right_NK = side_NV.float().gather(-1, found.ids_NK)
         torch.testing.assert_close(logits_NK, right_NK, rtol=0, atol=0, equal_nan=True)
@@ -45,7 +45,7 @@ def likeliest(
 
 def tops(values_NV: Tensor, lanes: int) -> Tensor:
     """The largest of every 8 words; NaN is passed over, as the kernel may."""
-    found_NG = room_for_tops(values_NV, lanes=lanes, width=8)
+    found_NG = allocate_group_maxima(values_NV, lanes=lanes, width=8)
     padding = 8 * found_NG.shape[1] - values_NV.shape[1]
     padded_NV = torch.nn.functional.pad(values_NV.float(), (0, padding), value=-torch.inf)
     padded_NV = padded_NV.masked_fill(padded_NV.isnan(), -torch.inf)
@@ -110,8 +110,8 @@ def test_among_nan_any_words_come_out_once_each(k: int, stand_for_all: bool) -> 
     tops_NG = tops(values_NV, 32)
     if stand_for_all:
         tops_NG[1:] = torch.nan
-    found = room_for(4, k, values_NV.device, room=32)
-    pick(values_NV, values_NV, tops_NG, found, lanes=32, width=8, num_warps=1)
+    found = allocate_top_k(4, k, values_NV.device, room=32)
+    select_top_k(values_NV, values_NV, tops_NG, found, lanes=32, width=8, num_warps=1)
     assert torch.equal(found.ids_NK[:1], sorted_ids(values_NV[:1], k))
     for ids in found.ids_NK.tolist():
         assert len(set(ids)) == k and min(ids) >= 0 and max(ids) < NUM_WORDS
@@ -127,7 +127,7 @@ def test_rows_need_not_lie_side_by_side() -> None:
 def test_many_words_and_more_warps(k: int, num_warps: int) -> None:
     """Enough of them for the lanes that k = 128 asks for; with ties, as bfloat16 has them."""
     values_NV = (2 * torch.randn(2, 9001)).bfloat16().to(DEVICE)
-    assert warps_for(9001, k, least=1, width=8) is not None
+    assert num_select_warps(9001, k, least=1, width=8) is not None
     found_NK = likeliest(values_NV, k, lanes=256, num_warps=num_warps)
     assert torch.equal(found_NK, sorted_ids(values_NV, k))
 
@@ -138,8 +138,10 @@ def test_all_words() -> None:
 
 
 def test_where_it_is_no_gain_it_is_not_used() -> None:
-    assert warps_for(151936, 128, least=8, width=8) == 8
-    assert warps_for(49152, 64, least=8, width=8) == 8
-    assert warps_for(151936, 129, least=8, width=8) == 16, "a bound by half of the lanes at most"
-    assert warps_for(151936, 513, least=8, width=8) is None
-    assert warps_for(8000, 64, least=8, width=8) is None, "lanes of a word or two"
+    assert num_select_warps(151936, 128, least=8, width=8) == 8
+    assert num_select_warps(49152, 64, least=8, width=8) == 8
+    assert num_select_warps(151936, 129, least=8, width=8) == 16, (
+        "a bound by half of the lanes at most"
+    )
+    assert num_select_warps(151936, 513, least=8, width=8) is None
+    assert num_select_warps(8000, 64, least=8, width=8) is None, "lanes of a word or two"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_reference import (
+from linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,
@@ -48,7 +48,7 @@ triton = pytest.importorskip("triton", reason="kernels need Triton: pip install 
 # `conftest.py` sees to it; a kernel that nobody interprets would be tested by nobody.
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
 from courtside.losses.fused import triton_backend  # noqa: E402
-from courtside.losses.fused.topk_select import warps_for  # noqa: E402
+from courtside.losses.fused.topk_select import num_select_warps  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -116,7 +116,7 @@ def test_words_that_are_found_by_their_groups(
     """Of a vocabulary that is large enough for it; small ones are sorted."""
     vocab_size = 4 * TILE + 37
     assert divergence.support is not None
-    assert warps_for(vocab_size, divergence.support.k, least=1, width=4) is not None
+    assert num_select_warps(vocab_size, divergence.support.k, least=1, width=4) is not None
     case = small(vocab_size=vocab_size, **head)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
@@ -313,7 +313,7 @@ def test_a_support_out_of_many_words(divergence: DivergenceSpec) -> None:
 def test_a_support_of_every_word(of: Any) -> None:
     """Of a joint one each word is listed twice, and counts once."""
     case = small(vocab_size=6)
-    on = Support(k=6, of=of, form="renormalised")
+    on = Support(k=6, of=of, form="renormalized")
     ours, into = through(case, DivergenceSpec(name="reverse_kl", support=on))
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
@@ -332,7 +332,7 @@ def test_a_kernel_that_cannot_run_says_so(
 
             return start
 
-    monkeypatch.setattr(triton_backend, "rows_kernel", Broken())
+    monkeypatch.setattr(triton_backend, "vocabulary_kernel", Broken())
     with pytest.raises(RunError, match=r"could not be compiled.*no such target.*C compiler"):
         through(small(), FULL[0])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_reference import (
+from linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,
@@ -26,7 +26,7 @@ from torch.testing import assert_close
 from courtside.losses.divergences import divergence as full_divergence
 from courtside.losses.fused import torch_backend
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
-from courtside.losses.fused.torch_backend import reverse_with_tail, support_ids
+from courtside.losses.fused.torch_backend import reverse_kl_with_tail, select_support
 from courtside.losses.fused.types import (
     DivergenceSpec,
     HeadGradient,
@@ -98,7 +98,7 @@ def test_the_losses_on_log_probs_agree(divergence: DivergenceSpec) -> None:
     assert_close(ours.hidden_gradient_ND, gradient_ND, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["tail", "stop_gradient", "renormalised", "naive"])
+@pytest.mark.parametrize("form", ["tail", "stop_gradient", "renormalized", "naive"])
 def test_a_cap_on_words_of_a_support(form: str) -> None:
     case = make_case(num_rows=4)
     on = Support(k=5, of="joint", form=form, clip=0.02)
@@ -118,11 +118,11 @@ def test_a_cap_on_words_of_a_support(form: str) -> None:
 def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
     """Also where next to nothing is left for the tail, and where words are listed twice."""
     logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
-    ids_NK, keep_NK, _ = support_ids(logp_NV, logq_NV, Support(k=7, of="joint", form="tail"))
+    ids_NK, keep_NK, _ = select_support(logp_NV, logq_NV, Support(k=7, of="joint", form="tail"))
     logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
     right_N = top_k_divergence(logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail")
     (gradient_NK,) = torch.autograd.grad(right_N.sum(), logp_NK)
-    value_N, found_NK = reverse_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
+    value_N, found_NK = reverse_kl_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
     assert not bool(keep_NK.all())
     assert_close(value_N, right_N.detach(), rtol=1e-9, atol=1e-12)
     assert_close(found_NK, gradient_NK, rtol=1e-9, atol=1e-12)
@@ -385,7 +385,7 @@ def test_ties_are_broken_as_in_top_k() -> None:
     student_NV, teacher_NV = (torch.randint(4, (50, 40)).double().log_softmax(-1) for _ in range(2))
     for of in ("teacher", "student", "joint"):
         right = top_k_ids(student_NV, teacher_NV, k=6, of=of)
-        ids_NK, keep_NK, share_N = support_ids(
+        ids_NK, keep_NK, share_N = select_support(
             student_NV, teacher_NV, Support(k=6, of=of, form="tail")
         )
         assert torch.equal(ids_NK, right[0]) and torch.equal(keep_NK, right[1])
