@@ -62,7 +62,7 @@ class Job:
         found = self.engine.passes
         if found.padding_reason is not None:
             raise SystemExit(f"{args.model} is not packed: {found.padding_reason}")
-        with self.engine.casting():
+        with self.engine.autocast_context():
             parts = FusedLayers(self.model, self.engine.head, self.engine.autocast)
         self.plain: ForwardPasses = replace(found, fused_layers=None)
         self.few: ForwardPasses = replace(found, fused_layers=parts)
@@ -97,7 +97,7 @@ class Job:
             for m in modules
         ]
         passes = self.few if name == "few" else self.plain
-        with apply_patches(compiled), self.engine.casting(), passes.patch_model():
+        with apply_patches(compiled), self.engine.autocast_context(), passes.patch_model():
             yield passes
 
     def _layers(self) -> list[Any]:

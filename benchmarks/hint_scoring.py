@@ -75,7 +75,7 @@ class Job:
         model = self.engine.model
         lean = find_lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
         model.train()
-        with self.engine.casting(), self.engine.passes.patch_model(), apply_patches(lean):
+        with self.engine.autocast_context(), self.engine.passes.patch_model(), apply_patches(lean):
             hidden_LD, _ = self.engine.passes.forward([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
             ids_N = self.ids_1L[0, self.chosen_N]
@@ -87,14 +87,14 @@ class Job:
     def trunk(self) -> Cache:
         """The keys and values that a training pass would leave behind."""
         kept = make_trunk_cache()
-        with self.engine.casting(), self.engine.passes.patch_model():
+        with self.engine.autocast_context(), self.engine.passes.patch_model():
             self.engine.passes.forward([self.request.token_ids], cache=kept)
         return kept
 
     @torch.no_grad()
     def branches(self, kept: Cache, num_hints: int) -> list[Tensor]:
         its = self.first(num_hints)
-        with self.engine.casting(), self.engine.passes.patch_model():
+        with self.engine.autocast_context(), self.engine.passes.patch_model():
             found = forward_branches(
                 self.engine.model, kept, [(SequenceSpan(start=0), branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,

@@ -107,7 +107,7 @@ class Job:
         turns = IncrementalTemplate(renderer)
         length = self.engine.context_length
         self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
-        with self.engine.casting():
+        with self.engine.autocast_context():
             self.scored_before = reason_to_score_before_update(
                 recipe, self.weights.model, self.student.passes.padding_reason
             )

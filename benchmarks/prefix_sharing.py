@@ -81,7 +81,7 @@ class Job:
         passes: ForwardPasses = self.passes[way]
         read = [ids[:-1] for ids in group]
         self.engine.model.train()
-        with self.engine.casting(), passes.patch_model():
+        with self.engine.autocast_context(), passes.patch_model():
             for batch in passes.plan_batches(
                 [[ids] for ids in read], default_pass_tokens(self.device)
             ):

@@ -169,7 +169,7 @@ def generated(
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, "pad_token_id": 0}
 
     def generate(count: int) -> None:
-        with torch.no_grad(), engine.casting():
+        with torch.no_grad(), engine.autocast_context():
             out_BL = engine.model.generate(
                 ids_BN, max_new_tokens=count, min_new_tokens=count, **settings
             )

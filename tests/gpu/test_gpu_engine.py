@@ -115,7 +115,7 @@ def test_room_that_was_given_back_is_made_again(
     monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
     for _ in range(3):
         assert [s.token_ids for s in made.sample(REQUESTS, sampling)] == expected
-    if made.in_slots:
+    if made.uses_continuous_batching:
         assert not made._pool._stores
 
 

@@ -108,7 +108,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
 
     scored_before = None
     if recipe.reader is not None:
-        with engine.casting():
+        with engine.autocast_context():
             problem = student.passes.padding_reason or engine.branching_problem
             scored_before = reason_to_score_before_update(recipe, engine.model, problem)
 
@@ -207,8 +207,8 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
         notes.append(f"{name}: passes are padded ({engine.passes.padding_reason})")
     elif engine.passes.unshared_reason is not None:
         notes.append(f"{name}: every sample reads its own prompt ({engine.passes.unshared_reason})")
-    if engine.device.type == "cuda" and not engine.in_slots:
-        notes.append(f"{name}: samples token by token, without a graph ({engine.rereads})")
+    if engine.device.type == "cuda" and not engine.uses_continuous_batching:
+        notes.append(f"{name}: samples token by token, without a graph ({engine.stateless_reason})")
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
     if scored_before is not None and "self:live" in teacher_sizes:

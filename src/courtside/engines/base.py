@@ -219,5 +219,5 @@ class Engine(Protocol):
         self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
     ) -> list[BranchScores]: ...
 
-    def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
-        """`num_places`: ids that a row is expected to have in the end, where that is known."""
+    def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
+        """`row_capacity`: KV cache positions that a row is expected to need, if that is known."""

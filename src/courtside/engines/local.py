@@ -40,7 +40,7 @@ from courtside.engines.forward.padded_tree_scoring import (
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_packed_branches
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.decode_weights import DecodeWeights
-from courtside.engines.generation.kv_cache import PLACE_STEP, KVCachePool
+from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.generation.session import CachedSession, StatelessSession
@@ -77,12 +77,12 @@ class LocalEngine:
         self.eos_ids = find_eos_ids(model, tokenizer)
         self.pad_id = min(self.eos_ids)
 
-    def casting(self) -> Any:
+    def autocast_context(self) -> Any:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
 
-    def _casting_anew(self) -> Any:
+    def _uncached_autocast(self) -> Any:
         """Without keeping rounded weights: a graph that held one would decode with old ones."""
         if self.autocast is None:
             return nullcontext()
@@ -99,17 +99,17 @@ class LocalEngine:
         order = sorted(range(len(requests)), key=lambda i: (-lengths[i], requests[i].prompt_ids, i))
         asked = [requests[i] for i in order]
         written: list[Sample] = []
-        if asked and self.in_slots:
+        if asked and self.uses_continuous_batching:
             num_rows = min(len(asked), max(1, self.max_batch_tokens // max(lengths)))
             written = self._slots(num_rows, max(lengths)).sample_all(asked, sampling)
         else:
             batches = batch_by_length([lengths[i] for i in order], self.max_batch_tokens)
             for batch in batches:
                 part = [asked[i] for i in batch]
-                if self.rereads is None:
+                if self.stateless_reason is None:
                     written += self.session(len(part)).sample(range(len(part)), part, sampling)
                 else:
-                    with self.casting():
+                    with self.autocast_context():
                         written += self._decode(part, sampling)
         found = dict(zip(order, written, strict=True))
         return [found[i] for i in range(len(requests))]
@@ -190,53 +190,57 @@ class LocalEngine:
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        with self.casting(), prepack_if_faster(self.model, self.head):
+        with self.autocast_context(), prepack_if_faster(self.model, self.head):
             yield
 
     @cached_property
     def passes(self) -> ForwardPasses:
         """How sequences become passes of the model; its `problem` says why they are padded."""
-        with self.casting():
+        with self.autocast_context():
             parts = find_fused_layers(self.model, self.head, self.autocast)
             return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=parts)
 
-    def session(self, num_rows: int, *, num_places: int | None = None) -> Session:
+    def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Conversations that go on over several calls, one a row."""
-        if self.rereads is not None:
-            return StatelessSession(self.sample, num_rows=num_rows, note=self.rereads)
-        if self.in_slots:
-            return self._slots(num_rows, num_places or PLACE_STEP)
+        if self.stateless_reason is not None:
+            return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
+        if self.uses_continuous_batching:
+            return self._slots(num_rows, row_capacity or POSITION_STEP)
         return CachedSession(
-            self.model, self.head, num_rows=num_rows, record=self._record, casting=self.casting
+            self.model,
+            self.head,
+            num_rows=num_rows,
+            record=self._record,
+            autocast_context=self.autocast_context,
         )
 
-    def _slots(self, num_rows: int, num_places: int) -> ContinuousBatchingSession:
+    def _slots(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         return ContinuousBatchingSession(
             self.model,
             self.head,
             pool=self._pool,
             lent=self._lent,
             num_rows=num_rows,
-            num_places=num_places,
+            row_capacity=row_capacity,
             record=self._record,
-            casting=self._casting_anew,
+            autocast_context=self._uncached_autocast,
         )
 
     @cached_property
-    def in_slots(self) -> bool:
+    def uses_continuous_batching(self) -> bool:
         """Whether decoding replays a graph: on a GPU, where keys and values are plain ones."""
-        return self.device.type == "cuda" and self.rereads is None
+        return self.device.type == "cuda" and self.stateless_reason is None
 
     @cached_property
     def _pool(self) -> KVCachePool:
-        return KVCachePool(self.model, self.autocast, self._lent.let_go)
+        return KVCachePool(self.model, self.autocast, self._lent.release)
 
     @cached_property
     def _lent(self) -> DecodeWeights:
         return DecodeWeights(self.model, self.head, self.autocast)
 
     @cached_property
-    def rereads(self) -> str | None:
+    def stateless_reason(self) -> str | None:
         """Why keys and values of this model cannot be kept from turn to turn; None: they can."""
         windowed = any(window is not None for window in windows_of(self.model).values())
         return self.branching_problem or ("it looks through a window" if windowed else None)
@@ -247,7 +251,7 @@ class LocalEngine:
     @cached_property
     def branching_problem(self) -> str | None:
         """Why branches take a pass each on this model; None: they share one."""
-        with self.casting():
+        with self.autocast_context():
             return branching_problem(self.model)
 
     @torch.no_grad()
@@ -283,16 +287,16 @@ class LocalEngine:
 
     def _read_branches(self, requests: Sequence[BranchRequest]) -> Iterator[Read]:
         size = self.score_batch_tokens
-        if self.padded_branches is not None:
+        if self.tree_padding_reason is not None:
             return read_padded(self.model, requests, pad_id=self.pad_id, max_tokens=size)
         return score_packed_branches(
             self.passes, requests, max_tokens=size, max_shared_tokens=self.max_batch_tokens
         )
 
     @cached_property
-    def padded_branches(self) -> str | None:
+    def tree_padding_reason(self) -> str | None:
         """Why the trunks of branches are padded; None: they are packed, as other passes are."""
-        with self.casting():
+        with self.autocast_context():
             return self.passes.padding_reason or probe_tree_scoring(self.model)
 
     def _check_length(self, length: int) -> None:

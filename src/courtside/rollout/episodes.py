@@ -126,9 +126,9 @@ class EpisodeRollout:
         """Episodes from their beginning to their end, in order."""
         if not starts:
             return []
-        num_places = self._num_places(starts, sampling)
-        num_rows = min(len(starts), max(1, self.engine.max_batch_tokens // num_places))
-        session = self.engine.session(num_rows, num_places=num_places)
+        row_capacity = self._row_capacity(starts, sampling)
+        num_rows = min(len(starts), max(1, self.engine.max_batch_tokens // row_capacity))
+        session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free = deque(enumerate(starts)), deque(range(num_rows))
         playing: dict[int, _Playing] = {}
         """By row of the session."""
@@ -184,7 +184,7 @@ class EpisodeRollout:
                 grade=None,
             )
 
-    def _num_places(self, starts: Sequence[StartEpisode], sampling: Sampling) -> int:
+    def _row_capacity(self, starts: Sequence[StartEpisode], sampling: Sampling) -> int:
         """Ids that an episode is expected to have in the end, at most."""
         prompts = [len(self.turns.prompt(start.task.messages).token_ids) for start in starts]
         turns = self.limits.turns or EXPECTED_TURNS

@@ -123,7 +123,7 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
         return engine.head(engine.model.base_model(input_ids=ids).last_hidden_state)
 
     for _ in range(2):
-        with engine.casting():
+        with engine.autocast_context():
             usual = logits()
             with onednn_prepack.prepack_if_faster(engine.model, engine.head):
                 assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__

@@ -11,7 +11,12 @@ from triton.runtime import interpreter
 from courtside.engines.base import Sampling
 from courtside.engines.generation.sampler import sample_tokens
 from courtside.engines.kernels import decode
-from courtside.engines.kernels.decode import BLOCK_WORDS, attend, logps_of, pick
+from courtside.engines.kernels.decode import (
+    BLOCK_VOCAB,
+    decode_attention,
+    sample_from_logits,
+    token_logps,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,13 +33,13 @@ def _loaded_numbers_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-@pytest.mark.parametrize("programs", [decode.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
 @pytest.mark.parametrize(("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (1, 8, 4, 128)])
 def test_attention_reads_each_row_up_to_its_own_length(
     monkeypatch: pytest.MonkeyPatch, programs: int, B: int, H: int, K: int, D: int
 ) -> None:
     """In parts that are joined, and in one go as with many rows."""
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
     torch.manual_seed(B)
     L = 200
     q = torch.randn(B, H, D, device=DEVICE)
@@ -44,7 +49,7 @@ def test_attention_reads_each_row_up_to_its_own_length(
     for row, length in enumerate(lengths.tolist()):  # beyond it stands what must never be read
         keys[row, :, length:] = float("nan")
         values[row, :, length:] = float("nan")
-    found = attend(q, keys, values, lengths, 0.3)
+    found = decode_attention(q, keys, values, lengths, 0.3)
     for row, length in enumerate(lengths.tolist()):
         k = keys[row, :, :length].double().repeat_interleave(H // K, 0)
         v = values[row, :, :length].double().repeat_interleave(H // K, 0)
@@ -53,12 +58,12 @@ def test_attention_reads_each_row_up_to_its_own_length(
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [decode.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
 def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
     monkeypatch: pytest.MonkeyPatch, programs: int
 ) -> None:
     """Whole blocks of it; the rest, and what came later, is each row's own."""
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
     torch.manual_seed(0)
     B, H, K, L, D = 3, 2, 1, 150, 32
     q = torch.randn(B, H, D, device=DEVICE)
@@ -67,25 +72,25 @@ def test_rows_that_began_alike_read_their_beginning_in_one_of_them(
     alike = torch.tensor([100, 100, 0], device=DEVICE)
     keys[1, :, :100], values[1, :, :100] = keys[0, :, :100], values[0, :, :100]
     lengths = torch.tensor([101, 150, 90], device=DEVICE)
-    expected = attend(q, keys, values, lengths, 0.3)
-    whole = 100 // decode.BLOCK_PLACES * decode.BLOCK_PLACES
+    expected = decode_attention(q, keys, values, lengths, 0.3)
+    whole = 100 // decode.BLOCK_POSITIONS * decode.BLOCK_POSITIONS
     for room in (keys, values):
         room[1, :, :whole] = float("nan")  # nobody looks at this copy
-    found = attend(q, keys, values, lengths, 0.3, (leader, alike))
+    found = decode_attention(q, keys, values, lengths, 0.3, (leader, alike))
     assert torch.equal(found, expected)
 
 
 def test_a_query_is_rounded_as_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PROGRAMS", 1)
+    monkeypatch.setattr(decode, "TARGET_PROGRAMS", 1)
     q = torch.randn(2, 4, 16, device=DEVICE).bfloat16()
     keys, values = torch.randn(2, 2, 2, 20, 16, device=DEVICE).bfloat16()
     lengths = torch.tensor([20, 3], device=DEVICE)
-    found = attend(q.float(), keys, values, lengths, 0.3)
+    found = decode_attention(q.float(), keys, values, lengths, 0.3)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, attend(q, keys, values, lengths, 0.3))
+    assert torch.equal(found, decode_attention(q, keys, values, lengths, 0.3))
 
 
-@pytest.mark.parametrize("V", [7, BLOCK_WORDS, 3 * BLOCK_WORDS + 5])
+@pytest.mark.parametrize("V", [7, BLOCK_VOCAB, 3 * BLOCK_VOCAB + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_the_word_that_is_picked_is_the_one_the_plain_form_draws(
     V: int, temperature: float
@@ -97,7 +102,7 @@ def test_the_word_that_is_picked_is_the_one_the_plain_form_draws(
     uniform = torch.rand(24, dtype=torch.float64, device=DEVICE)
     uniform[3], uniform[4] = 0.0, 1.0 - 1e-16
     of_a_table = torch.stack([uniform, torch.zeros_like(uniform)], 1)[:, 0]
-    ids, logp = pick(logits, of_a_table, temperature)
+    ids, logp = sample_from_logits(logits, of_a_table, temperature)
     plain_ids, plain_logp = sample_tokens(
         logits, uniform, Sampling(max_new_tokens=1, temperature=temperature)
     )
@@ -113,13 +118,13 @@ def test_words_are_picked_as_often_as_they_are_likely() -> None:
     N = 100
     logits = torch.randn(1, 12, device=DEVICE).expand(N, 12).contiguous()
     uniform = torch.linspace(0, 1, N + 1, dtype=torch.float64, device=DEVICE)[:-1]
-    ids, _ = pick(logits, uniform, 1.0)
+    ids, _ = sample_from_logits(logits, uniform, 1.0)
     share = torch.bincount(ids, minlength=12) / N
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=1.01 / N, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [37, BLOCK_WORDS, 2 * BLOCK_WORDS + 5])
+@pytest.mark.parametrize("V", [37, BLOCK_VOCAB, 2 * BLOCK_VOCAB + 5])
 def test_log_probs_of_words_at_each_rows_temperature(dtype: torch.dtype, V: int) -> None:
     torch.manual_seed(V)
     room = (20 * torch.randn(4, V + 3, device=DEVICE)).to(dtype)
@@ -127,5 +132,5 @@ def test_log_probs_of_words_at_each_rows_temperature(dtype: torch.dtype, V: int)
     ids = torch.tensor([0, V - 1, V // 2, 5], device=DEVICE)
     scale = torch.tensor([1.0, 0.25, 3.0, 1.5], device=DEVICE)
     expected = (logits.double() * scale[:, None]).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    found = logps_of(logits, ids, scale)
+    found = token_logps(logits, ids, scale)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5)

@@ -111,7 +111,7 @@ def test_a_memory_budget_is_kept_and_changes_nothing(make_engine: Make, budget: 
 
 def test_a_prompt_is_read_once_and_finished_rows_leave(make_engine: Make) -> None:
     engine = make_engine(eos=MANY_EOS)
-    assert engine.rereads is None  # tried on a small example, the first time it is asked
+    assert engine.stateless_reason is None  # tried on a small example, the first time it is asked
     calls = spy(engine)
     samples = engine.sample(requests_of(PROMPTS, 4), Sampling(max_new_tokens=9))
     lengths = [len(s.token_ids) for s in samples]
@@ -126,7 +126,7 @@ def test_a_prompt_is_read_once_and_finished_rows_leave(make_engine: Make) -> Non
 def test_lengths_that_differ_much_waste_little(make_engine: Make) -> None:
     """64 prompts of 4 to 256 ids: padded to one batch, four fifths of the work would be padding."""
     engine = make_engine()
-    assert engine.rereads is None
+    assert engine.stateless_reason is None
     lengths = [round(4 * 64 ** (n / 63)) for n in range(64)]
     random.Random(0).shuffle(lengths)
     requests = [

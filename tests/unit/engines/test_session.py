@@ -27,16 +27,15 @@ def engine_of(model: Any, **options: Any) -> LocalEngine:
 
 ENGINE = engine_of(tiny_model())
 SLOTS = engine_of(tiny_model())
-SLOTS.in_slots = True  # as on a GPU; here its step is called, not replayed
+SLOTS.uses_continuous_batching = True  # as on a GPU; here its step is called, not replayed
 EAGER = engine_of(tiny_model())
-EAGER.in_slots = EAGER._pool.reads_eagerly = True  # only rows that read are in a pass
+EAGER.uses_continuous_batching = EAGER._pool.reads_eagerly = True  # eager prefill
 EACH = pytest.mark.parametrize("engine", [ENGINE, SLOTS, EAGER], ids=["kept", "slots", "eager"])
 
 
 def rounded(num_rows: int, num_tokens: int) -> int:
-    return (
-        num_rows * -(-num_tokens // continuous_batching.READ_STEP) * continuous_batching.READ_STEP
-    )
+    step = continuous_batching.PREFILL_STEP
+    return num_rows * -(-num_tokens // step) * step
 
 
 def rereading(engine: LocalEngine, num_rows: int) -> StatelessSession:
@@ -175,8 +174,8 @@ def test_a_reading_that_no_graph_can_hold_is_eager_and_says_so(
     sampling = Sampling(max_new_tokens=4)
     expected = play(rereading(ENGINE, 2), script, sampling)
     engine = engine_of(tiny_model())
-    engine.in_slots = True
-    monkeypatch.setattr(continuous_batching.Reader, "read", refuse)
+    engine.uses_continuous_batching = True
+    monkeypatch.setattr(continuous_batching.PrefillStep, "read", refuse)
     with pytest.warns(
         UserWarning, match="not replayed as a graph: operation not permitted"
     ) as told:

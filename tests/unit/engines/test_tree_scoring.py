@@ -108,9 +108,9 @@ def test_scores_are_those_of_a_pass_for_each_branch(
     model.set_attn_implementation(attention)
     engine = make_engine(model, max_batch_tokens=budget)
     if attention == "sdpa":
-        assert engine.padded_branches is None
-        engine.padded_branches = padded
-    assert padded is None or padded in str(engine.padded_branches)
+        assert engine.tree_padding_reason is None
+        engine.tree_padding_reason = padded
+    assert padded is None or padded in str(engine.tree_padding_reason)
     found = engine.score_branches(VARIOUS, hidden=True, top_k=5)
     assert all(scores.note is None for scores in found)
     check(engine, VARIOUS, found)
@@ -155,7 +155,7 @@ def test_any_layout(
     monkeypatch.setattr(module, "mask_entries", lambda device: entries)
     monkeypatch.setattr(kept, "default_max_keys", lambda device: entries)
     engine = make_engine(tiny_model(layers=2), max_batch_tokens=budget)
-    engine.padded_branches = padded
+    engine.tree_padding_reason = padded
     requests = [
         BranchRequest(
             token_ids=trunk(length),
@@ -184,7 +184,7 @@ def test_a_branch_sees_neither_its_siblings_nor_what_came_later(
     make_engine: Make, splices: list[int], changed: int, at: int, padded: str | None
 ) -> None:
     engine = make_engine(tiny_model(layers=2))
-    engine.padded_branches = padded
+    engine.tree_padding_reason = padded
     changed %= len(splices)
     its = [branch(splice, trunk(4 + n, step=n + 2)) for n, splice in enumerate(splices)]
     others = list(its)
@@ -206,7 +206,7 @@ def test_a_branch_sees_neither_its_siblings_nor_what_came_later(
 
 def passes_of(engine: Any) -> list[tuple[int, Any]]:
     """Tokens and mask of every pass from now on."""
-    assert engine.branching_problem is None and engine.padded_branches is None  # tried before
+    assert engine.branching_problem is None and engine.tree_padding_reason is None  # tried before
     seen: list[tuple[int, Any]] = []
 
     def note(_: Any, args: Any, kwargs: Any) -> None:
@@ -246,7 +246,7 @@ def test_samples_of_a_prompt_share_it_under_hints_too(make_engine: Make) -> None
 def test_padded_trunks_cost_hardly_more(make_engine: Make) -> None:
     engine = make_engine()
     seen = passes_of(engine)
-    engine.padded_branches = "asked for"
+    engine.tree_padding_reason = "asked for"
     engine.score_branches([EARLY])
     (trunk_tokens, no_mask), (branch_tokens, mask) = seen
     assert trunk_tokens == 100 and no_mask is None
@@ -260,7 +260,7 @@ def test_a_mask_too_large_for_memory_is_taken_in_parts(
 ) -> None:
     engine = make_engine()
     assert engine.branching_problem is None
-    engine.padded_branches = "asked for"
+    engine.tree_padding_reason = "asked for"
     monkeypatch.setattr(module, "mask_entries", lambda device: 1000)
     masks: list[torch.Size] = []
     original = module.branch_mask
@@ -294,7 +294,7 @@ def test_with_lora(make_engine: Make, adapter: str, padded: str | None) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     engine = make_engine(model)
-    engine.padded_branches = padded
+    engine.tree_padding_reason = padded
     adapted = engine.score_branches(VARIOUS, hidden=True)
     if adapter == "on":
         check(engine, VARIOUS, adapted)
@@ -312,7 +312,7 @@ def test_in_sixteen_bits(autocast: torch.dtype | None, padded: str | None) -> No
 
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
     engine = LocalEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)
-    engine.padded_branches = padded
+    engine.tree_padding_reason = padded
     one = engine.score_branches(VARIOUS, hidden=True)
     assert one[0].note is None
     other = score_branches_separately(engine, VARIOUS, hidden=True)
@@ -346,7 +346,7 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
     make_engine: Make, padded: str | None
 ) -> None:
     engine = make_engine()
-    engine.padded_branches = padded
+    engine.tree_padding_reason = padded
     (found,) = engine.score_branches(VARIOUS[:1], hidden=True)
     (kept,) = {part.hidden_TD.untyped_storage().nbytes() for part in found.branches}
     rows = sum(sum(branch.scored) for branch in VARIOUS[0].branches)
@@ -358,6 +358,6 @@ def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
 ) -> None:
     monkeypatch.setattr(local, "probe_tree_scoring", lambda model: "it does not")
     engine = make_engine()
-    assert engine.passes.padding_reason is None and engine.padded_branches == "it does not"
+    assert engine.passes.padding_reason is None and engine.tree_padding_reason == "it does not"
     monkeypatch.setattr(local, "score_packed_branches", None)
     check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))

@@ -121,16 +121,16 @@ def with_room_for(num_rows: int, agent: EpisodeRollout) -> tuple[EpisodeRollout,
     sizes: list[int] = []
     whole = agent.engine.session
 
-    def session(num: int, *, num_places: int) -> Any:
+    def session(num: int, *, row_capacity: int) -> Any:
         assert num <= num_rows
-        made: Any = whole(num, num_places=num_places)
+        made: Any = whole(num, row_capacity=row_capacity)
         write = made.sample
         made.sample = lambda rows, *more: sizes.append(len(rows)) or write(rows, *more)
         return made
 
     agent.engine.session = session  # type: ignore[method-assign]
     start = StartEpisode(id="e", task=TASK, seed=0, begin=agent.begin)
-    agent.engine.max_batch_tokens = num_rows * agent._num_places([start], agent.sampling)
+    agent.engine.max_batch_tokens = num_rows * agent._row_capacity([start], agent.sampling)
     return agent, sizes
 
 

@@ -60,10 +60,10 @@ def score_positions(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
         if layer_ops.runs_kernels(part_ND) and not top_k and head.softcap is None:
-            from courtside.engines.kernels.decode import logps_of  # needs Triton
+            from courtside.engines.kernels.decode import token_logps  # needs Triton
 
             scale_N = head.scale / temperature_N
-            logps.append(logps_of(head.products(part_ND), ids_N, scale_N))
+            logps.append(token_logps(head.products(part_ND), ids_N, scale_N))
             continue
         logits_NV = head(part_ND) / temperature_N[:, None]
         total_N1 = logits_NV.logsumexp(-1, keepdim=True)

@@ -21,18 +21,18 @@ from torch import Tensor
 from courtside.engines.attention_masks import format_mask
 from courtside.engines.base import LMHead, SampleRequest, Sampling
 from courtside.engines.forward.batching import default_pass_tokens, pad_right
-from courtside.engines.generation.cuda_graphs import Decoder, Reader
+from courtside.engines.generation.cuda_graphs import DecodeStep, PrefillStep
 from courtside.engines.generation.decode_weights import DecodeWeights
-from courtside.engines.generation.kv_cache import KEPT, KVCachePool, round_up
+from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, KVCachePool, round_up
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.session import split_prefill
 from courtside.types import Sample
 
-READ_STEP = 32
-MOST_READ = 8192
-MOST_LOOKED_AT = 2**17
+PREFILL_STEP = 32
+MAX_GRAPH_TOKENS = 8192
+MAX_GRAPH_POSITIONS = 2**17
 """Tokens of a replayed reading, and places that they look at: more keep a GPU busy without."""
-REFILL = 8
+REFILL_FRACTION = 8
 """Waiting requests begin once 1/8 of the rows is free: reading for a few costs as for many."""
 
 
@@ -47,14 +47,14 @@ class ContinuousBatchingSession:
         pool: KVCachePool,
         lent: DecodeWeights,
         num_rows: int,
-        num_places: int,
+        row_capacity: int,
         record: Callable[[int, Sampling], SampleBuffer],
-        casting: Callable[[], AbstractContextManager[Any]],
+        autocast_context: Callable[[], AbstractContextManager[Any]],
     ):
         self.model, self.head, self.pool, self.lent = model, head, pool, lent
-        self.record, self.casting = record, casting
+        self.record, self.autocast_context = record, autocast_context
         self.num_rows = num_rows
-        self.slots = pool.lend(self, num_rows, num_places)
+        self.slots = pool.lend(self, num_rows, row_capacity)
         self.length = [0] * self.slots.num_rows
         self._begun: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         """What each row read first and the hidden state behind it, for others that begin alike."""
@@ -99,7 +99,7 @@ class ContinuousBatchingSession:
         # Rows that sit this out write where nothing is yet.
         self.slots.length_B.copy_(torch.tensor(self.length))
         with ExitStack() as passes:
-            passes.enter_context(self.casting())
+            passes.enter_context(self.autocast_context())
             self.lent.refresh()
             passes.enter_context(self.lent.used())
             decoder = self._decoder(sampling, record.eos)
@@ -115,7 +115,7 @@ class ContinuousBatchingSession:
                 if ended:
                     self._end(decoder, {row: at_work.pop(row) for row in ended}, record)
                     free += ended
-                few = len(free) * REFILL < self.num_rows and at_work
+                few = len(free) * REFILL_FRACTION < self.num_rows and at_work
                 if waiting and not few:
                     count = min(len(free), len(waiting))
                     new = {free.pop(): waiting.popleft() for _ in range(count)}
@@ -126,7 +126,7 @@ class ContinuousBatchingSession:
         return record.samples()
 
     def _begin(
-        self, decoder: Decoder, asked: Mapping[int, int], requests: Sequence[SampleRequest]
+        self, decoder: DecodeStep, asked: Mapping[int, int], requests: Sequence[SampleRequest]
     ) -> None:
         hidden_BD = self._read({row: requests[n].prompt_ids for row, n in asked.items()})
         where_B = torch.tensor(list(asked), device=hidden_BD.device)
@@ -134,7 +134,7 @@ class ContinuousBatchingSession:
         self.slots.length_B[where_B] = length_B
         decoder.begin(list(asked), hidden_BD, [requests[n].seed for n in asked.values()])
 
-    def _end(self, decoder: Decoder, ended: Mapping[int, int], record: SampleBuffer) -> None:
+    def _end(self, decoder: DecodeStep, ended: Mapping[int, int], record: SampleBuffer) -> None:
         written = decoder.written(list(ended))
         for (row, number), (ids, logps) in zip(ended.items(), written, strict=True):
             record.extend(number, ids, logps)
@@ -142,7 +142,11 @@ class ContinuousBatchingSession:
             self.length[row] += len(record.ids[number]) - 1
 
     def _stopped(
-        self, decoder: Decoder, at_work: Mapping[int, int], record: SampleBuffer, going: list[bool]
+        self,
+        decoder: DecodeStep,
+        at_work: Mapping[int, int],
+        record: SampleBuffer,
+        going: list[bool],
     ) -> list[bool]:
         """Rows whose text has come to a stop string stop, too."""
         written = zip(at_work, decoder.written(list(at_work)), strict=True)
@@ -151,15 +155,15 @@ class ContinuousBatchingSession:
             decoder.stop(stopped)
         return [is_going and row not in stopped for row, is_going in enumerate(going)]
 
-    def _decoder(self, sampling: Sampling, eos: frozenset[int]) -> Decoder:
+    def _decoder(self, sampling: Sampling, eos: frozenset[int]) -> DecodeStep:
         decoders = self.slots.decoders
         key = (replace(sampling, stop=()), eos, weights_key(self.model), self.lent.key)
         if key not in decoders:
-            while len(decoders) >= KEPT:
+            while len(decoders) >= MAX_CACHED_GRAPHS:
                 decoders.popitem(last=False)
-            decoders[key] = Decoder(
+            decoders[key] = DecodeStep(
                 self.model, self.head, self.slots.cache, self.slots.length_B,
-                (self.slots.leader_B, self.slots.alike_B), sampling, sorted(eos),
+                (self.slots.prefix_row_B, self.slots.prefix_length_B), sampling, sorted(eos),
                 self.pool.graph_pool,
             )  # fmt: skip
         decoders.move_to_end(key)
@@ -204,23 +208,24 @@ class ContinuousBatchingSession:
         first: dict[tuple[int, ...], int] = {}
         for row, (ids, _) in self._begun.items():
             leader[row], alike[row] = first.setdefault(ids, row), len(ids)
-        self.slots.leader_B.copy_(torch.tensor(leader))
-        self.slots.alike_B.copy_(torch.tensor(alike))
+        self.slots.prefix_row_B.copy_(torch.tensor(leader))
+        self.slots.prefix_length_B.copy_(torch.tensor(alike))
 
     def _replayed_pass(self, reads: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """By a graph over all rows, where so little is read that launches would take longer; empty:
         where it is not."""
         slots = self.slots
-        num_tokens = round_up(max(map(len, reads.values())), READ_STEP)
+        num_tokens = round_up(max(map(len, reads.values())), PREFILL_STEP)
         longest = max(self.length[row] + num_tokens for row in reads)
-        width = slots.num_places
+        width = slots.row_capacity
         while width % 2 == 0 and width // 2 >= longest:
             width //= 2
         computed, looked_at = slots.num_rows * num_tokens, slots.num_rows * width
-        if self.pool.reads_eagerly or computed > MOST_READ or looked_at > MOST_LOOKED_AT:
+        too_large = computed > MAX_GRAPH_TOKENS or looked_at > MAX_GRAPH_POSITIONS
+        if self.pool.reads_eagerly or too_large:
             return {}
         # What a row writes last is not read before it goes on, and then room has grown.
-        assert max(self.length) < slots.num_places, "the last place of every row is free"
+        assert max(self.length) < slots.row_capacity, "the last place of every row is free"
         try:
             hidden_RD = self._reader(num_tokens, width).read(reads, self.length)
         except torch.OutOfMemoryError:
@@ -231,15 +236,15 @@ class ContinuousBatchingSession:
             return {}
         return {row: hidden_RD[row] for row in reads}
 
-    def _reader(self, num_tokens: int, width: int) -> Reader:
+    def _reader(self, num_tokens: int, width: int) -> PrefillStep:
         slots, readers = self.slots, self.slots.readers
         key = (num_tokens, width, weights_key(self.model), self.lent.key)
         if key not in readers:
-            while len(readers) >= KEPT:
+            while len(readers) >= MAX_CACHED_GRAPHS:
                 readers.popitem(last=False)
-            readers[key] = Reader(
+            readers[key] = PrefillStep(
                 self.model, slots.cache, partial(slots.read, None), num_tokens=num_tokens,
-                width=width, shape=(slots.num_rows, slots.num_places), pool=self.pool.graph_pool,
+                width=width, shape=(slots.num_rows, slots.row_capacity), pool=self.pool.graph_pool,
             )  # fmt: skip
         readers.move_to_end(key)
         return readers[key]
@@ -251,9 +256,9 @@ class ContinuousBatchingSession:
         has_B = torch.tensor([self.length[row] for row in rows], device=device)
         position_BN = has_B[:, None] + torch.arange(ids_BN.shape[1], device=device)
         # Padding may reach beyond the room; nobody looks at it, so all of it shares the last place.
-        position_BN = position_BN.clamp(max=slots.num_places - 1)
+        position_BN = position_BN.clamp(max=slots.row_capacity - 1)
         most = max(self.length[row] for row in rows) + ids_BN.shape[1]
-        width = min(slots.num_places, most)
+        width = min(slots.row_capacity, most)
         place_W = torch.arange(width, device=device)
         with slots.read(torch.tensor(list(rows), device=device), position_BN, width):
             out = self.model.base_model(
@@ -269,15 +274,15 @@ class ContinuousBatchingSession:
         hidden_BD = out.last_hidden_state[torch.arange(len(rows), device=device), last_B]
         return dict(zip(rows, hidden_BD, strict=True))
 
-    def _copy(self, follows: Mapping[int, int], num_places: int) -> None:
+    def _copy(self, follows: Mapping[int, int], row_capacity: int) -> None:
         device = self.slots.row_B.device
         to_B = torch.tensor(list(follows), device=device)
         source_B = torch.tensor(list(follows.values()), device=device)
         for layer in self.slots.cache.layers:
-            layer.copy(source_B, to_B, num_places)
+            layer.copy(source_B, to_B, row_capacity)
 
-    def _grow(self, num_places: int) -> None:
-        if num_places <= self.slots.num_places:
+    def _grow(self, row_capacity: int) -> None:
+        if row_capacity <= self.slots.row_capacity:
             return
         # Copies: the larger room may lie in the same memory.
         kept = [
@@ -286,7 +291,7 @@ class ContinuousBatchingSession:
         ]
         # By at least half: many small growths would copy everything again and again.
         self.slots = self.pool.lend(
-            self, self.num_rows, max(num_places, self.slots.num_places * 3 // 2)
+            self, self.num_rows, max(row_capacity, self.slots.row_capacity * 3 // 2)
         )
         if kept:
             for layer, (keys, values) in zip(self.slots.cache.layers, kept, strict=True):

@@ -23,11 +23,11 @@ from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.patches import layer_ops
 from courtside.engines.transfer import tensor_on
 
-LOOK_EVERY = 4
+STEPS_PER_SYNC = 4
 """Tokens between looks at which rows have ended: a look waits for the GPU."""
 
 
-class Decoder:
+class DecodeStep:
     """Rows that write, over keys and values that stay where they are."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Decoder:
         N = self.sampling.max_new_tokens
         where_B = torch.tensor(rows, device=self.device)
         uniform_BN = torch.stack([uniforms_for(seed, N) for seed in seeds]).to(self.device)
-        ids_B, logp_B = drawn(self.head, hidden_BD, uniform_BN[:, 0], self.sampling)
+        ids_B, logp_B = sample_from_hidden(self.head, hidden_BD, uniform_BN[:, 0], self.sampling)
         self.uniform_BN[where_B, :N] = uniform_BN
         self.drawn_BN[where_B, 0] = ids_B
         self.logp_BN[where_B, 0] = logp_B.float()
@@ -88,8 +88,8 @@ class Decoder:
     def go(self) -> list[bool]:
         """A few tokens for every row that is active; says which still are."""
         if self._replay is None:
-            self._replay = replayed(self._step, self._state(), self._pool)
-        for _ in range(LOOK_EVERY):
+            self._replay = capture_step(self._step, self._state(), self._pool)
+        for _ in range(STEPS_PER_SYNC):
             self._replay()
         going: list[bool] = self.active_B.tolist()
         return going
@@ -116,7 +116,8 @@ class Decoder:
                 use_cache=True,
             )
         uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
-        ids_B, logp_B = drawn(self.head, out.last_hidden_state[:, -1], uniform_B, self.sampling)
+        hidden_BD = out.last_hidden_state[:, -1]
+        ids_B, logp_B = sample_from_hidden(self.head, hidden_BD, uniform_B, self.sampling)
         last = self.sampling.max_new_tokens
         where_B1 = torch.where(self.active_B, self.count_B, last)[:, None]
         self.drawn_BN.scatter_(1, where_B1, ids_B[:, None])
@@ -133,7 +134,7 @@ class Decoder:
         ]  # fmt: skip
 
 
-class Reader:
+class PrefillStep:
     """Rows read up to N tokens each behind what they have. All rows of the room take part, so that
     the shape stays: those that have nothing to read leave no trace but in their last place, which
     must be free."""
@@ -152,7 +153,7 @@ class Reader:
         """`reading`: while the pass has these positions, and looks back so far. `shape` of the
         room: rows and places."""
         self.model, self.cache, self.reading = model, cache, reading
-        self.num_rows, self.num_places = shape
+        self.num_rows, self.row_capacity = shape
         self.num_tokens, self.width = num_tokens, width
         device = model.device
         self.given_RT = torch.zeros(self.num_rows, 2 + num_tokens, dtype=torch.long, device=device)
@@ -165,20 +166,20 @@ class Reader:
 
     def read(self, reads: Mapping[int, Sequence[int]], has: Sequence[int]) -> Tensor:
         """Hidden states [rows, D] behind the last new id of each row that reads."""
-        table = [[self.num_places - 1, 0, *(0,) * self.num_tokens]] * self.num_rows
+        table = [[self.row_capacity - 1, 0, *(0,) * self.num_tokens]] * self.num_rows
         for row, ids in reads.items():
             padding = (0,) * (self.num_tokens - len(ids))
             table[row] = [has[row], len(ids) - 1, *ids, *padding]
         self.given_RT.copy_(tensor_on(table, dtype=torch.long, device=self.given_RT.device))
         if self._replay is None:
-            self._replay = replayed(self._step, (), self._pool)
+            self._replay = capture_step(self._step, (), self._pool)
         self._replay()
         assert self.hidden_RD is not None
         return self.hidden_RD.clone()
 
     def _step(self) -> None:
         has_R1, last_R1, ids_RN = self.given_RT.split([1, 1, self.num_tokens], dim=1)
-        position_RN = (has_R1 + self.ahead_N).clamp(max=self.num_places - 1)
+        position_RN = (has_R1 + self.ahead_N).clamp(max=self.row_capacity - 1)
         mask = (self.place_W <= position_RN[:, :, None])[:, None]
         with self.reading(position_RN, self.width):
             out = self.model.base_model(
@@ -196,7 +197,9 @@ class Reader:
         self.hidden_RD.copy_(hidden_RD)
 
 
-def replayed(step: Callable[[], None], state: Sequence[Tensor], pool: Any) -> Callable[[], None]:
+def capture_step(
+    step: Callable[[], None], state: Sequence[Tensor], pool: Any
+) -> Callable[[], None]:
     """`step` as a CUDA graph; on a CPU as it is. What trial steps change of `state` is put back;
     keys and values they write are written again, equal."""
     if pool is None:
@@ -216,14 +219,17 @@ def replayed(step: Callable[[], None], state: Sequence[Tensor], pool: Any) -> Ca
     return graph.replay
 
 
-def drawn(
+def sample_from_hidden(
     head: LMHead, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """`draw`, by a kernel where there is one for it, which reads the logits as they are."""
     if layer_ops.runs_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
-        from courtside.engines.kernels.decode import pick  # needs Triton, which CPUs do without
+        from courtside.engines.kernels.decode import (
+            sample_from_logits,  # needs Triton, which CPUs do without
+        )
 
         if head.softcap is None:
-            return pick(head.products(hidden_BD), uniform_B, sampling.temperature / head.scale)
-        return pick(head(hidden_BD), uniform_B, sampling.temperature)
+            temperature = sampling.temperature / head.scale
+            return sample_from_logits(head.products(hidden_BD), uniform_B, temperature)
+        return sample_from_logits(head(hidden_BD), uniform_B, sampling.temperature)
     return sample_tokens(head(hidden_BD), uniform_B, sampling)

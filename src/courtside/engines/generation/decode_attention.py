@@ -46,14 +46,16 @@ def decode_attention(
     ((length_B, leaders),) = _rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda:
-        from courtside.engines.kernels.decode import attend  # needs Triton, which CPUs do without
+        from courtside.engines.kernels.decode import (
+            decode_attention,  # needs Triton, which CPUs do without
+        )
 
-        return attend(query[:, :, 0], key, value, length_B, scale, leaders)[:, None], None
+        return decode_attention(query[:, :, 0], key, value, length_B, scale, leaders)[:, None], None
     place_L = torch.arange(key.shape[2], device=key.device)
     seen_BL = place_L < length_B[:, None]
-    leader_B, alike_B = leaders
-    led_BL = (place_L < alike_B[:, None])[:, None, :, None]
-    key, value = (torch.where(led_BL, room[leader_B], room) for room in (key, value))
+    prefix_row_B, prefix_length_B = leaders
+    led_BL = (place_L < prefix_length_B[:, None])[:, None, :, None]
+    key, value = (torch.where(led_BL, room[prefix_row_B], room) for room in (key, value))
     query = query.to(key.dtype)  # autocast would do it for torch's own attention
     found = F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen_BL[:, None, None], scale=scale, enable_gqa=True
@@ -67,14 +69,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def use_decode_attention(
-    model: Any, length_B: Tensor, leader_B: Tensor, alike_B: Tensor
+    model: Any, length_B: Tensor, prefix_row_B: Tensor, prefix_length_B: Tensor
 ) -> Iterator[None]:
     """Steps of the model in here read `length_B` places of each row, the first `alike_B` of them in
     the row `leader_B`, where the same lies."""
     config = model.config
     own = config._attn_implementation
     config._attn_implementation = NAME
-    _rows.append((length_B, (leader_B, alike_B)))
+    _rows.append((length_B, (prefix_row_B, prefix_length_B)))
     try:
         yield
     finally:

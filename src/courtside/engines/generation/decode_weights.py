@@ -22,7 +22,7 @@ from courtside.engines.base import LMHead
 from courtside.engines.patches.dataflow import Trace
 from courtside.engines.patches.fused_layers import FusedLayers, Patch, apply_patches
 
-READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that may read the same input, in the order in which they are called."""
 
 
@@ -76,7 +76,7 @@ class DecodeWeights:
         """Where the copies lie: a graph holds that for good."""
         return hash(tuple(weight.data_ptr() for weight, _ in self._copies))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The copies' memory, until the next `refresh`; not while passes multiply by them."""
         if self._num_users == 0:
             self._copies, self._views = [], []
@@ -146,7 +146,7 @@ def _grouped(model: Any, linear: list[nn.Linear], trace: Trace) -> list[tuple[nn
     groups: list[tuple[nn.Linear, ...]] = []
     taken: set[nn.Linear] = set()
     for parent in model.modules():
-        for names in READ_TOGETHER:
+        for names in FUSED_PROJECTIONS:
             group: Any = tuple(getattr(parent, name, None) for name in names)
             if all(m in trace.reads and m not in taken for m in group) and _joins(group, trace):
                 groups.append(group)

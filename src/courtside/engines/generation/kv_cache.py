@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.generation.cuda_graphs import Decoder, Reader
+from courtside.engines.generation.cuda_graphs import DecodeStep, PrefillStep
 from courtside.engines.patches.layer_ops import append
 
 ROW_STEP = 8
-PLACE_STEP = 128
+POSITION_STEP = 128
 """Shapes are rounded up to these, so that batches of about one size share a graph."""
-KEPT = 8
+MAX_CACHED_GRAPHS = 8
 """Graphs kept; they share their working memory."""
 MAX_IDLE_CACHE_BYTES = 2**30
 """Room up to this stays when no session holds it. More is worth more to an update than the tenth of
@@ -62,9 +62,9 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
             self.values = self.slots.room(2 * self.index + 1, values, self.dtype)
             self.is_initialized = True
 
-    def copy(self, source_B: Tensor, to_B: Tensor, num_places: int) -> None:
+    def copy(self, source_B: Tensor, to_B: Tensor, row_capacity: int) -> None:
         for room in (self.keys, self.values):
-            room[to_B, :, :num_places] = room[source_B, :, :num_places]
+            room[to_B, :, :row_capacity] = room[source_B, :, :row_capacity]
 
     def take(self, keys: Tensor, values: Tensor) -> None:
         """What rows have elsewhere."""
@@ -76,22 +76,22 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
 class KVCache:
     """Room for the keys and values of `num_rows` rows, and the graphs that write into it."""
 
-    def __init__(self, pool: KVCachePool, num_rows: int, num_places: int):
+    def __init__(self, pool: KVCachePool, num_rows: int, row_capacity: int):
         self.pool, self.dtype = pool, pool.dtype
-        self.num_rows, self.num_places = num_rows, num_places
+        self.num_rows, self.row_capacity = num_rows, row_capacity
         device = pool.model.device
         self.length_B = torch.zeros(num_rows, dtype=torch.long, device=device)
         """Ids in each row's keys and values."""
-        self.leader_B = torch.arange(num_rows, device=device)
-        self.alike_B = torch.zeros_like(self.leader_B)
+        self.prefix_row_B = torch.arange(num_rows, device=device)
+        self.prefix_length_B = torch.zeros_like(self.prefix_row_B)
         """For each row one that has the same in its first places, and how many those are."""
         self.row_B = torch.arange(num_rows, device=device)
         self.reading: tuple[Tensor | None, Tensor, int] | None = None
         """While rows read: which (None: all), at what positions, and how far they look back."""
         num_layers = pool.model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[_SlotLayer(self, i) for i in range(num_layers)])
-        self.decoders: OrderedDict[Any, Decoder] = OrderedDict()
-        self.readers: OrderedDict[Any, Reader] = OrderedDict()
+        self.decoders: OrderedDict[Any, DecodeStep] = OrderedDict()
+        self.readers: OrderedDict[Any, PrefillStep] = OrderedDict()
 
     @contextmanager
     def read(self, row_B: Tensor | None, position_BN: Tensor, width: int) -> Iterator[None]:
@@ -109,7 +109,7 @@ class KVCache:
         self.cache.layers.clear()
 
     def room(self, index: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = (self.num_rows, like.shape[1], self.num_places, like.shape[3])
+        shape = (self.num_rows, like.shape[1], self.row_capacity, like.shape[3])
         return self.pool.store(self, index, prod(shape), dtype).view(shape)
 
 
@@ -117,29 +117,32 @@ class KVCachePool:
     """The engine's memory for keys and values, lent to one session at a time."""
 
     def __init__(
-        self, model: Any, dtype: torch.dtype | None, let_go: Callable[[], None] = lambda: None
+        self,
+        model: Any,
+        dtype: torch.dtype | None,
+        release_weights: Callable[[], None] = lambda: None,
     ):
         """`let_go`: called where room is given back, of what else only sampling needs."""
-        self.model, self.dtype, self.let_go = model, dtype, let_go
+        self.model, self.dtype, self.release_weights = model, dtype, release_weights
         self._stores: dict[int, Tensor] = {}
         self._slots: OrderedDict[tuple[int, int], KVCache] = OrderedDict()
         self._holder: Callable[[], object | None] = lambda: None
         self.graph_pool = self._new_graph_pool()
         self.reads_eagerly = False
 
-    def lend(self, session: object, num_rows: int, num_places: int) -> KVCache:
+    def lend(self, session: object, num_rows: int, row_capacity: int) -> KVCache:
         """Slots of at least that size. A session that still holds the pool keeps its room: another
         one gets memory of its own."""
         if self._holder() not in (None, session):
-            return KVCachePool(self.model, self.dtype).lend(session, num_rows, num_places)
+            return KVCachePool(self.model, self.dtype).lend(session, num_rows, row_capacity)
         if self._holder() is None:
             weakref.finalize(session, self._rest).atexit = False
         self._holder = weakref.ref(session)
-        shape = (round_up(num_rows, ROW_STEP), round_up(num_places, PLACE_STEP))
+        shape = (round_up(num_rows, ROW_STEP), round_up(row_capacity, POSITION_STEP))
         if shape not in self._slots:
             self._slots[shape] = KVCache(self, *shape)
         self._slots.move_to_end(shape)
-        while len(self._slots) > KEPT:
+        while len(self._slots) > MAX_CACHED_GRAPHS:
             self._slots.popitem(last=False)
         return self._slots[shape]
 
@@ -151,7 +154,7 @@ class KVCachePool:
             self._slots.clear()
             self._stores.clear()
             self.graph_pool = self._new_graph_pool()  # one that no graph uses is gone for good
-            self.let_go()
+            self.release_weights()
 
     def _new_graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None

@@ -26,7 +26,7 @@ from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.precision import match_attention_dtypes
 from courtside.types import Sample
 
-PLACE_STEP = 256
+MIN_CAPACITY = 256
 """Room for keys and values grows by at least so many places: each growth copies what is there."""
 
 
@@ -36,7 +36,7 @@ class _Writing:
     which holds them, would keep their room until the garbage collector comes by."""
 
     num_rows: int
-    num_places: int = 0
+    row_capacity: int = 0
     first: int = 0
     """Where the rows of the pass begin."""
     width: int = 0
@@ -58,8 +58,8 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
         key_states, value_states = match_attention_dtypes(key_states, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys = self._room(key_states, self.writing.num_places)
-            self.values = self._room(value_states, self.writing.num_places)
+            self.keys = self._room(key_states, self.writing.row_capacity)
+            self.values = self._room(value_states, self.writing.row_capacity)
             self.is_initialized = True
         first = self.writing.first
         rows = slice(first, first + key_states.shape[0])
@@ -69,11 +69,11 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
         width = self.writing.width
         return self.keys[rows, :, :width], self.values[rows, :, :width]
 
-    def grow(self, num_places: int) -> None:
+    def grow(self, row_capacity: int) -> None:
         if self.is_initialized:
             for name in ("keys", "values"):
                 old = getattr(self, name)
-                room = self._room(old, num_places)
+                room = self._room(old, row_capacity)
                 room[:, :, : old.shape[2]] = old
                 setattr(self, name, room)
 
@@ -85,13 +85,13 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
             room[one] = room[other]
             room[other] = kept
 
-    def copy(self, source: int, to: int, num_places: int) -> None:
+    def copy(self, source: int, to: int, row_capacity: int) -> None:
         for room in (self.keys, self.values):
-            room[to, :, :num_places] = room[source, :, :num_places]
+            room[to, :, :row_capacity] = room[source, :, :row_capacity]
 
-    def _room(self, like: Tensor, num_places: int) -> Tensor:
+    def _room(self, like: Tensor, row_capacity: int) -> Tensor:
         # Zeros, not empty: a masked place is multiplied by 0, and 0 · NaN is NaN.
-        return like.new_zeros(self.writing.num_rows, like.shape[1], num_places, like.shape[3])
+        return like.new_zeros(self.writing.num_rows, like.shape[1], row_capacity, like.shape[3])
 
 
 class CachedSession:
@@ -104,9 +104,10 @@ class CachedSession:
         *,
         num_rows: int,
         record: Callable[[int, Sampling], SampleBuffer],
-        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        self.model, self.head, self.record, self.casting = model, head, record, casting
+        self.model, self.head, self.record = model, head, record
+        self.autocast_context = autocast_context
         self.writing = _Writing(num_rows=num_rows)
         self.device = model.device
         self.length = [0] * num_rows
@@ -131,7 +132,7 @@ class CachedSession:
         longest = max(self.length[row] + len(ids) for row, ids in reads.items())
         self._grow(longest + sampling.max_new_tokens)
         steps = sampling.max_new_tokens
-        with self.casting(), prepack_if_faster(self.model, self.head, num_steps=steps):
+        with self.autocast_context(), prepack_if_faster(self.model, self.head, num_steps=steps):
             return self._write(rows, self._read(reads), requests, sampling)
 
     def restart(self, row: int) -> None:
@@ -205,12 +206,12 @@ class CachedSession:
 
         `lengths`: how many of each row's ids are real; all, if not said.
         """
-        num_new, num_places = ids_BN.shape[1], self.writing.num_places
+        num_new, row_capacity = ids_BN.shape[1], self.writing.row_capacity
         has_B = torch.tensor([self.length[row] for row in rows], device=self.device)
         position_BN = has_B[:, None] + torch.arange(num_new, device=self.device)
         # Padding may reach beyond the room; nobody looks at it, so all of it shares the last place.
-        position_BN = position_BN.clamp(max=num_places - 1)
-        width = min(num_places, max(self.length[row] for row in rows) + num_new)
+        position_BN = position_BN.clamp(max=row_capacity - 1)
+        width = min(row_capacity, max(self.length[row] for row in rows) + num_new)
         self.writing.first, self.writing.width = first, width
         self.writing.position_BN = position_BN
         place_W = torch.arange(width, device=self.device)
@@ -236,13 +237,13 @@ class CachedSession:
             self.order[: len(front)] = front
         return front
 
-    def _grow(self, num_places: int) -> None:
-        has = self.writing.num_places
-        if num_places > has:
+    def _grow(self, row_capacity: int) -> None:
+        has = self.writing.row_capacity
+        if row_capacity > has:
             # By at least half: many small growths would copy everything again and again.
-            self.writing.num_places = max(num_places, has * 3 // 2, PLACE_STEP)
+            self.writing.row_capacity = max(row_capacity, has * 3 // 2, MIN_CAPACITY)
             for layer in self.cache.layers:
-                layer.grow(self.writing.num_places)
+                layer.grow(self.writing.row_capacity)
 
     def _to_front(self, rows: Sequence[int]) -> list[int]:
         """Move `rows` to the first places; returns them in the order in which they lie."""

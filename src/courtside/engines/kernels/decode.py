@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_PLACES = 64
-MOST_SPLITS = 16
-PROGRAMS = 512
+BLOCK_POSITIONS = 64
+MAX_SPLITS = 16
+TARGET_PROGRAMS = 512
 """So many at once keep a large GPU busy; rows are split until there are as many."""
-BLOCK_WORDS = 4096
+BLOCK_VOCAB = 4096
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _join(parts, tops, totals, out, SPLITS: tl.constexpr, SIZE: tl.constexpr, PA
     tl.store(out + head * SIZE + at_d, found.to(out.dtype.element_ty), mask=at_d < SIZE)
 
 
-def attend(
+def decode_attention(
     query_BHD: Tensor,
     keys_BKLD: Tensor,
     values_BKLD: Tensor,
@@ -115,7 +115,7 @@ def attend(
     query_BHD = query_BHD.contiguous()
     out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
     splits = 1
-    while splits < MOST_SPLITS and B * K * splits < PROGRAMS:
+    while splits < MAX_SPLITS and B * K * splits < TARGET_PROGRAMS:
         splits *= 2
     count = B * H * splits if splits > 1 else 1
     tops, totals = query_BHD.new_empty(2, count, dtype=torch.float32)
@@ -126,7 +126,7 @@ def attend(
         out_BHD, scale, keys_BKLD.stride(0), keys_BKLD.stride(1), LED=leaders is not None,
         SHARING=H // K, SPLITS=splits, SIZE=D,
         PADDED=triton.next_power_of_2(max(D, 16)),
-        QUERIES=triton.next_power_of_2(max(H // K, 16)), PLACES=BLOCK_PLACES,
+        QUERIES=triton.next_power_of_2(max(H // K, 16)), PLACES=BLOCK_POSITIONS,
         EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
     if splits > 1:
@@ -184,36 +184,38 @@ def _pick(logits, tops, totals, uniforms, ids, logps, scale, vocab_size, row_wor
     tl.store(logps + row, chosen - top - tl.log(total.to(tl.float32)))
 
 
-def pick(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample_from_logits(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """`sampling.draw` without truncation: ids and log-probs."""
     B, V = logits_BV.shape
     assert logits_BV.stride(1) == 1 and temperature > 0
     uniform_B = uniform_B.contiguous()  # a column of a table is none
-    blocks = triton.cdiv(V, BLOCK_WORDS)
+    blocks = triton.cdiv(V, BLOCK_VOCAB)
     tops, totals = logits_BV.new_empty(2, B, blocks, dtype=torch.float32)
     ids_B = torch.empty(B, dtype=torch.long, device=logits_BV.device)
     logp_B = torch.empty(B, dtype=torch.float32, device=logits_BV.device)
     scale = 1.0 / temperature
     _block_sums[(B, blocks)](
-        logits_BV, tops, totals, scale, V, logits_BV.stride(0), blocks, WORDS=BLOCK_WORDS,
+        logits_BV, tops, totals, scale, V, logits_BV.stride(0), blocks, WORDS=BLOCK_VOCAB,
         OWN_SCALES=False,
     )  # fmt: skip
     _pick[(B,)](
         logits_BV, tops, totals, uniform_B, ids_B, logp_B, scale, V, logits_BV.stride(0), blocks,
-        WORDS=BLOCK_WORDS, BLOCKS=triton.next_power_of_2(max(blocks, 2)),
+        WORDS=BLOCK_VOCAB, BLOCKS=triton.next_power_of_2(max(blocks, 2)),
     )  # fmt: skip
     return ids_B, logp_B
 
 
-def logps_of(logits_NV: Tensor, ids_N: Tensor, scale_N: Tensor) -> Tensor:
+def token_logps(logits_NV: Tensor, ids_N: Tensor, scale_N: Tensor) -> Tensor:
     """Log-probs of the ids under logits times each row's scale: logits are read once, as they are,
     where torch would copy them into float32 and sweep those several times."""
     N, V = logits_NV.shape
     assert logits_NV.stride(1) == 1 and scale_N.dtype == torch.float32
-    blocks = triton.cdiv(V, BLOCK_WORDS)
+    blocks = triton.cdiv(V, BLOCK_VOCAB)
     tops, totals = logits_NV.new_empty(2, N, blocks, dtype=torch.float32)
     _block_sums[(N, blocks)](
-        logits_NV, tops, totals, scale_N, V, logits_NV.stride(0), blocks, WORDS=BLOCK_WORDS,
+        logits_NV, tops, totals, scale_N, V, logits_NV.stride(0), blocks, WORDS=BLOCK_VOCAB,
         OWN_SCALES=True,
     )  # fmt: skip
     chosen_N = logits_NV.gather(-1, ids_N[:, None])[:, 0].float() * scale_N

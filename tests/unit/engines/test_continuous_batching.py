@@ -24,9 +24,9 @@ from transformers.models.qwen3 import modeling_qwen3
 from courtside.engines.base import LMHead, SampleRequest, Sampling
 from courtside.engines.generation import continuous_batching as slots_engine
 from courtside.engines.generation import kv_cache
-from courtside.engines.generation.cuda_graphs import LOOK_EVERY, Decoder, drawn
+from courtside.engines.generation.cuda_graphs import STEPS_PER_SYNC, DecodeStep, sample_from_hidden
 from courtside.engines.generation.decode_weights import DecodeWeights, FusedLinear
-from courtside.engines.generation.kv_cache import KEPT
+from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS
 from courtside.engines.generation.sampler import sample_tokens
 from courtside.engines.kernels import layers
 from courtside.engines.local import LocalEngine, find_lm_head
@@ -42,7 +42,7 @@ REQUESTS = [
 
 def engine(*, slots: bool, model: Any = None, **options: Any) -> LocalEngine:
     made = LocalEngine(model or tiny_model().double(), tiny_tokenizer(), name="tiny", **options)
-    made.in_slots = slots
+    made.uses_continuous_batching = slots
     return made
 
 
@@ -116,7 +116,7 @@ def test_samples_of_a_prompt_read_it_in_the_row_of_the_first() -> None:
     requests = [REQUESTS[0], REQUESTS[3], *REQUESTS[1:3], *REQUESTS[4:5]]
     session.sample([4, 0, 2, 1, 3], requests, Sampling(max_new_tokens=3))
     slots = session.slots  # type: ignore[attr-defined]
-    leaders, alike = slots.leader_B.tolist(), slots.alike_B.tolist()
+    leaders, alike = slots.prefix_row_B.tolist(), slots.prefix_length_B.tolist()
     assert leaders == [0, 4, 4, 0, 4, 5, 6, 7]
     assert alike == [6, 3, 3, 6, 3, 0, 0, 0]
 
@@ -143,22 +143,22 @@ def test_a_second_session_leaves_the_first_alone() -> None:
 def test_an_interrupted_batch_leaves_no_row_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=30)
     made = engine(slots=True)
-    go = Decoder.go
+    go = DecodeStep.go
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
-        def interrupted(self: Decoder) -> list[bool]:
+        def interrupted(self: DecodeStep) -> list[bool]:
             go(self)
             raise KeyboardInterrupt
 
-        patched.setattr(Decoder, "go", interrupted)
+        patched.setattr(DecodeStep, "go", interrupted)
         made.sample(REQUESTS, sampling)
     active: list[int] = []
 
-    def watched(self: Decoder) -> list[bool]:
+    def watched(self: DecodeStep) -> list[bool]:
         active.append(int(self.active_B.sum()))
         return go(self)
 
-    monkeypatch.setattr(Decoder, "go", watched)
+    monkeypatch.setattr(DecodeStep, "go", watched)
     same(
         made.session(len(REQUESTS)).sample([0, 1], REQUESTS[:2], sampling),
         engine(slots=False).sample(REQUESTS[:2], sampling),
@@ -181,10 +181,10 @@ def test_other_weights_get_another_graph_and_old_ones_go() -> None:
         parameter.data.mul_(0.5)
     same(after, fresh.sample(REQUESTS, sampling))
     assert [s.token_ids for s in after] != [s.token_ids for s in before]
-    for length in range(2 * KEPT):
+    for length in range(2 * MAX_CACHED_GRAPHS):
         made.sample(REQUESTS, Sampling(max_new_tokens=length + 2))
     (slots,) = made._pool._slots.values()
-    assert len(slots.decoders) == KEPT
+    assert len(slots.decoders) == MAX_CACHED_GRAPHS
 
 
 def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_much_room_is_given_back_when_nobody_samples(monkeypatch: pytest.MonkeyP
     expected = made.sample(REQUESTS, sampling)
     assert made._pool._slots and made._pool._stores, "a little stays"
     monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
-    session = made.session(2, num_places=64)
+    session = made.session(2, row_capacity=64)
     session.sample([0, 1], REQUESTS[:2], sampling)
     (slots,) = [s for s in made._pool._slots.values() if s.num_rows == 8]
     room = [weakref.ref(layer.keys) for layer in slots.cache.layers]
@@ -314,7 +314,7 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=4)
     eager = engine(slots=False, model=model).sample(REQUESTS[:2], sampling)
     monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(slots_engine, "MOST_READ", 0)  # all rows would take the interpreter long
+    monkeypatch.setattr(slots_engine, "MAX_GRAPH_TOKENS", 0)  # slow to interpret
     calls: Counter[str] = Counter()
     for name in ("rms_norm", "rotate", "append", "gated"):
         monkeypatch.setattr(layers, name, counted(calls, getattr(layers, name)))
@@ -322,7 +322,7 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made._lent = DecodeWeights(model, made.head, torch.float32)
     calls.clear()
     same(made.sample(REQUESTS[:2], sampling), eager, within=1e-4)
-    steps = 3 if on_gpu else LOOK_EVERY  # two trials and what is captured, or each by itself
+    steps = 3 if on_gpu else STEPS_PER_SYNC  # two trials and what is captured, or each by itself
     both = steps + 1  # prompts are read by the same layers, in one pass
     assert calls == {"rms_norm": 5 * both, "rotate": 2 * both, "append": 2 * steps,
                      "gated": 2 * both}  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_kernel_draws_from_the_logits_that_count(
     with torch.no_grad():
         expected_ids, expected_logps = sample_tokens(head(hidden_BD), uniform_B, sampling)
         monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
-        ids_B, logp_B = drawn(head, hidden_BD, uniform_B, sampling)
+        ids_B, logp_B = sample_from_hidden(head, hidden_BD, uniform_B, sampling)
     assert torch.equal(ids_B, expected_ids)
     torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)
 
