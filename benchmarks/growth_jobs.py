@@ -220,7 +220,7 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
     tasks = [
         Task(id=str(row), split="train", messages=(_said(f"Go {row:04}."),)) for row in range(rows)
     ]
-    heard = parts.turns.environment_turn((_said(OBSERVED),), closing=True)
+    heard = parts.turns.environment_turn((_said(OBSERVED),), add_end_of_turn=True)
     length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
     length += turns * (new + len(heard.token_ids))
     rollout = EpisodeRollout(

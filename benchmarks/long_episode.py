@@ -149,7 +149,9 @@ def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Traj
     task = Task(id="long", split="train", messages=(Message(role="user", content=text(40)),))
     made = [turns.prompt_turn(task)]
     frame = len(
-        turns.environment_turn((Message(role="tool", content="x"),), closing=False).token_ids
+        turns.environment_turn(
+            (Message(role="tool", content="x"),), add_end_of_turn=False
+        ).token_ids
     )
     each = (num_tokens - len(made[0].token_ids)) // num_turns
     size = max(2, int(ANSWER_SHARE * each))
@@ -162,7 +164,7 @@ def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Traj
         made.append(turns.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=said)))
         if number + 1 < num_turns:
             heard = (Message(role="tool", content=text(each - size - frame)),)
-            made.append(turns.environment_turn(heard, closing=False))
+            made.append(turns.environment_turn(heard, add_end_of_turn=False))
     return Trajectory(
         id="episode", task=task, turns=tuple(made), source="student", policy_version=0,
         temperature=1.0, stop="done", grade=Grade(score=1.0, passed=True, feedback=""),

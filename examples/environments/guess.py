@@ -1,8 +1,8 @@
-"""A world of one's own: guess a number, told only whether it is larger or smaller."""
+"""A custom environment: guess a number from answers of larger and smaller."""
 
 import re
 
-from courtside.tasks.base import split_of, task_id
+from courtside.hashing import split_of, task_id
 from courtside.types import Event, Grade, Message, Observation, Task
 
 
@@ -28,18 +28,18 @@ class Guess:
 class Game:
     def __init__(self, secret: int) -> None:
         self.secret = secret
-        self.found = False
+        self.solved = False
 
     def step(self, reply: str) -> Observation:
         number = re.search(r"[0-9]{1,9}", reply)
         if number is None:
             said, event = "That is no number.", Event(kind="no_number", details={"reply": reply})
             return Observation(messages=(Message(role="user", content=said),), events=(event,))
-        self.found = int(number[0]) == self.secret
+        self.solved = int(number[0]) == self.secret
         side = "larger" if int(number[0]) < self.secret else "smaller"
-        said = "Right!" if self.found else f"My number is {side}."
-        return Observation(messages=(Message(role="user", content=said),), done=self.found)
+        said = "Right!" if self.solved else f"My number is {side}."
+        return Observation(messages=(Message(role="user", content=said),), done=self.solved)
 
     def grade(self) -> Grade:
-        feedback = "" if self.found else f"The number was {self.secret}."
-        return Grade(score=float(self.found), passed=self.found, feedback=feedback)
+        feedback = "" if self.solved else f"The number was {self.secret}."
+        return Grade(score=float(self.solved), passed=self.solved, feedback=feedback)

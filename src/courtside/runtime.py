@@ -15,9 +15,8 @@ from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
 from courtside.reader.base import Reader
 from courtside.recipe import CombinedReaderConfig, ModelReaderConfig, Recipe, teachers_of
-from courtside.rollout.chat_logs import ChatLogRollout
-from courtside.rollout.episodes import EpisodeRollout, StartEpisode
-from courtside.rollout.replay import ReplayRollout
+from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout
+from courtside.rollout.offline import ChatLogRollout, ReplayRollout
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade
@@ -84,7 +83,7 @@ class Runtime:
         if isinstance(self.rollout, EpisodeRollout):
             assert world is not None
             starts = [
-                StartEpisode(id=f"{who}-{task.id}-{n}", task=task, seed=seed, begin=world.start)
+                EpisodeRequest(id=f"{who}-{task.id}-{n}", task=task, seed=seed, begin=world.start)
                 for task, n, seed in suite.asked()
             ]
             answers = self.rollout.play(starts, suite.sampling, version=step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-STEERING = re.compile(
+INVISIBLE = re.compile(
     "[\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
 )
 """Invisible marks that reorder, hide or smuggle text. Joiners stay: scripts and emoji need them."""
@@ -24,12 +24,12 @@ def is_no_character(c: str) -> bool:
 def escape_control_characters(text: str) -> str:
     """Without what cannot be seen; tabs stay, and every line break becomes the usual one."""
     text = "\n".join(text.splitlines())
-    return STEERING.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
+    return INVISIBLE.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
 
 
 def to_one_line(text: str) -> str:
     r"""
-    >>> one_line("Use\n  meteo\x00.\u2028Now ")
+    >>> to_one_line("Use\n  meteo\x00.\u2028Now ")
     'Use meteo. Now'
     """
     # Line breaks first become spaces, so that the words on their two sides stay apart.

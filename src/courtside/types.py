@@ -112,13 +112,13 @@ class Turn:
     None: not sampled by us. NaN where `chosen` is False."""
     messages: tuple[Message, ...] = ()
     """What an environment said in this turn; a prompt's are those of its task."""
-    num_opening: int = 0
+    num_generation_prompt_tokens: int = 0
     """How many of the last ids are the template's opening of the assistant's next message."""
     events: tuple[Event, ...] = ()
     """What went wrong in an assistant's turn."""
 
     def __post_init__(self) -> None:
-        assert len(self.chosen) == len(self.token_ids) >= self.num_opening
+        assert len(self.chosen) == len(self.token_ids) >= self.num_generation_prompt_tokens
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
 
 

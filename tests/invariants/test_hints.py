@@ -59,7 +59,7 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
         for hint_outcomes in s.hints:
             start = sum(len(t.token_ids) for t in s.trajectory.turns[: hint_outcomes.hint.turn])
             turn = s.trajectory.turns[hint_outcomes.hint.turn]
-            opening = s.trajectory.turns[hint_outcomes.hint.turn - 1].num_opening
+            opening = s.trajectory.turns[hint_outcomes.hint.turn - 1].num_generation_prompt_tokens
             tokenizer = parts.renderer.tokenizer
             said = tokenizer(f"<|im_start|>user\n{hint_outcomes.hint.text}<|im_end|>\n")[
                 "input_ids"

@@ -137,7 +137,7 @@ def nll(parts: Runtime, text: str = "completion") -> float:
     """Of the held-out texts, per token."""
     total, count = 0.0, 0
     for task in parts.tasks.held_out("test", 12):
-        answer = parts.renderer.answer_ids(task.messages, getattr(task, text))
+        answer = parts.renderer.completion_ids(task.messages, getattr(task, text))
         ids = parts.renderer.prompt_ids(task.messages) + answer
         logp_TV = words(parts.engine.model, ids, len(answer))
         total -= float(logp_TV[range(len(answer)), list(answer)].sum())

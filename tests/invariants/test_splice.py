@@ -75,8 +75,8 @@ def played(
         built.append(turn)
         said.append([Message(role="assistant", content=answer[0])])
         if following:
-            closing = not turns.ends(turn.token_ids)
-            built.append(turns.environment_turn(following, closing=closing))
+            closing = not turns.is_ended(turn.token_ids)
+            built.append(turns.environment_turn(following, add_end_of_turn=closing))
             said.append(following)
     trajectory = Trajectory(
         id="e",
@@ -150,7 +150,7 @@ def check(
         begin = len(trunk) - num_target - len(trajectory.turns[hint.turn - 1].token_ids)
         assert begin <= twig.splice <= len(trunk) - num_target
         above = trajectory.turns[hint.turn - 1]
-        assert twig.splice <= len(trunk) - num_target - above.num_opening
+        assert twig.splice <= len(trunk) - num_target - above.num_generation_prompt_tokens
     # Only the template writes special tokens: the hint brings those of its own message, or none.
     special = set(turns.renderer.tokenizer.all_special_ids)
     opened = sum(i in special for i in sequence) - sum(i in special for i in trunk)
@@ -158,7 +158,7 @@ def check(
     # The template's own render, where it renders the trunk as it was read and written.
     tokenizer = turns.renderer.tokenizer
     plain = [m for part in said[: hint.turn + 1] for m in part]
-    end = () if turns.ends(target.token_ids) else (min(turns.renderer.eos_ids),)
+    end = () if turns.is_ended(target.token_ids) else (min(turns.renderer.eos_ids),)
     if tokenizer.decode(trunk + end) != text_of(turns.renderer, plain):
         return False
     thought = any("</think>" in m.content for m in plain[:-1])

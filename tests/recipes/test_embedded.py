@@ -35,7 +35,7 @@ def test_it_is_a_working_chat_model(engine: LocalEngine, renderer: ChatTemplate)
     (answer,) = engine.sample([request], Sampling(max_new_tokens=40, temperature=0.0))
     assert answer.stop == "eos"
     assert "banana" in answer.text.lower()
-    assert renderer.answer_ids(ask, answer.text) == answer.token_ids
+    assert renderer.completion_ids(ask, answer.text) == answer.token_ids
 
 
 def test_sampler_and_scorer_agree_on_every_token(

@@ -140,13 +140,13 @@ def test_fields_named_in_the_text_exist(page: Path) -> None:
 
 
 def test_jsonl_in_the_docs_is_tasks(tmp_path: Path) -> None:
-    from courtside.tasks.jsonl import jsonl_tasks
+    from courtside.tasks.jsonl import read_jsonl_tasks
 
     assert blocks("jsonl")
     for block in blocks("jsonl"):
         file = tmp_path / "tasks.jsonl"
         file.write_text(block.text)
-        assert len(jsonl_tasks(file)) == len(block.text.splitlines())
+        assert len(read_jsonl_tasks(file)) == len(block.text.splitlines())
 
 
 # ── commands ─────────────────────────────────────────────────────────────────────────────────────

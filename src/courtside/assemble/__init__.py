@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from courtside.assemble.offline import ids_named_by_hints, make_offline_rollout
-from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.cpu.malloc import retain_freed_memory
@@ -25,7 +25,7 @@ from courtside.engines.precision import resolve_dtype
 from courtside.environments.base import Environment
 from courtside.environments.loading import make_environment
 from courtside.errors import ModelError, RecipeError
-from courtside.reader.base import Reader, Reading
+from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.reader.model.student_client import make_student_client
 from courtside.recipe import (
@@ -36,10 +36,9 @@ from courtside.recipe import (
     tasks_with,
     teachers_of,
 )
-from courtside.rollout.chat_logs import ChatLogRollout
 from courtside.rollout.episodes import EpisodeRollout, reply_passes
 from courtside.rollout.mixing import make_sampling
-from courtside.rollout.replay import ReplayRollout
+from courtside.rollout.offline import ChatLogRollout, ReplayRollout
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Runtime
 from courtside.tasks.base import TaskSource
@@ -276,7 +275,7 @@ def _agent(
 
 def _reader(recipe: Recipe, engine: LocalEngine, renderer: ChatTemplate) -> Reader:
     if recipe.reader is None:
-        return lambda trajectories: Reading(hints=(), counts={})
+        return lambda trajectories: ReaderOutput(hints=(), counts={})
     asking = make_student_client(
         engine, renderer, context_length=engine.context_length, seed=recipe.seed
     )
@@ -295,7 +294,7 @@ def _suites(recipe: Recipe, room: PromptLimit) -> dict[str, tuple[TaskSource, En
 def _length(task: Task, renderer: ChatTemplate, new: int, *, data: bool) -> int:
     """Tokens of the prompt, and of what a given answer takes beyond `rollout.max_new_tokens`."""
     texts = [text for text in (task.completion, task.rejected) if data and text is not None]
-    answers = [len(renderer.answer_ids(task.messages, text)) for text in texts]
+    answers = [len(renderer.completion_ids(task.messages, text)) for text in texts]
     return len(renderer.prompt_ids(task.messages)) + max(0, max(answers, default=0) - new)
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.local import LocalEngine
-from courtside.environments.tool_calls import write_call
+from courtside.environments.tool_calls import format_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
 from courtside.reader.human import hinted_task_ids
 from courtside.recipe import ConversationTasks, Recipe, persons_of
-from courtside.rollout.chat_logs import ChatLogRollout
-from courtside.rollout.replay import ReplayRollout, compare_rendering
+from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_prompt_difference
 from courtside.tasks.base import TaskSource
-from courtside.tasks.replay import ReplaySource
+from courtside.tasks.stored_trajectories import ReplaySource
 
 LOOKED_AT = 16
 """Of what was recorded, before the first step."""
@@ -38,13 +37,15 @@ def make_offline_rollout(
         assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
         what = "stored trajectories"
-        rollout = ReplayRollout(read=tasks.read, turns=turns, vocab_size=engine.head.vocab_size)
+        rollout = ReplayRollout(load=tasks.load, turns=turns, vocab_size=engine.head.vocab_size)
     some = rollout(tasks.batch(0, min(recipe.train.prompts, LOOKED_AT)), 0)
     notes = [
         f"the {what} surprise the student by {surprise(some, engine):.2f} nats a token more than "
         "its own words would (0: as if it had written them itself)"
     ]
-    if isinstance(rollout, ReplayRollout) and (difference := compare_rendering(some, turns)):
+    if isinstance(rollout, ReplayRollout) and (
+        difference := describe_prompt_difference(some, turns)
+    ):
         notes.append(difference)
     return rollout, notes
 
@@ -68,11 +69,11 @@ def _conversations(
                 f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
                 "leave out the conversation"
             )
-        return write_call(name, arguments, config.call_format)
+        return format_call(name, arguments, config.call_format)
 
     return ChatLogRollout(
         turns=turns,
-        write_call=write,
+        format_call=write,
         temperature=recipe.rollout.temperature,
         context_length=engine.context_length,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from courtside.chat.incremental import IncrementalTemplate, Stretch, num_common
+from courtside.chat.incremental import IncrementalTemplate, RenderedSpan, common_prefix_length
 from courtside.chat.privileged_context import insert_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
@@ -22,7 +22,9 @@ HintPlacement = Literal["above", "inside", "system"]
 
 HintRole = Literal["system", "user", "tool"]
 
-Reason = Literal["merge", "too_long", "no_assistant_turn", "no_message", "empty", "other_render"]
+DropReason = Literal[
+    "merge", "too_long", "no_assistant_turn", "no_message", "empty", "other_render"
+]
 
 SEPARATORS = ("\n\n", "\n", " ")
 """What may part a message from a hint inside it, the best first. Many tokenizers have one token for
@@ -32,14 +34,14 @@ a full stop with the line breaks behind it; there a space still keeps the messag
 class SpliceError(UserError):
     """A hint that cannot be put where it belongs. Callers drop the hint and count the reason."""
 
-    def __init__(self, reason: Reason, hint: Hint, why: str):
+    def __init__(self, reason: DropReason, hint: Hint, why: str):
         super().__init__(f"hint for turn {hint.turn} of trajectory {hint.trajectory}: {why}")
         self.reason = reason
         self.hint = hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplicedTurn:
+class SplicedTrajectory:
     """A whole trajectory with several hints in it: each turn sees all hints above it."""
 
     trajectory: str
@@ -91,7 +93,7 @@ def splice_hints_cumulatively(
     *,
     role: HintRole,
     max_tokens: int,
-) -> SplicedTurn:
+) -> SplicedTrajectory:
     """The whole trajectory with every hint as a message above its turn, in one sequence.
 
     Several hints for one turn stand in the order given, each of `max_tokens` ids at most. A hint
@@ -113,7 +115,7 @@ def splice_hints_cumulatively(
             chosen = (len(ids) + i for i, chosen in enumerate(turn.chosen) if chosen)
             scored.append((index, tuple(chosen)))
         ids += turn.token_ids
-    return SplicedTurn(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))
+    return SplicedTrajectory(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))
 
 
 def _check(trajectory: Trajectory, hint: Hint) -> None:
@@ -176,12 +178,12 @@ def _in_system(
 ) -> tuple[int, ...]:
     messages = trajectory.task.messages
     plain, hinted = (
-        turns.prompt(m) for m in (messages, insert_context(messages, hint.text, "system"))
+        turns.render_prompt(m) for m in (messages, insert_context(messages, hint.text, "system"))
     )
     _check_same(trajectory.turns[0].token_ids, plain, hint)
     _check_length(hint, hinted, plain, max_tokens)
-    opening = plain.token_ids[len(plain.token_ids) - plain.num_opening :]
-    if hinted.token_ids[len(hinted.token_ids) - plain.num_opening :] != opening:
+    opening = plain.token_ids[len(plain.token_ids) - plain.num_generation_prompt_tokens :]
+    if hinted.token_ids[len(hinted.token_ids) - plain.num_generation_prompt_tokens :] != opening:
         raise _merged(hint, "in the system message")
     later = (i for turn in trajectory.turns[1 : hint.turn] for i in turn.token_ids)
     return (*hinted.token_ids, *later)
@@ -189,7 +191,7 @@ def _in_system(
 
 def _above(
     trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate
-) -> tuple[tuple[Message, ...], Stretch, Callable[[Sequence[Message]], Stretch]]:
+) -> tuple[tuple[Message, ...], RenderedSpan, Callable[[Sequence[Message]], RenderedSpan]]:
     """The messages right above the hinted turn, their ids, and what renders others in their place.
 
     An environment's turn may begin with a closing; the stretch is what follows that.
@@ -197,29 +199,29 @@ def _above(
     before = trajectory.turns[hint.turn - 1]
     first = hint.turn == 1
     messages = trajectory.task.messages if first else before.messages
-    render = turns.prompt if first else turns.between
+    render = turns.render_prompt if first else turns.render_continuation
     stretch = render(messages)
     _check_same(before.token_ids[-len(stretch.token_ids) :], stretch, hint)
     return messages, stretch, render
 
 
-def _put_in(plain: Stretch, hinted: Stretch) -> Spliced | None:
+def _put_in(plain: RenderedSpan, hinted: RenderedSpan) -> Spliced | None:
     """None where `hinted` is not `plain` with ids put in somewhere above its opening."""
     old, new = plain.token_ids, hinted.token_ids
-    at = min(num_common(old, new), len(old) - plain.num_opening)
+    at = min(common_prefix_length(old, new), len(old) - plain.num_generation_prompt_tokens)
     num_behind = len(old) - at
     if len(new) <= len(old) or new[len(new) - num_behind :] != old[at:]:
         return None
     return num_behind, new[at:]
 
 
-def _check_length(hint: Hint, hinted: Stretch, plain: Stretch, max_tokens: int) -> None:
+def _check_length(hint: Hint, hinted: RenderedSpan, plain: RenderedSpan, max_tokens: int) -> None:
     num_tokens = len(hinted.token_ids) - len(plain.token_ids)
     if num_tokens > max_tokens:
         raise SpliceError("too_long", hint, f"it adds {num_tokens} tokens, allowed: {max_tokens}")
 
 
-def _check_same(ids: tuple[int, ...], stretch: Stretch, hint: Hint) -> None:
+def _check_same(ids: tuple[int, ...], stretch: RenderedSpan, hint: Hint) -> None:
     if ids != stretch.token_ids:
         raise SpliceError(
             "other_render",

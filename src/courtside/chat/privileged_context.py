@@ -14,7 +14,7 @@ def insert_context(
 ) -> tuple[Message, ...]:
     """The prompt with `text` in its system message, or at the end of its last user message.
 
-    >>> with_context([Message(role="user", content="Hi")], "Be brief.", "system")[0].content
+    >>> insert_context([Message(role="user", content="Hi")], "Be brief.", "system")[0].content
     'Be brief.'
     """
     if place == "system":

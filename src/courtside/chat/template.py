@@ -17,10 +17,10 @@ from jinja2 import TemplateError
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message
 
-CUTS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Noncharacters: Unicode keeps them out of texts, for uses like a mark where tokens must part."""
 
-Spoken = Message | Mapping[str, Any]
+ChatMessage = Message | Mapping[str, Any]
 """A message, or one as chat APIs write it (with `tool_calls`, say)."""
 
 
@@ -44,13 +44,13 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Everything up to where the assistant begins to write."""
-        cut = free_marks(messages)[0]
+        cut = unused_noncharacters(messages)[0]
         return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
 
-    def answer_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
+    def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
         """Ids of an answer from outside, its end token included, to stand behind `prompt_ids`."""
         conversation = (*messages, Message(role="assistant", content=text))
-        cut = free_marks(conversation)[0]
+        cut = unused_noncharacters(conversation)[0]
         before = self.render(messages, cut, add_generation_prompt=True)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
         if not rendered.startswith(before):
@@ -67,9 +67,9 @@ class ChatTemplate:
             # "\n"). The student cannot: it writes behind the prompt's own tokens.
             answer = self.tokenize(rendered[len(before) :], cut)
         # What the template puts behind the end token nobody writes.
-        return answer[: self.past_end(answer)]
+        return answer[: self.length_through_eos(answer)]
 
-    def past_end(self, ids: Sequence[int]) -> int:
+    def length_through_eos(self, ids: Sequence[int]) -> int:
         """How many ids there are up to the first end token, with it."""
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
@@ -87,7 +87,9 @@ class ChatTemplate:
         """One text per token, for display."""
         return [str(self.tokenizer.decode([token])) for token in ids]
 
-    def render(self, messages: Sequence[Spoken], cut: str, *, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[ChatMessage], cut: str, *, add_generation_prompt: bool
+    ) -> str:
         """The template's text, with `cut` inside the special words that the messages hold."""
 
         def parted(value: Any) -> Any:
@@ -121,16 +123,16 @@ class ChatTemplate:
     def _check_boundary(self) -> None:
         ask = (Message(role="user", content="Is it?"),)
         say = (*ask, Message(role="assistant", content="It is."))
-        prompt = self.render(ask, CUTS[0], add_generation_prompt=True)
-        bare = self.render(ask, CUTS[0], add_generation_prompt=False)
+        prompt = self.render(ask, NONCHARACTERS[0], add_generation_prompt=True)
+        bare = self.render(ask, NONCHARACTERS[0], add_generation_prompt=False)
         if len(prompt) <= len(bare) or not prompt.startswith(bare):
             raise ModelError(
                 f"{self.name}: its chat template adds nothing where an answer begins "
                 "(add_generation_prompt has no effect), so the student would not know whose turn "
                 "it is. Use a template with a generation prompt"
             )
-        if self.render(say, CUTS[0], add_generation_prompt=False).startswith(prompt):
-            self.answer_ids(ask, "It is.")
+        if self.render(say, NONCHARACTERS[0], add_generation_prompt=False).startswith(prompt):
+            self.completion_ids(ask, "It is.")
         ids, bos = self.prompt_ids(ask), self.tokenizer.bos_token_id
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             raise ModelError(
@@ -139,19 +141,19 @@ class ChatTemplate:
             )
 
 
-def free_marks(messages: Sequence[Spoken], num: int = 1) -> list[str]:
+def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[str]:
     """Noncharacters that stand nowhere in `messages`."""
     said = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
-    free = [mark for mark in CUTS if mark not in said]
+    free = [mark for mark in NONCHARACTERS if mark not in said]
     if len(free) < num:
         raise TaskError(
-            f"a message holds {len(CUTS) - len(free)} of Unicode's noncharacters U+FDD0 to U+FDEF, "
-            "which texts cannot and of which rendering needs a few. Remove them from it"
+            f"a message holds {len(NONCHARACTERS) - len(free)} of Unicode's noncharacters U+FDD0 "
+            "to U+FDEF, which texts cannot and of which rendering needs a few. Remove them from it"
         )
     return free[:num]
 
 
-def _tree(message: Spoken) -> Mapping[str, Any]:
+def _tree(message: ChatMessage) -> Mapping[str, Any]:
     if isinstance(message, Message):
         return {"role": message.role, "content": message.content}
     return message

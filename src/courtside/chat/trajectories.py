@@ -23,7 +23,7 @@ def make_trajectory(
     """A single-turn trajectory. A text from a data set has no log-probs of a sampler."""
     prompt = Turn(
         role="prompt",
-        text=shown(task.messages),
+        text=format_messages(task.messages),
         token_ids=prompt_ids,
         chosen=(False,) * len(prompt_ids),
     )
@@ -47,6 +47,6 @@ def make_trajectory(
     )
 
 
-def shown(messages: Sequence[Message]) -> str:
+def format_messages(messages: Sequence[Message]) -> str:
     """Messages as people read them."""
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)

@@ -17,22 +17,22 @@ class SeededRandom:
         self._key = key
         self._num_drawn = 0
 
-    def below(self, size: int) -> int:
+    def randbelow(self, size: int) -> int:
         """One of 0 … size - 1."""
         self._num_drawn += 1
         return int(digest(f"{self._key}/{self._num_drawn}")[:16], 16) % size
 
-    def between(self, low: int, high: int) -> int:
+    def randint(self, low: int, high: int) -> int:
         """Both ends included."""
-        return low + self.below(high - low + 1)
+        return low + self.randbelow(high - low + 1)
 
-    def one_of(self, options: Sequence[T]) -> T:
-        return options[self.below(len(options))]
+    def choice(self, options: Sequence[T]) -> T:
+        return options[self.randbelow(len(options))]
 
-    def some_of(self, options: Sequence[T], count: int) -> list[T]:
+    def choose_distinct(self, options: Sequence[T], count: int) -> list[T]:
         """Different ones, in the order drawn."""
         rest = list(options)
-        return [rest.pop(self.below(len(rest))) for _ in range(count)]
+        return [rest.pop(self.randbelow(len(rest))) for _ in range(count)]
 
-    def chance(self, share: float) -> bool:
-        return self.below(1 << 52) < share * (1 << 52)
+    def bernoulli(self, share: float) -> bool:
+        return self.randbelow(1 << 52) < share * (1 << 52)

@@ -39,7 +39,7 @@ def parse_call(reply: str, call_format: CallFormat) -> ToolCall | CallError:
     return _parse_json(reply) if call_format == "json" else _parse_plain(reply)
 
 
-def write_call(name: str, arguments: Mapping[str, Any], call_format: CallFormat) -> str:
+def format_call(name: str, arguments: Mapping[str, Any], call_format: CallFormat) -> str:
     """The call as `parse_call` reads it."""
     if call_format == "json":
         body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)

@@ -9,7 +9,7 @@ from courtside.types import Hint, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReaderOutput:
     """What one reader makes of a batch.
 
     Every hint that was proposed is counted once under its reader (`rules/tool_not_found`,
@@ -22,17 +22,17 @@ class Reading:
     counts: Mapping[str, int]
 
 
-Reader = Callable[[Sequence[Trajectory]], Reading]
+Reader = Callable[[Sequence[Trajectory]], ReaderOutput]
 
 
-def targets(trajectory: Trajectory) -> tuple[int, ...]:
+def hintable_turns(trajectory: Trajectory) -> tuple[int, ...]:
     """The turns that a hint can be for: an assistant's, with something in them that it chose."""
     return tuple(
         i for i, t in enumerate(trajectory.turns) if t.role == "assistant" and any(t.chosen)
     )
 
 
-def problem_of(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
+def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
     """Why no reader may give this hint; None if it may."""
     if hint.trajectory not in trajectories:
         return "no_such_trajectory"
@@ -46,7 +46,7 @@ def problem_of(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None
     return None if hint.text.strip() else "empty_hint"
 
 
-def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sums by name, in the order of the names; names that counted nothing are left out."""
     sums: dict[str, int] = {}
     for one in counts:

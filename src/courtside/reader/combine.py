@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from courtside.reader.base import Reader, Reading, problem_of, total
+from courtside.reader.base import Reader, ReaderOutput, rejection_reason, sum_counts
 from courtside.reader.controls import CONTROLS
 from courtside.types import Hint, Trajectory
 
@@ -25,14 +25,14 @@ class CombinedReader:
         self.control = None if control == "none" else CONTROLS[control]
         self.seed = seed
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         assert len(by_id) == len(trajectories), "ids name trajectories"
         readings = [reader(trajectories) for reader in self.readers]
         counts: Counter[str] = Counter()
         proposed: dict[tuple[str, int], Hint] = {}
         for hint in (hint for reading in readings for hint in reading.hints):
-            if problem := problem_of(hint, by_id):
+            if problem := rejection_reason(hint, by_id):
                 counts[f"dropped/{problem}"] += 1
             elif (hint.trajectory, hint.turn) in proposed:
                 counts["dropped/duplicate"] += 1
@@ -45,7 +45,9 @@ class CombinedReader:
             counts.update(put.counts)
         # A reader within this one counted as kept what is judged once more here.
         inner = [{n: c for n, c in one.counts.items() if n != "kept"} for one in readings]
-        return Reading(hints=tuple(kept), counts=total([*inner, counts, {"kept": len(kept)}]))
+        return ReaderOutput(
+            hints=tuple(kept), counts=sum_counts([*inner, counts, {"kept": len(kept)}])
+        )
 
     def _within_budget(self, hints: Sequence[Hint], counts: Counter[str]) -> list[Hint]:
         used: Counter[str] = Counter()

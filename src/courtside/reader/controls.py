@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from courtside.reader.base import Reading, targets
+from courtside.reader.base import ReaderOutput, hintable_turns
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 
-Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], Reading]
+Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], ReaderOutput]
 """(hints that are kept, all that were proposed, their trajectories, seed) → hints put wrong."""
 
 
@@ -24,7 +24,7 @@ def random_turn(
     proposed: Sequence[Hint],
     trajectories: Sequence[Trajectory],
     seed: int,
-) -> Reading:
+) -> ReaderOutput:
     """Each above another turn of its trajectory: one that no hint was meant for, and no other hint
     was moved to. Where there is none left, the hint is dropped."""
     moved: list[Hint] = []
@@ -32,14 +32,14 @@ def random_turn(
     free: dict[str, list[int]] = {}
     for trajectory in trajectories:
         meant = {hint.turn for hint in proposed if hint.trajectory == trajectory.id}
-        free[trajectory.id] = [turn for turn in targets(trajectory) if turn not in meant]
+        free[trajectory.id] = [turn for turn in hintable_turns(trajectory) if turn not in meant]
         random.Random(seed_for(seed, "random_turn", trajectory.id)).shuffle(free[trajectory.id])
     for hint in hints:
         if free[hint.trajectory]:
             moved.append(_put(hint, free[hint.trajectory].pop(), hint.text, "random_turn"))
         else:
             counts["dropped/no_other_turn"] += 1
-    return Reading(hints=tuple(moved), counts=counts)
+    return ReaderOutput(hints=tuple(moved), counts=counts)
 
 
 def random_hint(
@@ -47,7 +47,7 @@ def random_hint(
     _proposed: Sequence[Hint],
     _trajectories: Sequence[Trajectory],
     seed: int,
-) -> Reading:
+) -> ReaderOutput:
     """The texts permuted so that no turn gets the words that were meant for it, from wherever they
     come. Of a text that is more than half of the batch, the surplus is dropped."""
     order = sorted(range(len(hints)), key=lambda i: (hints[i].trajectory, hints[i].turn))
@@ -59,7 +59,7 @@ def random_hint(
         by_text.setdefault(hints[i].text, []).append(i)
     groups = sorted(by_text.values(), key=len, reverse=True)
     if not groups:
-        return Reading(hints=(), counts={})
+        return ReaderOutput(hints=(), counts={})
     surplus = max(2 * len(groups[0]) - len(hints), 0)
     groups[0] = groups[0][surplus:]
     # With equal texts side by side, a turn by the size of the largest group leads out of each.
@@ -71,7 +71,7 @@ def random_hint(
         for i, hint in enumerate(hints)
         if i in given
     )
-    return Reading(hints=swapped, counts={"dropped/no_other_hint": surplus})
+    return ReaderOutput(hints=swapped, counts={"dropped/no_other_hint": surplus})
 
 
 def all_turns(
@@ -79,7 +79,7 @@ def all_turns(
     _proposed: Sequence[Hint],
     trajectories: Sequence[Trajectory],
     _seed: int,
-) -> Reading:
+) -> ReaderOutput:
     """Above every turn of a trajectory that has a hint: its own, or else the trajectory's first."""
     spread: list[Hint] = []
     for trajectory in trajectories:
@@ -88,9 +88,9 @@ def all_turns(
             first = next(iter(own.values()))
             spread += [
                 own.get(turn) or _put(first, turn, first.text, "all_turns")
-                for turn in targets(trajectory)
+                for turn in hintable_turns(trajectory)
             ]
-    return Reading(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
+    return ReaderOutput(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
 
 
 CONTROLS: Mapping[str, Control] = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from courtside.errors import RunError, UserError
-from courtside.reader.base import Reading, total
+from courtside.reader.base import ReaderOutput, sum_counts
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hinted_id, parse_hints
 from courtside.types import Hint, Trajectory
@@ -23,7 +23,7 @@ class HumanReader:
         self.read: tuple[tuple[Hint, ...], Mapping[str, int]] = ((), {})
         self._hints()  # a wrong path or a broken line is told before anything was sampled
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         ids: dict[str, list[str]] = {}
         for trajectory in trajectories:
             for name in {trajectory.id, hinted_id(trajectory)}:
@@ -46,7 +46,7 @@ class HumanReader:
                 replaced = here.pop((id, hint.turn), None)
                 counts["dropped/replaced"] += replaced is not None
                 here[id, hint.turn] = replace(hint, trajectory=id)
-        return Reading(hints=tuple(here.values()), counts=total([counts]))
+        return ReaderOutput(hints=tuple(here.values()), counts=sum_counts([counts]))
 
     def _hints(self) -> tuple[tuple[Hint, ...], Mapping[str, int]]:
         path = self.config.path

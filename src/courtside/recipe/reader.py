@@ -199,12 +199,12 @@ class ReaderBase(Section):
     hint."""
 
 
-class OneReader(ReaderBase):
+class SingleReader(ReaderBase):
     max_chars: PositiveInt = 1000
     """Of one hint; longer ones are dropped and counted."""
 
 
-class RuleReaderConfig(OneReader):
+class RuleReaderConfig(SingleReader):
     kind: Literal["rules"]
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = VETTED_RULES
     """Where two of them find the same turn, the first one's hint is used."""
@@ -292,7 +292,7 @@ class EndpointConfig(Section):
         return value
 
 
-class ModelReaderConfig(OneReader):
+class ModelReaderConfig(SingleReader):
     kind: Literal["model"]
     endpoint: EndpointConfig | None = None
     """Unset: the student reads its own trajectories, in process."""
@@ -323,7 +323,7 @@ class ModelReaderConfig(OneReader):
         return self
 
 
-class HumanReaderConfig(OneReader):
+class HumanReaderConfig(SingleReader):
     kind: Literal["person"]
     path: Path
     """A hints file: one JSON object a line with trajectory, turn, text and optionally reason."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from courtside.chat.incremental import ASK, IncrementalTemplate
+from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.recipe import LimitsConfig, RolloutConfig
-from courtside.rollout.mixing import make_sampling, split_by_author, trajectory_id
-from courtside.rollout.timeouts import Outcome, call_with_timeout
+from courtside.rollout.mixing import choose_student_tasks, make_sampling, trajectory_id
+from courtside.rollout.timeouts import CallResult, call_all_with_timeout
 from courtside.seeds import seed_for
 from courtside.types import (
     Event,
@@ -47,7 +47,7 @@ class Episode(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartEpisode:
+class EpisodeRequest:
     """An episode that is to be played."""
 
     id: str
@@ -58,10 +58,10 @@ class StartEpisode:
 
 
 @dataclass(slots=True)
-class _Playing:
+class EpisodeState:
     number: int
     """Its place among those that are played."""
-    start: StartEpisode
+    start: EpisodeRequest
     episode: Episode
     turns: list[Turn]
     unread: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Playing:
     num_tokens: int = 0
     stop: StopReason | None = None
     began: float = field(default_factory=monotonic)
-    hung: bool = False
+    timed_out: bool = False
 
     @property
     def num_written(self) -> int:
@@ -100,9 +100,9 @@ class EpisodeRollout:
         self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        own = split_by_author(self.config, tasks, seed=self.seed, step=step)
+        own = choose_student_tasks(self.config, tasks, seed=self.seed, step=step)
         starts = [
-            StartEpisode(
+            EpisodeRequest(
                 id=trajectory_id(step, index, sample),
                 task=tasks[index],
                 seed=seed_for(self.seed, "student", step, index, sample),
@@ -121,7 +121,7 @@ class EpisodeRollout:
         return sorted(trajectories, key=lambda trajectory: trajectory.id)
 
     def play(
-        self, starts: Sequence[StartEpisode], sampling: Sampling, *, version: int
+        self, starts: Sequence[EpisodeRequest], sampling: Sampling, *, version: int
     ) -> list[Trajectory]:
         """Episodes from their beginning to their end, in order."""
         if not starts:
@@ -130,7 +130,7 @@ class EpisodeRollout:
         num_rows = min(len(starts), max(1, self.engine.max_batch_tokens // row_capacity))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free = deque(enumerate(starts)), deque(range(num_rows))
-        playing: dict[int, _Playing] = {}
+        playing: dict[int, EpisodeState] = {}
         """By row of the session."""
         played: dict[int, Trajectory] = {}
         while waiting or playing:
@@ -146,7 +146,9 @@ class EpisodeRollout:
                 self._turn(session, playing, sampling)
         return [played[number] for number in range(len(starts))]
 
-    def _turn(self, session: Session, playing: Mapping[int, _Playing], sampling: Sampling) -> None:
+    def _turn(
+        self, session: Session, playing: Mapping[int, EpisodeState], sampling: Sampling
+    ) -> None:
         """Of every row: the student writes, and the environment answers."""
         requests = [
             SampleRequest(
@@ -155,7 +157,7 @@ class EpisodeRollout:
             for one in playing.values()
         ]
         written = session.sample(list(playing), requests, sampling)
-        answers = call_with_timeout(
+        answers = call_all_with_timeout(
             [_step(one.episode, s) for one, s in zip(playing.values(), written, strict=True)],
             seconds=self.limits.step_seconds,
         )
@@ -172,7 +174,7 @@ class EpisodeRollout:
                 replace(t, chosen=(False,) * len(t.token_ids), sampler_logp=None)
                 for t in played.turns[:index]
             )
-            ids = self.turns.renderer.answer_ids((ASK,), texts[0])
+            ids = self.turns.renderer.completion_ids((PROBE_PROMPT,), texts[0])
             right = Sample(token_ids=ids, logp=(), stop="dataset", text=texts[0])
             yield replace(
                 played,
@@ -184,18 +186,18 @@ class EpisodeRollout:
                 grade=None,
             )
 
-    def _row_capacity(self, starts: Sequence[StartEpisode], sampling: Sampling) -> int:
+    def _row_capacity(self, starts: Sequence[EpisodeRequest], sampling: Sampling) -> int:
         """Ids that an episode is expected to have in the end, at most."""
-        prompts = [len(self.turns.prompt(start.task.messages).token_ids) for start in starts]
+        prompts = [len(self.turns.render_prompt(start.task.messages).token_ids) for start in starts]
         turns = self.limits.turns or EXPECTED_TURNS
         expected = max(prompts, default=0) + turns * (
             sampling.max_new_tokens + EXPECTED_OBSERVATION
         )
         return min(expected, self.max_tokens)
 
-    def _begun(self, number: int, start: StartEpisode) -> _Playing:
+    def _begun(self, number: int, start: EpisodeRequest) -> EpisodeState:
         prompt = self.turns.prompt_turn(start.task)
-        return _Playing(
+        return EpisodeState(
             number=number,
             start=start,
             episode=start.begin(start.task),
@@ -204,7 +206,7 @@ class EpisodeRollout:
             num_tokens=len(prompt.token_ids),
         )
 
-    def _may_write(self, one: _Playing, sampling: Sampling) -> bool:
+    def _may_write(self, one: EpisodeState, sampling: Sampling) -> bool:
         """Notes why not, the first time it may not."""
         if one.stop is None:
             limits = self.limits
@@ -216,24 +218,24 @@ class EpisodeRollout:
                 one.stop = "time"
         return one.stop is None
 
-    def _continue(self, one: _Playing, sample: Sample, answer: Outcome[Observation]) -> None:
+    def _continue(self, one: EpisodeState, sample: Sample, answer: CallResult[Observation]) -> None:
         observation = self._observed(one, answer)
         turn = self.turns.assistant_turn(sample, observation.events)
         one.turns.append(turn)
         one.num_tokens += len(turn.token_ids)
         if observation.done:
-            one.stop = "time" if answer.hung else "done"
+            one.stop = "time" if answer.timed_out else "done"
             return
         environment = self.turns.environment_turn(
-            observation.messages, closing=not self.turns.ends(sample.token_ids)
+            observation.messages, add_end_of_turn=not self.turns.is_ended(sample.token_ids)
         )
         one.turns.append(environment)
         one.num_tokens += len(environment.token_ids)
         one.unread = sample.token_ids[-1:] + environment.token_ids
 
-    def _observed(self, one: _Playing, answer: Outcome[Observation]) -> Observation:
-        if answer.hung:
-            one.hung = True
+    def _observed(self, one: EpisodeState, answer: CallResult[Observation]) -> Observation:
+        if answer.timed_out:
+            one.timed_out = True
             said = f"Error: no answer within {self.limits.step_seconds:g} seconds"
             return Observation(messages=(), done=True, events=(_failure("hung", said),))
         if answer.error is not None or answer.value is None:
@@ -246,13 +248,13 @@ class EpisodeRollout:
         )
         return replace(answer.value, messages=messages)
 
-    def _error(self, one: _Playing, said: str) -> Observation:
+    def _error(self, one: EpisodeState, said: str) -> Observation:
         return Observation(
             messages=(Message(role=self._role(one), content=self._cut(said)),),
             events=(_failure("environment_error", self._cut(said)),),
         )
 
-    def _role(self, one: _Playing) -> Role:
+    def _role(self, one: EpisodeState) -> Role:
         """As the environment speaks itself, which the template is known to take."""
         said = [m.role for turn in one.turns if turn.role == "environment" for m in turn.messages]
         return "tool" if "tool" in said else "user"
@@ -263,7 +265,7 @@ class EpisodeRollout:
             return text
         return f"{text[:most]}\n[cut: {len(text) - most} more characters]"
 
-    def _ended(self, one: _Playing, sampling: Sampling, version: int) -> Trajectory:
+    def _ended(self, one: EpisodeState, sampling: Sampling, version: int) -> Trajectory:
         assert one.stop is not None
         # A thread may still be at work in an episode that hung: nobody asks it anything any more.
         failed = Grade(score=0.0, passed=False, feedback="The environment did not answer.")
@@ -275,7 +277,7 @@ class EpisodeRollout:
             policy_version=version,
             temperature=sampling.temperature,
             stop=one.stop,
-            grade=failed if one.hung else one.episode.grade(),
+            grade=failed if one.timed_out else one.episode.grade(),
         )
 
 
@@ -305,5 +307,5 @@ def reply_passes(
             episode.step(text)
         return episode.step(reply)
 
-    (outcome,) = call_with_timeout([replay], seconds=seconds * (len(before) + 1))
+    (outcome,) = call_all_with_timeout([replay], seconds=seconds * (len(before) + 1))
     return outcome.value is not None and not outcome.value.events

@@ -11,7 +11,7 @@ from courtside.seeds import seed_for
 from courtside.types import Task
 
 
-def split_by_author(
+def choose_student_tasks(
     config: RolloutConfig, tasks: Sequence[Task], *, seed: int, step: int
 ) -> set[int]:
     """Indices of the student's share, drawn anew for each step."""

@@ -10,7 +10,7 @@ from courtside.chat.trajectories import make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.errors import TaskError
 from courtside.recipe import RolloutConfig
-from courtside.rollout.mixing import make_sampling, split_by_author, trajectory_id
+from courtside.rollout.mixing import choose_student_tasks, make_sampling, trajectory_id
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 
@@ -40,7 +40,7 @@ class SingleTurnRollout:
         self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        own = split_by_author(self.config, tasks, seed=self.seed, step=step)
+        own = choose_student_tasks(self.config, tasks, seed=self.seed, step=step)
         slots = [
             (index, task, sample)
             for index, task in enumerate(tasks)
@@ -111,7 +111,7 @@ class SingleTurnRollout:
                 task,
                 self.renderer.prompt_ids(task.messages),
                 Sample(
-                    token_ids=self.renderer.answer_ids(task.messages, text),
+                    token_ids=self.renderer.completion_ids(task.messages, text),
                     logp=(),
                     stop="dataset",
                     text=text,

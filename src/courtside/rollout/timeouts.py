@@ -12,22 +12,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class CallResult(Generic[T]):
     value: T | None = None
     error: Exception | None = None
-    hung: bool = False
+    timed_out: bool = False
     """It did not come back in time. Whatever it works on must not be touched any more."""
 
 
-def call_with_timeout(calls: Sequence[Callable[[], T]], *, seconds: float) -> list[Outcome[T]]:
+def call_all_with_timeout(
+    calls: Sequence[Callable[[], T]], *, seconds: float
+) -> list[CallResult[T]]:
     """All calls at the same time, each in a thread of its own, and what came of them in order."""
-    outcomes: list[Outcome[T]] = [Outcome(hung=True)] * len(calls)
+    outcomes: list[CallResult[T]] = [CallResult(timed_out=True)] * len(calls)
 
     def run(index: int, call: Callable[[], T]) -> None:
         try:
-            outcomes[index] = Outcome(value=call())
+            outcomes[index] = CallResult(value=call())
         except Exception as error:  # any mistake of theirs is an observation here, not our end
-            outcomes[index] = Outcome(error=error)
+            outcomes[index] = CallResult(error=error)
 
     # Daemons: a thread that hangs must not keep the process from ending.
     threads = [

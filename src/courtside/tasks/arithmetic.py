@@ -77,8 +77,8 @@ def arithmetic_task(config: ArithmeticTasks, a: int, b: int) -> Task:
     content = f"{config.operation} {a} {b}{' step by step' if config.scratchpad else ''}"
     question = choose(QUESTIONS[config.operation], f"question {content}").format(a=a, b=b)
     request = choose(REQUESTS[config.scratchpad], f"request {content}")
-    answer = str(result(config.operation, a, b))
-    solution = "\n".join(worked(config.operation, a, b))
+    answer = str(compute(config.operation, a, b))
+    solution = "\n".join(work_out(config.operation, a, b))
     return Task(
         id=task_id("arithmetic", content),
         split=_split(config.operation, a, b),
@@ -91,17 +91,17 @@ def arithmetic_task(config: ArithmeticTasks, a: int, b: int) -> Task:
     )
 
 
-def result(operation: str, a: int, b: int) -> int:
+def compute(operation: str, a: int, b: int) -> int:
     return {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]
 
 
 # ── worked solutions ─────────────────────────────────────────────────────────────────────────────
 
 
-def worked(operation: str, a: int, b: int) -> Iterator[str]:
+def work_out(operation: str, a: int, b: int) -> Iterator[str]:
     steps = {"add": _addition, "subtract": _subtraction, "multiply": _multiplication}
     yield from steps[operation](a, b)
-    yield f"Answer: {result(operation, a, b)}"
+    yield f"Answer: {compute(operation, a, b)}"
 
 
 def _addition(a: int, b: int) -> Iterator[str]:

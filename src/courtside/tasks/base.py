@@ -28,7 +28,7 @@ class TaskSource(Protocol):
         """The first `size` tasks of a split, in an order that no seed changes; all if fewer."""
 
 
-def with_system(task: Task, text: str | None) -> Task:
+def add_system_message(task: Task, text: str | None) -> Task:
     """The task behind a system prompt. Its id stays: the prompt belongs to the run."""
     if text is None:
         return task
@@ -43,7 +43,7 @@ def with_system(task: Task, text: str | None) -> Task:
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def shuffled(index: int, size: int, key: str) -> int:
+def permute_index(index: int, size: int, key: str) -> int:
     """Where `index` goes in the shuffle of range(size) that `key` names.
 
     A keyed permutation (four Feistel rounds, walked until the result is in range): spaces of 10²⁴
@@ -66,7 +66,7 @@ def epoch_batch(tasks: Sequence[Task], *, seed: int, step: int, size: int) -> tu
     drawn = []
     for position in range(step * size, (step + 1) * size):
         epoch, place = divmod(position, len(tasks))
-        drawn.append(tasks[shuffled(place, len(tasks), f"epoch/{seed}/{epoch}")])
+        drawn.append(tasks[permute_index(place, len(tasks), f"epoch/{seed}/{epoch}")])
     return tuple(drawn)
 
 
@@ -122,7 +122,7 @@ class TaskSpace:
     """A pure function of the number."""
 
 
-MISFITS = 1000
+MAX_CONSECUTIVE_OVERLONG = 1000
 """Tasks in a row that do not fit, after which a space is given up."""
 
 
@@ -171,7 +171,7 @@ class GeneratedSource:
         seen = set()
         in_a_row = 0
         for place in range(self._space.size):
-            index = shuffled(place, self._space.size, key)
+            index = permute_index(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
             task = self._space.task(index)
@@ -184,10 +184,10 @@ class GeneratedSource:
                 continue
             self._misfits.add(task.id)
             in_a_row += 1
-            if in_a_row == MISFITS:
+            if in_a_row == MAX_CONSECUTIVE_OVERLONG:
                 raise TaskError(
-                    f"{self._space.name}: {MISFITS} tasks in a row do not fit the model's context. "
-                    "Make them shorter, or rollout.max_new_tokens"
+                    f"{self._space.name}: {MAX_CONSECUTIVE_OVERLONG} tasks in a row do not fit the "
+                    "model's context. Make them shorter, or rollout.max_new_tokens"
                 )
 
     @property

@@ -9,20 +9,20 @@ from typing import Any, get_args
 
 from courtside.errors import TaskError
 from courtside.hashing import task_id
-from courtside.tasks.jsonl import json_lines
+from courtside.tasks.jsonl import read_json_lines
 from courtside.types import Message, Role, Task
 
 KEYS = ("id", "messages", "privileged", "tags")
 
 
-def conversation_tasks(path: Path) -> tuple[Task, ...]:
+def read_chat_logs(path: Path) -> tuple[Task, ...]:
     """A task each: what stands before the first answer, and the conversation behind it.
 
     All of them train: nothing answers the student in them, so none could be measured on.
     """
     tasks: dict[str, Task] = {}
     named: dict[str, str] = {}
-    for record in json_lines(path):
+    for record in read_json_lines(path):
         if unknown := sorted(record.fields.keys() - set(KEYS)):
             raise TaskError(
                 f"{record.where}: unknown key {unknown[0]!r}; a conversation has {', '.join(KEYS)}"

@@ -26,15 +26,15 @@ class Check:
     parameters: Mapping[str, type] = field(default_factory=dict)
 
 
-def complaint(name: str, response: str, parameters: Mapping[str, Any]) -> str | None:
+def find_violation(name: str, response: str, parameters: Mapping[str, Any]) -> str | None:
     """What keeps the response from following the instruction; None if it does."""
     text = response.strip()
-    if not words(text):
+    if not split_words(text):
         return "The answer is empty; it must say something."
     return CHECKS[name].complaint(text, parameters)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Separated by spaces; bare punctuation is no word."""
     return [word for word in text.split() if any(c.isalnum() for c in word)]
 
@@ -57,7 +57,7 @@ def _case(
 
 
 def _word_count(text: str, parameters: Mapping[str, Any]) -> str | None:
-    count, limit = len(words(text)), parameters["limit"]
+    count, limit = len(split_words(text)), parameters["limit"]
     if count > limit:
         return f"The answer must have at most {limit} words, but it has {count}."
     return None
@@ -89,7 +89,7 @@ def _bullets(text: str, _: Mapping[str, Any]) -> str | None:
     for line in lines:
         if not line.startswith("- "):
             return f"{rule}, but one line is {_short(line)}."
-        if not words(line):
+        if not split_words(line):
             return f"{rule} and say something, but one of them is empty."
     if len(lines) < 2:
         return f"{rule}, at least two of them, but there is only one."
@@ -107,7 +107,7 @@ def _ending(text: str, parameters: Mapping[str, Any]) -> str | None:
     rule = f"The answer must end with exactly {phrase!r}"
     if not text.endswith(phrase):
         return f"{rule}, but it ends with {_short(text[-len(phrase) :])}."
-    return None if words(text.removesuffix(phrase)) else f"{rule}, but it says nothing else."
+    return None if split_words(text.removesuffix(phrase)) else f"{rule}, but it says nothing else."
 
 
 def _starts_with(text: str, parameters: Mapping[str, Any]) -> str | None:
@@ -115,7 +115,7 @@ def _starts_with(text: str, parameters: Mapping[str, Any]) -> str | None:
     rule = f"The answer must start with exactly {phrase!r}"
     if not text.startswith(phrase):
         return f"{rule}, but it starts with {_short(text[: len(phrase)])}."
-    return None if words(text.removeprefix(phrase)) else f"{rule}, but it says nothing else."
+    return None if split_words(text.removeprefix(phrase)) else f"{rule}, but it says nothing else."
 
 
 def _one_sentence(text: str, _: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from courtside.errors import TaskError
-from courtside.tasks.checks import CHECKS, complaint
+from courtside.tasks.checks import CHECKS, find_violation
 from courtside.types import Grade, Task
 
 
@@ -161,7 +161,7 @@ def _regex(task: Task, response: str) -> str | None:
 
 def _instruction(task: Task, response: str) -> str | None:
     parameters = {name: value for name, value in task.grader_args.items() if name != "check"}
-    return complaint(task.grader_args["check"], response, parameters)
+    return find_violation(task.grader_args["check"], response, parameters)
 
 
 def _answer(task: Task) -> str:

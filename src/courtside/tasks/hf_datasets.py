@@ -8,14 +8,14 @@ from typing import Any
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe import DatasetTasks
-from courtside.tasks.parsing import Record, tasks_from
+from courtside.tasks.parsing import Record, parse_tasks
 from courtside.types import Task
 
 FIELDS = ("prompt", "messages", "answer", "completion", "rejected")
 PRIVILEGED = "privileged."
 
 
-def dataset_tasks(config: DatasetTasks) -> tuple[Task, ...]:
+def load_dataset_tasks(config: DatasetTasks) -> tuple[Task, ...]:
     if not config.columns.keys() & {"prompt", "messages"}:
         raise TaskError(
             "tasks.columns: names neither prompt nor messages; add one, such as "
@@ -34,7 +34,7 @@ def dataset_tasks(config: DatasetTasks) -> tuple[Task, ...]:
                 f"tasks.columns.{name} = {column!r}: {config.path} has no such column. "
                 f"It has {', '.join(rows.column_names)}"
             )
-    tasks = tasks_from("datasets", _records(config, rows))
+    tasks = parse_tasks("datasets", _records(config, rows))
     if not tasks:
         raise TaskError(
             f"{config.path}: split {config.split!r} has no rows; set tasks.split to another one"

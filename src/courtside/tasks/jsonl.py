@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from courtside.errors import TaskError
-from courtside.tasks.parsing import Record, tasks_from
+from courtside.tasks.parsing import Record, parse_tasks
 from courtside.types import Task
 
 
-def jsonl_tasks(path: Path) -> tuple[Task, ...]:
-    tasks = tasks_from("jsonl", json_lines(path))
+def read_jsonl_tasks(path: Path) -> tuple[Task, ...]:
+    tasks = parse_tasks("jsonl", read_json_lines(path))
     if not tasks:
         raise TaskError(
             f"{path}: the file is empty. Write one JSON object a line, such as "
@@ -21,7 +21,7 @@ def jsonl_tasks(path: Path) -> tuple[Task, ...]:
     return tasks
 
 
-def json_lines(path: Path) -> Iterator[Record]:
+def read_json_lines(path: Path) -> Iterator[Record]:
     """The objects of a file, each with its place."""
     try:
         data = path.read_bytes()

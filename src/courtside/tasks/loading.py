@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from courtside.environments.base import Environment, validate_task
 from courtside.environments.loading import load_environment
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import split_of_number
+from courtside.environments.toolbox.plan import split_of_index
 from courtside.errors import TaskError
 from courtside.recipe import (
     ArithmeticTasks,
@@ -22,12 +22,18 @@ from courtside.recipe import (
     TrajectoryTasks,
 )
 from courtside.tasks.arithmetic import arithmetic_space
-from courtside.tasks.base import FiniteSource, GeneratedSource, TaskSource, TaskSpace, with_system
-from courtside.tasks.chat_logs import conversation_tasks
-from courtside.tasks.hf_datasets import dataset_tasks
+from courtside.tasks.base import (
+    FiniteSource,
+    GeneratedSource,
+    TaskSource,
+    TaskSpace,
+    add_system_message,
+)
+from courtside.tasks.chat_logs import read_chat_logs
+from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
-from courtside.tasks.jsonl import jsonl_tasks
-from courtside.tasks.replay import make_replay_source
+from courtside.tasks.jsonl import read_jsonl_tasks
+from courtside.tasks.stored_trajectories import make_replay_source
 from courtside.types import Split, Task
 
 
@@ -55,11 +61,11 @@ def make_task_source(
         case InstructionTasks():
             return _generated(instruction_space(config), config, seed, room)
         case JsonlTasks():
-            return _finite(jsonl_tasks(config.path), str(config.path), config, seed, room)
+            return _finite(read_jsonl_tasks(config.path), str(config.path), config, seed, room)
         case DatasetTasks():
-            return _finite(dataset_tasks(config), config.path, config, seed, room)
+            return _finite(load_dataset_tasks(config), config.path, config, seed, room)
         case ConversationTasks():
-            return _finite(conversation_tasks(config.path), str(config.path), config, seed, room)
+            return _finite(read_chat_logs(config.path), str(config.path), config, seed, room)
         case TrajectoryTasks():
             most = None if room is None else room.max_tokens
             return make_replay_source(config, seed=seed, max_tokens=most, hinted=hinted)
@@ -69,7 +75,7 @@ def make_task_source(
             return _generated(space, config, seed, room)
         case ToolboxTasks():
             world = environment or Toolbox(config)
-            space = environment_space(world, "tasks.kind = 'toolbox'", split_of_number)
+            space = environment_space(world, "tasks.kind = 'toolbox'", split_of_index)
             return _generated(space, config, seed, room)
 
 
@@ -77,7 +83,7 @@ def _generated(
     space: TaskSpace, config: TasksConfig, seed: int, room: PromptLimit | None
 ) -> TaskSource:
     def task(index: int) -> Task:
-        return with_system(space.task(index), config.system)
+        return add_system_message(space.task(index), config.system)
 
     def fits(made: Task) -> bool:
         if room is None or room.length(made) <= room.max_tokens:
@@ -92,7 +98,7 @@ def _generated(
 def _finite(
     tasks: tuple[Task, ...], name: str, config: TasksConfig, seed: int, room: PromptLimit | None
 ) -> TaskSource:
-    prompted = [with_system(task, config.system) for task in tasks]
+    prompted = [add_system_message(task, config.system) for task in tasks]
     fitting = [t for t in prompted if room is None or room.length(t) <= room.max_tokens]
     num_dropped = len(prompted) - len(fitting)
     if num_dropped and room is not None and (config.overlong == "error" or not fitting):

@@ -26,7 +26,7 @@ class Record:
     fields: Mapping[str, Any]
 
 
-def tasks_from(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
+def parse_tasks(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
     """The tasks in their order; identical ones once.
 
     The split follows from the prompt alone, so two records with the same prompt are always in the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from courtside.chat.hint_splicing import (
-    SplicedTurn,
+    SplicedTrajectory,
     SpliceError,
     splice_hint,
     splice_hints_cumulatively,
@@ -197,7 +197,7 @@ class HintScorer:
         self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
     ) -> dict[str, HintedTurns]:
         found: dict[str, HintedTurns] = {}
-        asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], SplicedTurn]] = []
+        asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], SplicedTrajectory]] = []
         requests: list[ScoreRequest] = []
         for trajectory, hints in hinted:
             dropped, kept, whole = self._sequence(trajectory, hints)
@@ -234,7 +234,7 @@ class HintScorer:
 
     def _sequence(
         self, trajectory: Trajectory, hints: Sequence[Hint]
-    ) -> tuple[list[HintOutcome], dict[int, Hint], SplicedTurn | None]:
+    ) -> tuple[list[HintOutcome], dict[int, Hint], SplicedTrajectory | None]:
         dropped: list[HintOutcome] = []
         kept = list(hints)
         while kept:

@@ -9,8 +9,8 @@ import pytest
 from unit.chat.templates import ALTERNATING, SYSTEM_FIRST, turns_for, turns_of
 
 from courtside.chat.hint_splicing import (
+    DropReason,
     HintPlacement,
-    Reason,
     SpliceError,
     splice_hint,
     splice_hints_cumulatively,
@@ -45,9 +45,9 @@ def episode(turns: IncrementalTemplate, *, task: Task = TASK, ended: bool = True
         turns=(
             turns.prompt_turn(task),
             turns.assistant_turn(drawn(turns, "ad(2)", ended=ended)),
-            turns.environment_turn([RESULT], closing=not ended),
+            turns.environment_turn([RESULT], add_end_of_turn=not ended),
             turns.assistant_turn(drawn(turns, "add(2)")),
-            turns.environment_turn([Message(role="tool", content="4")], closing=False),
+            turns.environment_turn([Message(role="tool", content="4")], add_end_of_turn=False),
             turns.assistant_turn(drawn(turns, "four")),
         ),
         source="student",
@@ -93,7 +93,10 @@ def test_above_the_first_turn() -> None:
     assert trunk == BEGIN + "<|im_end|>\n"
     frame = "<|im_start|>user\nThe tool is called add.<|im_end|>\n"
     assert own == frame + OPENING + "ad(2)<|im_end|>"
-    assert twig.splice == len(EPISODE.turns[0].token_ids) - EPISODE.turns[0].num_opening
+    assert (
+        twig.splice
+        == len(EPISODE.turns[0].token_ids) - EPISODE.turns[0].num_generation_prompt_tokens
+    )
     target = EPISODE.turns[1]
     assert twig.token_ids[-len(target.token_ids) :] == target.token_ids
     assert twig.scored == (False,) * (len(twig.scored) - 6) + (True,) * 6
@@ -177,7 +180,7 @@ def test_a_hint_cannot_leave_its_message(place: HintPlacement, text: str) -> Non
 
 def test_a_single_turn_record_can_be_hinted_too() -> None:
     """Its prompt carries neither messages nor opening: the task does."""
-    bare = replace(EPISODE.turns[0], messages=(), num_opening=0)
+    bare = replace(EPISODE.turns[0], messages=(), num_generation_prompt_tokens=0)
     trajectory = replace(EPISODE, turns=(bare, EPISODE.turns[1]))
     assert spliced(trajectory, hint(1)) == spliced(EPISODE, hint(1))
 
@@ -222,7 +225,7 @@ def test_two_hints_above_one_turn_stand_in_order() -> None:
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────
 
 
-def refused(reason: Reason, *arguments: Any, **options: Any) -> str:
+def refused(reason: DropReason, *arguments: Any, **options: Any) -> str:
     with pytest.raises(SpliceError) as caught:
         spliced(*arguments, **options)
     assert caught.value.reason == reason
@@ -285,7 +288,7 @@ def test_a_trajectory_that_another_template_rendered() -> None:
 
 
 def test_no_message_to_go_into() -> None:
-    said = TURNS.environment_turn([], closing=False)
+    said = TURNS.environment_turn([], add_end_of_turn=False)
     trajectory = replace(EPISODE, turns=(*EPISODE.turns[:2], said, EPISODE.turns[3]))
     refused("no_message", trajectory, hint(3), "inside")
     assert spliced(trajectory, hint(3)).scored[-1]

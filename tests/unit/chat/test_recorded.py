@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit.chat.templates import NO_TOOLS, OPENS_THINKING, turns_for, turns_of
 
-from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.hint_splicing import splice_hint
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.errors import TaskError
@@ -54,7 +54,7 @@ def test_calls_are_written_as_text_where_the_template_has_none() -> None:
         f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{written}<|im_end|>\n"
         "<|im_start|>tool\n4<|im_end|><|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>"
     )
-    assert TURNS.ends(call.token_ids) and TURNS.ends(answer.token_ids)
+    assert TURNS.is_ended(call.token_ids) and TURNS.is_ended(answer.token_ids)
 
 
 def test_calls_are_the_templates_own_where_it_has_some() -> None:
@@ -80,7 +80,7 @@ def test_calls_in_a_format_of_ones_own() -> None:
 
     broken = {"function": {"name": "sub", "arguments": "{a: 1"}}
     message = {"role": "assistant", "content": "Both:", "tool_calls": [CALL, broken]}
-    trajectory = read([TALK[0], message], write_call=spoken)
+    trajectory = read([TALK[0], message], format_call=spoken)
     assert trajectory.response == 'Both:\nadd({"b": 2, "a": "\\u00e9"})\nsub("{a: 1")'
 
 

@@ -68,7 +68,7 @@ def test_a_prompt_is_what_the_tokenizers_own_call_gives(messages: list[Message])
 def test_prompt_and_answer_are_the_whole_conversation_up_to_the_end_token(
     messages: list[Message], text: str
 ) -> None:
-    prompt, answer = PLAIN.prompt_ids(messages), PLAIN.answer_ids(messages, text)
+    prompt, answer = PLAIN.prompt_ids(messages), PLAIN.completion_ids(messages, text)
     whole = stock([*messages, Message(role="assistant", content=text)])
     assert prompt + answer == whole[: len(prompt) + len(answer)]
     assert answer[-1] == END and END not in answer[:-1]
@@ -79,14 +79,14 @@ def test_prompt_and_answer_are_the_whole_conversation_up_to_the_end_token(
 
 def test_the_first_of_several_end_tokens_ends_the_answer() -> None:
     twice = TEMPLATE.replace("<|im_end|>\n", "<|im_end|><|im_end|>\n")
-    assert renderer(twice).answer_ids(ASK, "ok")[2:] == (END,)
+    assert renderer(twice).completion_ids(ASK, "ok")[2:] == (END,)
 
 
 @pytest.mark.parametrize("text", ["x", "\nx", "\n\nx", "\n\n\nx", "\n", "\n\n", "  x", "x\n\n"])
 def test_an_answer_may_begin_with_what_the_tokenizer_would_merge_into_the_prompt(text: str) -> None:
     """The prompt ends with a line break; the student writes behind it, token by token."""
     merging = renderer(merges=(("Ċ", "Ċ"), ("Ċ", "Ġ")))
-    prompt, answer = merging.prompt_ids(ASK), merging.answer_ids(ASK, text)
+    prompt, answer = merging.prompt_ids(ASK), merging.completion_ids(ASK, text)
     assert merging.tokenizer.decode(prompt + answer) == (
         as_text(list(ASK), begin=True) + text + "<|im_end|>"
     )
@@ -103,7 +103,7 @@ def test_such_merges_do_happen() -> None:
 
 def test_a_template_may_trim() -> None:
     trimming = renderer(TEMPLATE.replace("m['content']", "m['content'] | trim"))
-    assert trimming.text(trimming.answer_ids(ASK, "  ok \n")) == "ok"
+    assert trimming.text(trimming.completion_ids(ASK, "  ok \n")) == "ok"
 
 
 def test_pieces_name_every_token() -> None:
@@ -151,7 +151,7 @@ def test_special_words_in_a_message_are_plain_text(first: str, second: str) -> N
 @settings(deadline=None)
 @given(text=hostile)
 def test_special_words_do_not_cut_an_answer_short(text: str) -> None:
-    answer = PLAIN.answer_ids(ASK, text)
+    answer = PLAIN.completion_ids(ASK, text)
     assert answer.count(END) == 1 and START not in answer
     assert PLAIN.text(answer) == text
 
@@ -207,16 +207,16 @@ def test_a_template_that_rewrites_the_prompt_cannot_take_answers_from_outside() 
     thinking = renderer(THINKING)
     assert thinking.text(thinking.prompt_ids(ASK)).endswith("assistant\n<think>\n")
     with pytest.raises(ModelError, match="renders the prompt differently"):
-        thinking.answer_ids(ASK, "It is.")
+        thinking.completion_ids(ASK, "It is.")
     # A text that thinks first stands where the student would write it.
-    answer = thinking.answer_ids(ASK, "<think>\nHm.\n</think>\nIt is.")
+    answer = thinking.completion_ids(ASK, "<think>\nHm.\n</think>\nIt is.")
     assert thinking.text(answer) == "Hm.\n</think>\nIt is."
 
 
 def test_a_thinking_template_without_end_token_says_so_when_it_matters() -> None:
     thinking = renderer(THINKING.replace("<|im_end|>", ""))
     with pytest.raises(ModelError, match="holds no end token"):
-        thinking.answer_ids(ASK, "<think>\nHm.")
+        thinking.completion_ids(ASK, "<think>\nHm.")
 
 
 def test_a_role_that_the_template_refuses_is_named() -> None:

@@ -22,7 +22,7 @@ from unit.chat.templates import (
 )
 
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import CUTS, ChatTemplate, free_marks
+from courtside.chat.template import NONCHARACTERS, ChatTemplate, unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Event, Message, Role, Sample, Task
 
@@ -61,11 +61,11 @@ def stock(turns: IncrementalTemplate, messages: list[Message], *, begin: bool) -
 
 
 def test_between_two_answers() -> None:
-    between = TURNS.between([RESULT, HI])
+    between = TURNS.render_continuation([RESULT, HI])
     assert TOKENIZER.decode(between.token_ids) == (
         "\n<|im_start|>tool\n42.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    opening = between.token_ids[-between.num_opening :]
+    opening = between.token_ids[-between.num_generation_prompt_tokens :]
     assert TOKENIZER.decode(opening) == "<|im_start|>assistant\n"
 
 
@@ -80,11 +80,15 @@ def test_a_conversation_that_grew_is_what_the_template_makes_of_it(
     turns = turns_for(family, merges)
     answers = ["It is.", "Call f", "Done!"]
     whole = [SYSTEM, HI, says(answers[0]), RESULT, says(answers[1]), RESULT, HI, says(answers[2])]
-    stretches = [turns.prompt([SYSTEM, HI]), turns.between([RESULT]), turns.between([RESULT, HI])]
+    stretches = [
+        turns.render_prompt([SYSTEM, HI]),
+        turns.render_continuation([RESULT]),
+        turns.render_continuation([RESULT, HI]),
+    ]
     grown: tuple[int, ...] = ()
     for stretch, answer in zip(stretches, answers, strict=True):
         written = turns.renderer.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        grown += stretch.token_ids + tuple(written) + turns.closing
+        grown += stretch.token_ids + tuple(written) + turns.end_of_turn_ids
     assert grown == stock(turns, whole, begin=False)[: len(grown)]
 
 
@@ -95,7 +99,7 @@ def test_no_text_can_close_or_open_a_message(family: str, merges: str, said: lis
     special = set(turns.renderer.tokenizer.all_special_ids)
 
     def marks(messages: list[Message]) -> list[int]:
-        return [i for i in turns.between(messages).token_ids if i in special]
+        return [i for i in turns.render_continuation(messages).token_ids if i in special]
 
     assert marks(said) == marks([Message(role=m.role, content="plain") for m in said])
 
@@ -104,43 +108,53 @@ def test_no_text_can_close_or_open_a_message(family: str, merges: str, said: lis
 def test_the_opening_is_what_the_template_adds_for_an_answer(family: str) -> None:
     turns = turns_for(family)
     for stretch, before in [
-        (turns.prompt([SYSTEM, HI]), stock(turns, [SYSTEM, HI], begin=False)),
-        (turns.between([RESULT]), None),
+        (turns.render_prompt([SYSTEM, HI]), stock(turns, [SYSTEM, HI], begin=False)),
+        (turns.render_continuation([RESULT]), None),
     ]:
-        opening = turns.renderer.tokenizer.decode(stretch.token_ids[-stretch.num_opening :])
+        opening = turns.renderer.tokenizer.decode(
+            stretch.token_ids[-stretch.num_generation_prompt_tokens :]
+        )
         assert opening == {
             "headers": "<|header|>assistant<|/header|>\n\n",
             "no_breaks": "<|im_start|>assistant:",
             "words": "\nassistant:\n",
         }.get(family, "<|im_start|>assistant\n")
         if before is not None:
-            assert stretch.token_ids[: -stretch.num_opening] == before
+            assert stretch.token_ids[: -stretch.num_generation_prompt_tokens] == before
 
 
 def test_a_token_across_the_edge_counts_to_the_opening() -> None:
     turns = turns_for("words", "greedy")
-    between = turns.between([HI])
-    opening = turns.renderer.pieces(between.token_ids[-between.num_opening :])
+    between = turns.render_continuation([HI])
+    opening = turns.renderer.pieces(between.token_ids[-between.num_generation_prompt_tokens :])
     assert opening[0] == "\n\n", "the message's own line break is in that token"
 
 
 def test_the_cost_of_a_turn_does_not_depend_on_how_many_went_before() -> None:
     """Nothing of the conversation is even passed; a long one takes as long as its texts."""
     turns = turns_for("thinking", "breaks")
-    turns.between([RESULT])
+    turns.render_continuation([RESULT])
     begin = time.perf_counter()
     for n in range(200):
-        turns.between([replace(RESULT, content=f"{RESULT.content} {n}")])
+        turns.render_continuation([replace(RESULT, content=f"{RESULT.content} {n}")])
     assert time.perf_counter() - begin < 2.0
 
 
 def test_what_was_rendered_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = turns_for("chatml")
     ask, other = (Message(role="user", content=text) for text in ("So?", "Not so?"))
-    first = [turns.prompt([ask]), turns.between([ask]), turns.prompt([other])]
+    first = [
+        turns.render_prompt([ask]),
+        turns.render_continuation([ask]),
+        turns.render_prompt([other]),
+    ]
     assert len({stretch.token_ids for stretch in first}) == 3
     monkeypatch.setattr(turns.renderer, "render", None)
-    assert [turns.prompt((ask,)), turns.between((ask,)), turns.prompt([other])] == first
+    assert [
+        turns.render_prompt((ask,)),
+        turns.render_continuation((ask,)),
+        turns.render_prompt([other]),
+    ] == first
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────
@@ -157,18 +171,22 @@ def test_turns_carry_their_messages_and_opening() -> None:
     answer = TURNS.assistant_turn(sample, [event])
     assert (answer.token_ids, answer.sampler_logp) == ((70, END), (-1.0, -0.5))
     assert answer.chosen == (True, True) and answer.events == (event,)
-    environment = TURNS.environment_turn([RESULT], closing=False)
+    environment = TURNS.environment_turn([RESULT], add_end_of_turn=False)
     assert environment.role == "environment" and environment.messages == (RESULT,)
-    assert environment.token_ids == TURNS.between([RESULT]).token_ids
-    assert environment.num_opening == prompt.num_opening == len("s" + "assistant" + "\n")
+    assert environment.token_ids == TURNS.render_continuation([RESULT]).token_ids
+    assert (
+        environment.num_generation_prompt_tokens
+        == prompt.num_generation_prompt_tokens
+        == len("s" + "assistant" + "\n")
+    )
     assert not any(prompt.chosen + environment.chosen)
     assert environment.text == "tool: 42."
 
 
 def test_an_answer_that_ran_into_its_limit_is_closed_by_the_environment() -> None:
-    assert TURNS.ends((70, END)) and not TURNS.ends((70,)) and not TURNS.ends(())
-    closed = TURNS.environment_turn([RESULT], closing=True)
-    assert closed.token_ids == (END, *TURNS.between([RESULT]).token_ids)
+    assert TURNS.is_ended((70, END)) and not TURNS.is_ended((70,)) and not TURNS.is_ended(())
+    closed = TURNS.environment_turn([RESULT], add_end_of_turn=True)
+    assert closed.token_ids == (END, *TURNS.render_continuation([RESULT]).token_ids)
     assert not any(closed.chosen)
 
 
@@ -176,12 +194,12 @@ def test_the_end_token_is_the_templates_not_just_any_of_the_models() -> None:
     tokenizer = tokenizer_for(HEADERS)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>"])
     turns = IncrementalTemplate(ChatTemplate(tokenizer, name="tiny", eos_ids=[start, end]))
-    assert turns.closing == (end,)
+    assert turns.end_of_turn_ids == (end,)
 
 
 def test_what_a_template_puts_before_the_end_token_closes_too() -> None:
     spaced = turns_of(FAMILIES["chatml"].replace("<|im_end|>", "\n<|im_end|>"))
-    assert spaced.renderer.tokenizer.decode(spaced.closing) == "\n<|im_end|>"
+    assert spaced.renderer.tokenizer.decode(spaced.end_of_turn_ids) == "\n<|im_end|>"
     assert spaced.note is None
 
 
@@ -222,14 +240,14 @@ def test_a_note_where_the_same_text_is_other_tokens() -> None:
 )
 def test_a_role_that_has_no_place_is_named_with_a_fix(template: str, role: Role, says: str) -> None:
     turns = turns_of(template)
-    turns.between([HI])
+    turns.render_continuation([HI])
     with pytest.raises(ModelError, match=says):
-        turns.between([Message(role=role, content="42.")])
+        turns.render_continuation([Message(role=role, content="42.")])
 
 
 def test_two_messages_of_one_role_where_roles_alternate() -> None:
     with pytest.raises(ModelError, match=r"no 'user' message may stand behind a 'user'.*Join the"):
-        turns_of(ALTERNATING).between([HI, HI])
+        turns_of(ALTERNATING).render_continuation([HI, HI])
 
 
 def test_an_answer_that_only_ends_with_the_conversation() -> None:
@@ -240,9 +258,9 @@ def test_an_answer_that_only_ends_with_the_conversation() -> None:
     )
     turns = turns_of(template)
     with pytest.raises(ModelError, match="holds no end token"):
-        turns.between([HI])
+        turns.render_continuation([HI])
     with pytest.raises(ModelError, match="holds no end token"):
-        _ = turns.closing
+        _ = turns.end_of_turn_ids
 
 
 def test_a_template_that_changes_messages_for_the_opening() -> None:
@@ -251,18 +269,20 @@ def test_a_template_that_changes_messages_for_the_opening() -> None:
         "m['content'] + ('!' if add_generation_prompt and loop.index > 1 else '')+",
     )
     with pytest.raises(ModelError, match="changes messages where it opens an answer"):
-        turns_of(template).prompt([SYSTEM, HI])
+        turns_of(template).render_prompt([SYSTEM, HI])
 
 
 def test_a_template_that_says_things_twice() -> None:
     template = FAMILIES["chatml"].replace("m['content']", "m['content'] * (messages | length - 1)")
     template = template.replace("(messages | length - 1)", "[1, messages | length - 1] | max")
     with pytest.raises(ModelError, match="does not show an earlier message exactly once"):
-        turns_of(template).between([HI])
+        turns_of(template).render_continuation([HI])
 
 
 def test_marks_are_never_taken_from_the_texts() -> None:
-    held = {"role": "tool", "content": [{"text": CUTS[0]}], "n": {CUTS[1]: 1}}
-    assert free_marks([Message(role="user", content=CUTS[2]), held], 2) == list(CUTS[3:5])
+    held = {"role": "tool", "content": [{"text": NONCHARACTERS[0]}], "n": {NONCHARACTERS[1]: 1}}
+    assert unused_noncharacters([Message(role="user", content=NONCHARACTERS[2]), held], 2) == list(
+        NONCHARACTERS[3:5]
+    )
     with pytest.raises(TaskError, match="32 of Unicode's noncharacters"):
-        free_marks([Message(role="user", content="".join(CUTS))])
+        unused_noncharacters([Message(role="user", content="".join(NONCHARACTERS))])

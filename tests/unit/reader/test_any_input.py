@@ -12,10 +12,10 @@ from episodes import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.reader.base import Reading
+from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import Reply
-from courtside.reader.model.prompt import CLOSE, OPEN, windows
+from courtside.reader.model.prompt import CLOSE, OPEN, make_windows
 from courtside.recipe.reader import (
     CombinedReaderConfig,
     Detect,
@@ -97,7 +97,7 @@ RULES = tuple(
 CONTROLS = st.sampled_from(["none", "random_turn", "random_hint", "all_turns"])
 
 
-def check(reading: Reading, batch: Sequence[Trajectory], max_hints: int, control: str) -> None:
+def check(reading: ReaderOutput, batch: Sequence[Trajectory], max_hints: int, control: str) -> None:
     assert balanced(reading.counts), reading.counts
     assert reading.counts.get("kept", 0) == len(reading.hints)
     by_id = {trajectory.id: trajectory for trajectory in batch}
@@ -193,7 +193,7 @@ def test_both(batch: list[Trajectory], said: list[str], control: Any) -> None:
 def test_windows(batch: list[Trajectory], window: int, overlap: int, shown: int) -> None:
     config = ModelReaderConfig(kind="model", window=window, overlap=overlap, shown=shown)
     for trajectory in batch:
-        found = windows(trajectory, config)
+        found = make_windows(trajectory, config)
         hintable = {i for i, t in enumerate(trajectory.turns)
                     if t.role == "assistant" and any(t.chosen)}  # fmt: skip
         assert {turn for one in found for turn in one.turns} == hintable

@@ -12,7 +12,7 @@ from episodes import balanced, not_found, play, said, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.reader.base import Reading
+from courtside.reader.base import ReaderOutput
 from courtside.reader.combine import CombinedReader
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rule, RuleReaderConfig
@@ -38,14 +38,14 @@ class Says:
     def __init__(self, *hints: Hint):
         self.hints = hints
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
-        return Reading(hints=self.hints, counts={"rules/test": len(self.hints)})
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
+        return ReaderOutput(hints=self.hints, counts={"rules/test": len(self.hints)})
 
 
 def composed(
     *readers: Says, trajectories: Sequence[Trajectory], max_hints: int = 8, control: str = "none",
     seed: int = 1,
-) -> Reading:  # fmt: skip
+) -> ReaderOutput:  # fmt: skip
     whole = CombinedReader(readers, max_hints=max_hints, control=control, seed=seed)
     reading = whole(trajectories)
     assert balanced(reading.counts), reading.counts
@@ -212,4 +212,6 @@ def test_controls_follow_the_seed_and_nothing_else(control: str) -> None:
 
 def test_without_hints_controls_do_nothing() -> None:
     for control in ("random_turn", "random_hint", "all_turns"):
-        assert composed(Says(), trajectories=BATCH, control=control) == Reading(hints=(), counts={})
+        assert composed(Says(), trajectories=BATCH, control=control) == ReaderOutput(
+            hints=(), counts={}
+        )

@@ -12,11 +12,11 @@ import pytest
 from episodes import balanced, environment, event, play, said, tool
 
 from courtside.errors import RecipeError
-from courtside.reader.base import Reading
+from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import Reply
-from courtside.reader.model.parse import entries_in
-from courtside.reader.model.prompt import CLOSE, OPEN, encoded, windows
+from courtside.reader.model.parse import parse_entries
+from courtside.reader.model.prompt import CLOSE, OPEN, encode_line, make_windows
 from courtside.reader.model.reader import ModelReader
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Grade, Message, Trajectory
@@ -41,7 +41,7 @@ class Model:
         return sum(len(message.content) for message in prompt) <= self.room
 
 
-def read(reply: str, trajectory: Trajectory, **fields: Any) -> Reading:
+def read(reply: str, trajectory: Trajectory, **fields: Any) -> ReaderOutput:
     config = ModelReaderConfig(kind="model", **fields)
     reading = make_reader(config, ask_self=lambda _: Model(lambda _: reply), seed=0)([trajectory])
     assert balanced(reading.counts), reading.counts
@@ -166,8 +166,8 @@ def test_reasons_are_lines_too() -> None:
 
 
 def test_entries_of_deep_or_long_replies() -> None:
-    assert entries_in("[" * 100_000 + answer(entry())) is None
-    assert entries_in("x" * 300_000 + answer(entry())) == [entry()]
+    assert parse_entries("[" * 100_000 + answer(entry())) is None
+    assert parse_entries("x" * 300_000 + answer(entry())) == [entry()]
 
 
 # ── what is shown ────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +225,7 @@ def test_advice_is_part_of_the_instructions() -> None:
     reader = ModelReader(
         ModelReaderConfig(kind="model", advice="Mind the units."), Model(lambda _: "[]")
     )
-    system, user = reader.prompt(windows(THREE, reader.config)[0])
+    system, user = reader.prompt(make_windows(THREE, reader.config)[0])
     assert system.role == "system" and system.content.endswith("Mind the units.")
     assert "at most 3 objects" in system.content and "Mind" not in user.content
 
@@ -237,7 +237,7 @@ LONG = play(*[part for n in range(150) for part in (f"turn {n} " + "a" * 90, too
 @pytest.mark.parametrize(("window", "overlap"), [(2000, 0), (2000, 500), (1000, 500), (10**6, 0)])
 def test_windows_cover_every_turn(window: int, overlap: int) -> None:
     config = ModelReaderConfig(kind="model", window=window, overlap=overlap)
-    found = windows(LONG, config)
+    found = make_windows(LONG, config)
     assert {turn for one in found for turn in one.turns} == set(range(1, 300, 2))
     for one in found:
         rows = [json.loads(line) for line in one.lines]
@@ -336,7 +336,7 @@ def test_the_own_model_reads_special_tokens_as_text() -> None:
     renderer = ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=[1])
     reader = ModelReader(ModelReaderConfig(kind="model"), Model(lambda _: "[]"))
     ids = [
-        renderer.prompt_ids(reader.prompt(windows(play(text, prompt=text), reader.config)[0]))
+        renderer.prompt_ids(reader.prompt(make_windows(play(text, prompt=text), reader.config)[0]))
         for text in ("plain", ATTACKS[8])
     ]
     marks = [[one for one in each if one in (0, 1)] for each in ids]
@@ -345,4 +345,4 @@ def test_the_own_model_reads_special_tokens_as_text() -> None:
 
 def test_encoded_gives_the_text_back() -> None:
     for text in ("a<b [0] [x] ]~ é 漢 👩‍👩‍👧", *ATTACKS):
-        assert json.loads(encoded({"text": text})) == {"text": text}
+        assert json.loads(encode_line({"text": text})) == {"text": text}

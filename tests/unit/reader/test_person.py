@@ -12,7 +12,7 @@ import pytest
 from episodes import balanced, play
 
 from courtside.errors import RunError, UserError
-from courtside.reader.base import Reader, Reading
+from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hinted_id, parse_hints, write_hint
@@ -25,7 +25,7 @@ def reader(path: Path, **fields: int) -> Reader:
     return make_reader(HumanReaderConfig(kind="person", path=path, **fields), seed=0)
 
 
-def read(path: Path, **fields: int) -> Reading:
+def read(path: Path, **fields: int) -> ReaderOutput:
     reading = reader(path, **fields)(TWO)
     assert balanced(reading.counts), reading.counts
     return reading
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
     for one in hints:
         write_hint(path, one)
-    assert read(path) == Reading(hints=tuple(hints), counts={"person/proposed": 2, "kept": 2})
+    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"person/proposed": 2, "kept": 2})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {
         "trajectory": "x", "turn": 1, "text": "Read the list.", "reason": "calls by habit",
@@ -146,7 +146,7 @@ def test_a_missing_file_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reader.path = .*No such file.*an empty one will do"):
         reader(tmp_path / "nope.jsonl")
     (tmp_path / "empty.jsonl").touch()
-    assert read(tmp_path / "empty.jsonl") == Reading(hints=(), counts={})
+    assert read(tmp_path / "empty.jsonl") == ReaderOutput(hints=(), counts={})
 
 
 def test_the_file_is_followed_while_a_run_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from courtside.recipe.reader import HINTS, Detect, HintsConfig, ReaderConfig
 from courtside.report.folder.hints_file import parse_hints
-from courtside.tasks.chat_logs import conversation_tasks
+from courtside.tasks.chat_logs import read_chat_logs
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "readers.md").read_text(encoding="utf-8")
 READER: TypeAdapter[Any] = TypeAdapter(ReaderConfig)
@@ -44,6 +44,6 @@ def test_the_lines_are_hints(tmp_path: Path) -> None:
     [hint] = parse_hints(sampled.encode(), name="readers.md")[0]
     assert hint.turn == 5
     (tmp_path / "talks.jsonl").write_text(talk)
-    [task] = conversation_tasks(tmp_path / "talks.jsonl")
+    [task] = read_chat_logs(tmp_path / "talks.jsonl")
     [hint] = parse_hints(recorded.encode(), name="readers.md")[0]
     assert hint.trajectory == task.id

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from episodes import PROMPT, balanced, environment, event, not_found, play, said, tool
 
-from courtside.reader.base import Reader, Reading
+from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader
-from courtside.reader.rules.wording import span_at, span_of
+from courtside.reader.rules.wording import find_span, unique_span
 from courtside.recipe.reader import ERROR_PATTERN, Rule, RuleReaderConfig
 from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.types import Message, Trajectory
@@ -23,7 +23,7 @@ def reader(*rules: dict[str, Any], **fields: Any) -> Reader:
     return make_reader(RuleReaderConfig(kind="rules", **listed, **fields), seed=3)
 
 
-def read(trajectory: Trajectory, *rules: dict[str, Any], **fields: Any) -> Reading:
+def read(trajectory: Trajectory, *rules: dict[str, Any], **fields: Any) -> ReaderOutput:
     reading = reader(*rules, **fields)([trajectory])
     assert balanced(reading.counts), reading.counts
     return reading
@@ -61,7 +61,7 @@ def test_other_events(kind: str, text: str) -> None:
     assert [(hint.turn, hint.text) for hint in reading.hints] == [(3, text)]
     assert reading.counts == {f"rules/{kind}": 1, "kept": 1}
     clean = play("Hm.", tool("?"), "meteo(1)", tool("rain"), "Oh.", privileged=TOOLS)
-    assert read(clean) == Reading(hints=(), counts={})
+    assert read(clean) == ReaderOutput(hints=(), counts={})
 
 
 def test_an_event_of_ones_own() -> None:
@@ -289,13 +289,13 @@ def test_turns_in_which_nothing_was_chosen_are_left_alone() -> None:
 
 
 def test_a_span_is_found_where_it_stands() -> None:
-    assert span_of("weathered; weather()", "weather") == " weather"
-    assert span_of("my_weather", "weather") == "weather"
-    assert span_of("a.b", "a?b") is None and span_of("a", "") is None
+    assert find_span("weathered; weather()", "weather") == " weather"
+    assert find_span("my_weather", "weather") == "weather"
+    assert find_span("a.b", "a?b") is None and find_span("a", "") is None
     text = "ab ab ab"
-    assert span_at(text, 3, 5) == " ab" and text.find(" ab") == 2
-    assert span_at(text, 6, 8) == " ab ab"
-    assert span_at("a  b", 1, 3) is None
+    assert unique_span(text, 3, 5) == " ab" and text.find(" ab") == 2
+    assert unique_span(text, 6, 8) == " ab ab"
+    assert unique_span("a  b", 1, 3) is None
 
 
 def test_lines() -> None:
@@ -303,7 +303,7 @@ def test_lines() -> None:
     assert escape_control_characters("a\r\n\tb\u2028\x00\ufeff\U000e0041\u200d") == "a\n\tb\n\u200d"
 
 
-def noisy(share: float, number: int = 200, seed: int = 3) -> Reading:
+def noisy(share: float, number: int = 200, seed: int = 3) -> ReaderOutput:
     """One reader over many trajectories, each with one mistake and two clean turns."""
     config = RuleReaderConfig(kind="rules", false_positives=share)
     batch = [

@@ -84,7 +84,7 @@ def told(role: Any, messages: Sequence[Message]) -> Turn:
         token_ids=ids + opening,
         chosen=(False,) * (len(ids) + len(opening)),
         messages=tuple(messages),
-        num_opening=len(opening),
+        num_generation_prompt_tokens=len(opening),
     )
 
 

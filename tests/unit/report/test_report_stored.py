@@ -37,7 +37,7 @@ def turns(draw):
         chosen=tuple(draw(st.lists(st.booleans(), min_size=size, max_size=size))),
         sampler_logp=draw(st.none() | logps.map(tuple)),
         messages=tuple(draw(messages)),
-        num_opening=draw(st.integers(0, size)),
+        num_generation_prompt_tokens=draw(st.integers(0, size)),
         events=tuple(draw(events)),
     )
 

@@ -14,7 +14,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.recipe import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import EpisodeRollout, StartEpisode, reply_passes
+from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout, reply_passes
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 
 ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
@@ -59,7 +59,7 @@ def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any)
 
 
 def play(agent: EpisodeRollout, num: int = 1) -> list[Trajectory]:
-    starts = [StartEpisode(id=f"e{n}", task=TASK, seed=n, begin=agent.begin) for n in range(num)]
+    starts = [EpisodeRequest(id=f"e{n}", task=TASK, seed=n, begin=agent.begin) for n in range(num)]
     return agent.play(starts, agent.sampling, version=7)
 
 
@@ -129,7 +129,7 @@ def with_room_for(num_rows: int, agent: EpisodeRollout) -> tuple[EpisodeRollout,
         return made
 
     agent.engine.session = session  # type: ignore[method-assign]
-    start = StartEpisode(id="e", task=TASK, seed=0, begin=agent.begin)
+    start = EpisodeRequest(id="e", task=TASK, seed=0, begin=agent.begin)
     agent.engine.max_batch_tokens = num_rows * agent._row_capacity([start], agent.sampling)
     return agent, sizes
 
@@ -251,9 +251,9 @@ def test_an_environment_that_says_megabytes_is_cut() -> None:
 
 def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
     (one,) = play(rollout(max_new_tokens=1))
-    closing = TURNS.closing
+    closing = TURNS.end_of_turn_ids
     for turn, following in zip(one.turns[1:], one.turns[2:], strict=False):
-        if turn.role == "assistant" and not TURNS.ends(turn.token_ids):
+        if turn.role == "assistant" and not TURNS.is_ended(turn.token_ids):
             assert following.token_ids[: len(closing)] == closing
             assert not any(following.chosen)
             return

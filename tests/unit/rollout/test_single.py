@@ -156,7 +156,7 @@ def test_off_policy_every_answer_is_the_data_sets() -> None:
     for t in trajectories:
         assert t.task.completion is not None
         assert t.response == t.task.completion
-        assert t.chosen_ids == RENDERER.answer_ids(t.task.messages, t.task.completion)
+        assert t.chosen_ids == RENDERER.completion_ids(t.task.messages, t.task.completion)
         assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + t.chosen_ids
         assert t.sampler_logp is None, "nobody sampled it"
         assert (t.source, t.stop, t.policy_version) == ("dataset", "dataset", None)

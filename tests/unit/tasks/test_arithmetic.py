@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from courtside.recipe import ArithmeticTasks
-from courtside.tasks.arithmetic import arithmetic_task, worked
+from courtside.tasks.arithmetic import arithmetic_task, work_out
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
 from courtside.types import Split
@@ -52,7 +52,7 @@ def test_operands_have_the_asked_length() -> None:
 def test_every_line_of_a_solution_is_true(a: int, b: int) -> None:
     a, b = max(a, b), min(a, b)
     for operation in OPERATIONS:
-        *lines, last = worked(operation, a, b)
+        *lines, last = work_out(operation, a, b)
         expected = {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]
         assert last == f"Answer: {expected}"
         for line in lines:
@@ -69,13 +69,13 @@ def test_every_line_of_a_solution_is_true(a: int, b: int) -> None:
 
 def test_written_digits_spell_the_answer() -> None:
     for operation, a, b in (("add", 987, 654), ("subtract", 502, 468)):
-        lines = list(worked(operation, a, b))
+        lines = list(work_out(operation, a, b))
         digits = [match[1] for line in lines if (match := re.search(r"write (\d)", line))]
         assert int("".join(reversed(digits))) == int(lines[-1].removeprefix("Answer: "))
 
 
 def test_a_worked_sum_by_hand() -> None:
-    assert list(worked("add", 478, 356)) == [
+    assert list(work_out("add", 478, 356)) == [
         "8 + 6 + carry 0 = 14, write 4, carry 1",
         "7 + 5 + carry 1 = 13, write 3, carry 1",
         "4 + 3 + carry 1 = 8, write 8, carry 0",

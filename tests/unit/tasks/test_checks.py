@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.tasks.checks import CHECKS, complaint
+from courtside.tasks.checks import CHECKS, find_violation
 
 PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     "word_count": {"limit": 4},
@@ -72,12 +72,12 @@ FAILING = [
 
 @pytest.mark.parametrize(("name", "text"), PASSING)
 def test_passes(name: str, text: str) -> None:
-    assert complaint(name, text, PARAMETERS.get(name, {})) is None
+    assert find_violation(name, text, PARAMETERS.get(name, {})) is None
 
 
 @pytest.mark.parametrize(("name", "text", "reason"), FAILING)
 def test_fails_with_the_reason(name: str, text: str, reason: str) -> None:
-    said = complaint(name, text, PARAMETERS.get(name, {}))
+    said = find_violation(name, text, PARAMETERS.get(name, {}))
     assert said is not None and reason in said
     assert said.startswith("The answer must") and said.endswith(".")
 
@@ -87,7 +87,7 @@ def test_every_check_is_tried_both_ways() -> None:
 
 
 def test_the_feedback_reads_well() -> None:
-    assert complaint("lower_case", "a Volcano", {}) == (
+    assert find_violation("lower_case", "a Volcano", {}) == (
         "The answer must be in lower case, but it contains capital letters such as 'V'."
     )
 
@@ -95,16 +95,16 @@ def test_the_feedback_reads_well() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("text", ["", " \n\t", "...", "- \n- ", "{}", "\u200b", "!?"])
 def test_saying_nothing_follows_no_instruction(name: str, text: str) -> None:
-    assert complaint(name, text, PARAMETERS.get(name, {})) is not None
+    assert find_violation(name, text, PARAMETERS.get(name, {})) is not None
 
 
 @given(st.sampled_from(sorted(CHECKS)), st.text())
 def test_no_text_breaks_a_check(name: str, text: str) -> None:
-    said = complaint(name, text, PARAMETERS.get(name, {}))
+    said = find_violation(name, text, PARAMETERS.get(name, {}))
     assert said is None or said.endswith(".")
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_long_runs_are_read_in_no_time(name: str) -> None:
     for text in ("a" * 200_000, "." * 200_000 + "a", "a. " * 60_000, "\n" * 100_000 + "x"):
-        complaint(name, text, PARAMETERS.get(name, {}))
+        find_violation(name, text, PARAMETERS.get(name, {}))

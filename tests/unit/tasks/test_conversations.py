@@ -16,7 +16,7 @@ from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
-from courtside.tasks.chat_logs import conversation_tasks
+from courtside.tasks.chat_logs import read_chat_logs
 from courtside.types import Message, Task, Trajectory, Turn
 
 
@@ -42,18 +42,18 @@ CITIES = ("Rome", "Oslo", "Lima", "Bonn", "Kyiv", "Graz", "Bern", "Nice", "York"
 
 def test_what_stands_before_the_first_answer_is_the_prompt(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "talks.jsonl", [talk(city) for city in (*CITIES, "Rome")])
-    tasks = conversation_tasks(file)
+    tasks = read_chat_logs(file)
     assert len(tasks) == len(CITIES)  # the same one twice is one
     assert tasks[0].messages == (Message(role="user", content="Weather in Rome?"),)
     assert [m["role"] for m in tasks[0].conversation] == ["assistant", "tool", "assistant"]
     assert tasks[0].privileged == {"tools": "meteo"}
-    assert tasks == conversation_tasks(file)
+    assert tasks == read_chat_logs(file)
     assert {task.split for task in tasks} == {"train"}  # nothing could be measured on the others
 
 
 def test_a_conversation_may_have_an_id(tmp_path: Path) -> None:
     lines = [talk("Rome") | {"id": "first"}, talk("Rome") | {"id": "again"}, talk("Oslo")]
-    tasks = conversation_tasks(write_jsonl(tmp_path / "talks.jsonl", lines))
+    tasks = read_chat_logs(write_jsonl(tmp_path / "talks.jsonl", lines))
     assert [task.id for task in tasks[:2]] == ["first", "again"]  # named apart, they are two
     assert tasks[2].id.startswith("conversation-")
 
@@ -73,20 +73,20 @@ def test_a_conversation_may_have_an_id(tmp_path: Path) -> None:
 )
 def test_what_is_no_conversation_is_refused(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        conversation_tasks(write_jsonl(tmp_path / "talks.jsonl", [line]))
+        read_chat_logs(write_jsonl(tmp_path / "talks.jsonl", [line]))
 
 
 def test_two_conversations_of_one_id_are_refused(tmp_path: Path) -> None:
     lines = [talk("Rome") | {"id": "a"}, talk("Oslo"), talk("Lima") | {"id": "a"}]
     file = write_jsonl(tmp_path / "talks.jsonl", lines)
     with pytest.raises(TaskError, match=r"line 3: id = 'a' is also at .*line 1. Give each"):
-        conversation_tasks(file)
+        read_chat_logs(file)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "talks.jsonl").write_text("\n")
     with pytest.raises(TaskError, match=r"the file is empty. Write one conversation a line"):
-        conversation_tasks(tmp_path / "talks.jsonl")
+        read_chat_logs(tmp_path / "talks.jsonl")
 
 
 def hint_recipe(folder: Path, file: Path, **changes: Any) -> Any:

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from tiny import tiny_tokenizer
 
-from courtside.chat.chat_logs import trajectory_from_chat_log
+from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.hint_splicing import splice_hint, splice_hints_cumulatively
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.environments.tool_calls import ToolCall, parse_call
 from courtside.environments.toolbox.demonstrations import demonstration_rows, demonstrations
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import plan
+from courtside.environments.toolbox.plan import make_plan
 from courtside.environments.toolbox.reminders import REMINDERS
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
 from courtside.recipe.reader import VETTED_RULES
-from courtside.tasks.jsonl import jsonl_tasks
+from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.types import Hint, Message, Task, Trajectory
 
 
@@ -52,7 +52,7 @@ def test_the_habit_makes_exactly_the_errors_of_unlisted_common_names(share: floa
     box = toolbox(common_share=0.5, turns=(3, 6))
     num_calls = num_unlisted = num_habits = 0
     for number, conversation in enumerate(demonstrations(box, range(200), habit_share=share)):
-        planned = plan(box.config, number)
+        planned = make_plan(box.config, number)
         calls = [parse_call(m.content, "json") for m in conversation if m.role == "assistant"]
         answers = [m.content for m in conversation if m.role == "tool"]
         for request, call, said in zip(planned.requests, calls, [*answers, None], strict=True):
@@ -73,7 +73,7 @@ def test_events_of_a_habit_are_tool_not_found() -> None:
     box = toolbox(common_share=0.0)
     episode = box.start(box.task(0))
     while not episode.done:
-        [event, *more] = episode.step(episode.habitual()).events
+        [event, *more] = episode.step(episode.habitual_call()).events
         assert event.kind == "tool_not_found" and event.details["tool"] == event.details["common"]
         assert all(one.kind == "repeated_call" for one in more)
     assert episode.grade().score == 0.0
@@ -102,7 +102,7 @@ def test_reminders_stand_right_above_calls_that_are_right() -> None:
     box = toolbox(common_share=0.2, turns=(3, 6))
     num_reminded = num_others = num_habits = 0
     for number, conversation in enumerate(demonstrations(box, range(150), 0.5, 0.4)):
-        planned = plan(box.config, number)
+        planned = make_plan(box.config, number)
         roles = roles_of(conversation)
         assert re.fullmatch("sur?a(tur?a)*", roles), roles
         requests = iter(planned.requests)
@@ -197,7 +197,7 @@ def test_rows_are_tasks_with_the_call_to_imitate(tmp_path: Path) -> None:
     assert len(rows) == 3 * len(train)
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks = jsonl_tasks(file)
+    tasks = read_jsonl_tasks(file)
     assert len(tasks) == len(rows) and {task.split for task in tasks} == {"train"}
     for row, task in zip(rows, tasks, strict=True):
         assert task.completion == row["completion"] and task.messages[-1].role == "user"

@@ -6,7 +6,7 @@ import pytest
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe import DatasetTasks
-from courtside.tasks.hf_datasets import dataset_tasks
+from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.loading import make_task_source
 
 ROWS = {
@@ -44,50 +44,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rows_become_tasks(folder: Path) -> None:
-    tasks = dataset_tasks(config(folder / "single"))
+    tasks = load_dataset_tasks(config(folder / "single"))
     assert len(tasks) == 40
     task = next(task for task in tasks if task.answer == "8")
     assert task.messages[0].content == "What is 7 + 1?"
     assert task.privileged == {"solution": "7 and one more"}
     assert task.grader == "math" and task.id.startswith("datasets-")
     assert next(task for task in tasks if task.answer == "1").privileged == {}
-    assert dataset_tasks(config(folder / "single", grader="number"))[0].grader == "number"
+    assert load_dataset_tasks(config(folder / "single", grader="number"))[0].grader == "number"
 
 
 def test_splits_of_a_folder(folder: Path) -> None:
-    assert len(dataset_tasks(config(folder / "several", split="extra"))) == 3
+    assert len(load_dataset_tasks(config(folder / "several", split="extra"))) == 3
     with pytest.raises(TaskError, match=r"tasks.split = 'dev'.*\['extra', 'train'\]"):
-        dataset_tasks(config(folder / "several", split="dev"))
+        load_dataset_tasks(config(folder / "several", split="dev"))
     with pytest.raises(TaskError, match=r"tasks.split = 'dev'.*holds only 'train'"):
-        dataset_tasks(config(folder / "single", split="dev"))
+        load_dataset_tasks(config(folder / "single", split="dev"))
     with pytest.raises(TaskError, match=r"tasks.name = 'main'.*remove tasks.name"):
-        dataset_tasks(config(folder / "single", name="main"))
+        load_dataset_tasks(config(folder / "single", name="main"))
 
 
 def test_wrong_columns_are_named(folder: Path) -> None:
     with pytest.raises(TaskError, match=r"no such column. It has question, result, worked"):
-        dataset_tasks(config(folder / "single", columns={"prompt": "text"}))
+        load_dataset_tasks(config(folder / "single", columns={"prompt": "text"}))
     with pytest.raises(TaskError, match=r"tasks.columns.reward: no such field"):
-        dataset_tasks(config(folder / "single", columns={"prompt": "question", "reward": "x"}))
+        load_dataset_tasks(config(folder / "single", columns={"prompt": "question", "reward": "x"}))
     with pytest.raises(TaskError, match="neither prompt nor messages"):
-        dataset_tasks(config(folder / "single", columns={"answer": "result"}))
+        load_dataset_tasks(config(folder / "single", columns={"answer": "result"}))
     with pytest.raises(TaskError, match="row 0: `prompt` must be a text, not a number"):
-        dataset_tasks(config(folder / "single", columns={"prompt": "result"}))
+        load_dataset_tasks(config(folder / "single", columns={"prompt": "result"}))
 
 
 def test_messages_column(folder: Path) -> None:
     columns = {"messages": "chat"}
-    (task,) = dataset_tasks(config(folder / "plain chats", columns=columns))
+    (task,) = load_dataset_tasks(config(folder / "plain chats", columns=columns))
     assert [m.role for m in task.messages] == ["user", "tool"]
     with pytest.raises(TaskError, match=r"row 1: messages\[1\].*no other key"):
-        dataset_tasks(config(folder / "chats", columns=columns))
+        load_dataset_tasks(config(folder / "chats", columns=columns))
 
 
 def test_nothing_to_load(folder: Path) -> None:
     with pytest.raises(TaskError, match="cannot be loaded; correct"):
-        dataset_tasks(config(folder / "empty"))
+        load_dataset_tasks(config(folder / "empty"))
     with pytest.raises(TaskError, match=r"tasks.path = .*nowhere.*cannot be loaded"):
-        dataset_tasks(config(folder / "nowhere"))
+        load_dataset_tasks(config(folder / "nowhere"))
 
 
 def test_json_files_load_through_the_package(
@@ -98,7 +98,7 @@ def test_json_files_load_through_the_package(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"question": "Hi"}\n{"question": "Ho"}\n')
-    tasks = dataset_tasks(config(tmp_path / "data", columns={"prompt": "question"}))
+    tasks = load_dataset_tasks(config(tmp_path / "data", columns={"prompt": "question"}))
     assert [task.messages[0].content for task in tasks] == ["Hi", "Ho"]
 
 
@@ -110,4 +110,4 @@ def test_source(folder: Path) -> None:
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'courtside\[datasets\]'"):
-        dataset_tasks(config("somewhere"))
+        load_dataset_tasks(config("somewhere"))

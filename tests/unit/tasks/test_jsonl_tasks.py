@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from courtside.errors import TaskError
 from courtside.recipe import JsonlTasks
 from courtside.tasks.graders import grade
-from courtside.tasks.jsonl import jsonl_tasks
+from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.loading import make_task_source
-from courtside.tasks.parsing import Record, tasks_from
+from courtside.tasks.parsing import Record, parse_tasks
 
 
 def write(folder: Path, *lines: Any) -> Path:
@@ -35,7 +35,7 @@ def test_a_full_line(tmp_path: Path) -> None:
         "grader_args": {"ignore_case": True},
         "split": "test",
     }
-    (task,) = jsonl_tasks(write(tmp_path, line))
+    (task,) = read_jsonl_tasks(write(tmp_path, line))
     assert [(m.role, m.content) for m in task.messages] == [
         ("system", "Be short."),
         ("user", "Capital of France?"),
@@ -54,7 +54,7 @@ def test_defaults(tmp_path: Path) -> None:
         tmp_path, {"prompt": "2+2?", "answer": 4}, "", {"prompt": "Hi"},
         {"prompt": "Colour?", "answer": "blue", "grader": None},
     )  # fmt: skip
-    sum_, greeting, ungraded = jsonl_tasks(path)
+    sum_, greeting, ungraded = read_jsonl_tasks(path)
     assert (sum_.answer, sum_.grader) == ("4", "math")
     assert (greeting.answer, greeting.grader, greeting.completion) == (None, None, None)
     assert (ungraded.answer, ungraded.grader) == ("blue", None)
@@ -65,7 +65,7 @@ def test_byte_order_marks_and_odd_separators_are_no_lines(tmp_path: Path) -> Non
     path = tmp_path / "tasks.jsonl"
     text = '{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}'
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert [t.messages[0].content for t in jsonl_tasks(path)] == ["a\u2028b\u0085c", "d"]
+    assert [t.messages[0].content for t in read_jsonl_tasks(path)] == ["a\u2028b\u0085c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -109,20 +109,20 @@ def test_byte_order_marks_and_odd_separators_are_no_lines(tmp_path: Path) -> Non
 def test_a_broken_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
     path = write(tmp_path, {"prompt": "fine"}, "", line)
     with pytest.raises(TaskError, match=reason) as caught:
-        jsonl_tasks(path)
+        read_jsonl_tasks(path)
     assert str(caught.value).startswith(f"{path}, line 3: ")
 
 
 def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"tasks.path = .*no such file"):
-        jsonl_tasks(tmp_path / "none.jsonl")
+        read_jsonl_tasks(tmp_path / "none.jsonl")
     with pytest.raises(TaskError, match="cannot be read"):
-        jsonl_tasks(tmp_path)
+        read_jsonl_tasks(tmp_path)
     with pytest.raises(TaskError, match="the file is empty"):
-        jsonl_tasks(write(tmp_path, "", " "))
+        read_jsonl_tasks(write(tmp_path, "", " "))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe4"}')
     with pytest.raises(TaskError, match="line 2: not UTF-8"):
-        jsonl_tasks(tmp_path / "latin.jsonl")
+        read_jsonl_tasks(tmp_path / "latin.jsonl")
     only_test = JsonlTasks(kind="jsonl", path=write(tmp_path, {"prompt": "a", "split": "test"}))
     with pytest.raises(TaskError, match="none of its 1 tasks is in the train split"):
         make_task_source(only_test, seed=0)
@@ -130,23 +130,23 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_identical_lines_are_one_task(tmp_path: Path) -> None:
     line = {"prompt": "a", "answer": "4"}
-    assert len(jsonl_tasks(write(tmp_path, line, line, {**line, "split": "train"}))) == 1
+    assert len(read_jsonl_tasks(write(tmp_path, line, line, {**line, "split": "train"}))) == 1
 
 
 def test_one_prompt_is_never_in_two_splits(tmp_path: Path) -> None:
     first, second = {"prompt": "a", "split": "train"}, {"prompt": "a", "split": "test"}
     with pytest.raises(TaskError, match=r"line 2: split = 'test', but the same prompt.*line 1"):
-        jsonl_tasks(write(tmp_path, first, second))
+        read_jsonl_tasks(write(tmp_path, first, second))
     for split in ("train", "validation", "test"):
         lines = [{"prompt": "a", "answer": "4"}, {"prompt": "a", "answer": "5", "split": split}]
-        tasks = jsonl_tasks(write(tmp_path, *lines))
+        tasks = read_jsonl_tasks(write(tmp_path, *lines))
         assert [task.split for task in tasks] == [split, split]
         assert tasks[0].id != tasks[1].id
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 3)), max_size=20))
 def test_prompts_never_cross_splits(rows: list[tuple[str, int]]) -> None:
-    tasks = tasks_from(
+    tasks = parse_tasks(
         "test",
         [Record(where="here", fields={"prompt": text, "answer": n}) for text, n in rows],
     )
@@ -160,7 +160,7 @@ def test_prompts_never_cross_splits(rows: list[tuple[str, int]]) -> None:
 def test_source_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, *({"prompt": f"Question {i}"} for i in range(100)))
     source = make_task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
-    train = len([t for t in jsonl_tasks(path) if t.split == "train"])
+    train = len([t for t in read_jsonl_tasks(path) if t.split == "train"])
     epoch = source.batch(0, train)
     assert len({task.id for task in epoch}) == train
     assert {task.messages[0].content for task in epoch} == {"Be kind."}

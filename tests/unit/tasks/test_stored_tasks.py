@@ -17,7 +17,7 @@ from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
 from courtside.recipe.load import recipe_from
 from courtside.report.folder.parquet import write_trajectories
-from courtside.tasks.replay import ReplaySource, make_replay_source
+from courtside.tasks.stored_trajectories import ReplaySource, make_replay_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
 
 ASK = (Message(role="user", content="Is it?"),)
@@ -75,7 +75,7 @@ def test_each_is_a_task_under_its_own_id_once_an_epoch(tmp_path: Path) -> None:
 def test_they_come_back_as_they_were(tmp_path: Path) -> None:
     stored = source(store(tmp_path / "run", *STEPS))
     ids = ["2-1", "0-3", "2-0"]
-    assert stored.read(ids) == [STEPS[2][1], STEPS[0][3], STEPS[2][0]]
+    assert stored.load(ids) == [STEPS[2][1], STEPS[0][3], STEPS[2][0]]
 
 
 def test_a_batch_never_holds_one_twice(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_one_that_is_gone_meanwhile_is_told(tmp_path: Path) -> None:
     file = run / "trajectories" / "step-000000.parquet"
     write_trajectories(file, [Scored(trajectory=STEPS[0][0], target=None)], {})
     with pytest.raises(TaskError, match=r"trajectory 0-2 is gone from step 0"):
-        stored.read(["0-0", "0-2"])
+        stored.load(["0-0", "0-2"])
 
 
 # ── recipes ──────────────────────────────────────────────────────────────────────────────────────
@@ -250,7 +250,7 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
     turned = {i: 257 - i for i in range(2, 256)}
     for name, answer, message in (
         ("turned", tuple(turned.get(i, i) for i in one.turns[1].token_ids), r"turn 1: its tokens"),
-        ("large", (*one.turns[1].token_ids, 300), r"holds the token 300, and .* has 258 words"),
+        ("large", (*one.turns[1].token_ids, 300), r"holds the token 300, and the vocabulary of .* has 258"),
     ):
         turn = Turn(role="assistant", text="It is.", token_ids=answer, chosen=(True,) * len(answer))
         other = Trajectory(**{**_fields(one), "turns": (one.turns[0], turn)})

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from courtside.errors import TaskError
 from courtside.hashing import choose, split_of, task_id
-from courtside.tasks.base import FiniteSource, GeneratedSource, TaskSpace, shuffled, with_system
+from courtside.tasks.base import (
+    FiniteSource,
+    GeneratedSource,
+    TaskSpace,
+    add_system_message,
+    permute_index,
+)
 from courtside.types import Message, Split, Task
 
 
@@ -53,15 +59,15 @@ def test_splits_have_their_shares() -> None:
 
 @given(st.integers(1, 300), st.text(max_size=5))
 def test_a_shuffle_is_a_permutation(size: int, key: str) -> None:
-    assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
+    assert sorted(permute_index(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_a_shuffle_depends_on_its_key_and_is_even() -> None:
-    first = Counter(shuffled(0, 5, str(key)) for key in range(5000))
+    first = Counter(permute_index(0, 5, str(key)) for key in range(5000))
     assert set(first) == set(range(5))
     assert max(first.values()) < 1.4 * min(first.values())
-    assert shuffled(7, 10**24, "a") != shuffled(7, 10**24, "b")
-    assert 0 <= shuffled(10**24 - 1, 10**24, "a") < 10**24
+    assert permute_index(7, 10**24, "a") != permute_index(7, 10**24, "b")
+    assert 0 <= permute_index(10**24 - 1, 10**24, "a") < 10**24
 
 
 def test_choose_uses_all_options() -> None:
@@ -183,10 +189,10 @@ def test_tiny_spaces_end_with_an_error() -> None:
 
 
 def test_system_prompt_comes_first_and_once() -> None:
-    task = with_system(numbered(0), "Be kind.")
+    task = add_system_message(numbered(0), "Be kind.")
     assert [m.role for m in task.messages] == ["system", "user"]
     assert task.messages[0].content == "Be kind."
     assert task.id == numbered(0).id
-    assert with_system(numbered(0), None) == numbered(0)
+    assert add_system_message(numbered(0), None) == numbered(0)
     with pytest.raises(TaskError, match=r"tasks.system is set.*already has a system message"):
-        with_system(task, "Again.")
+        add_system_message(task, "Again.")

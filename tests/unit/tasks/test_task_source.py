@@ -10,13 +10,13 @@ import courtside.tasks.loading
 PROGRAM = """
 import hashlib, sys
 from courtside.recipe import ArithmeticTasks, InstructionTasks
-from courtside.tasks.loading import task_source
+from courtside.tasks.loading import make_task_source
 names = ("json", "ending", "word_count")
 parts = []
 for config in (ArithmeticTasks(kind="arithmetic"), ArithmeticTasks(kind="arithmetic", digits=12),
                InstructionTasks(kind="instructions", checks=names),
                InstructionTasks(kind="instructions", stated=False, limit=3, system="Be kind.")):
-    source = task_source(config, seed=7)
+    source = make_task_source(config, seed=7)
     parts += [source.batch(step, 5) for step in (0, 1, 1000)] + [source.held_out("test", 5)]
 heavy = {"torch", "datasets", "math_verify", "transformers"} & sys.modules.keys()
 print(hashlib.sha256(repr(parts).encode()).hexdigest(), sorted(heavy))

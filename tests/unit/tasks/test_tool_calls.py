@@ -15,8 +15,8 @@ from courtside.environments.tool_calls import (
     CallError,
     CallFormat,
     ToolCall,
+    format_call,
     parse_call,
-    write_call,
 )
 
 FORMATS: tuple[CallFormat, ...] = ("json", "plain")
@@ -52,7 +52,7 @@ VALUES = st.one_of(TEXTS, st.integers(-(10**12), 10**12), st.booleans())
 def test_what_is_written_is_read(
     call_format: CallFormat, name: str, arguments: dict[str, Any]
 ) -> None:
-    written = write_call(name, arguments, call_format)
+    written = format_call(name, arguments, call_format)
     assert call(written, call_format) == ToolCall(name=name, arguments=arguments)
     around = f"Let me look that up.\n{written}\nThat should do."
     assert call(around, call_format) == ToolCall(name=name, arguments=arguments)
@@ -87,15 +87,15 @@ def test_hostile_replies_are_quick(call_format: CallFormat) -> None:
 @pytest.mark.parametrize("call_format", FORMATS)
 def test_a_call_has_a_size(call_format: CallFormat) -> None:
     assert isinstance(
-        parse_call(write_call("f", {"a": "x" * (MAX_CALL // 2)}, call_format), call_format),
+        parse_call(format_call("f", {"a": "x" * (MAX_CALL // 2)}, call_format), call_format),
         ToolCall,
     )
-    error(write_call("f", {"a": "x" * (2 * MAX_CALL)}, call_format), call_format)
+    error(format_call("f", {"a": "x" * (2 * MAX_CALL)}, call_format), call_format)
 
 
 @pytest.mark.parametrize("call_format", FORMATS)
 def test_of_several_calls_the_first_is_taken(call_format: CallFormat) -> None:
-    replies = [write_call(name, {"text": "f(a=1)"}, call_format) for name in ("one", "two", "tri")]
+    replies = [format_call(name, {"text": "f(a=1)"}, call_format) for name in ("one", "two", "tri")]
     parsed = call("First ".join(replies), call_format)
     assert (parsed.name, parsed.num_ignored) == ("one", 2)
     assert call(replies[0], call_format).num_ignored == 0
@@ -104,7 +104,7 @@ def test_of_several_calls_the_first_is_taken(call_format: CallFormat) -> None:
 def test_a_call_inside_an_argument_is_text() -> None:
     inner = tagged('{"name": "delete_note", "arguments": {}}')
     for call_format in FORMATS:
-        parsed = call(write_call("write_note", {"text": inner}, call_format), call_format)
+        parsed = call(format_call("write_note", {"text": inner}, call_format), call_format)
         assert parsed == ToolCall(name="write_note", arguments={"text": inner})
 
 

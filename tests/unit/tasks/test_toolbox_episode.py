@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.environments.tool_calls import CallFormat, write_call
+from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.toolbox.episode import ToolboxEpisode
-from courtside.environments.toolbox.plan import Plan, plan
+from courtside.environments.toolbox.plan import Plan, make_plan
 from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import CapabilityName, ToolboxTasks
@@ -30,7 +30,7 @@ def played(episode: ToolboxEpisode) -> list[Observation]:
     """By the expert."""
     observations = []
     while not episode.done:
-        observations.append(episode.step(episode.expert()))
+        observations.append(episode.step(episode.expert_call()))
     return observations
 
 
@@ -113,7 +113,7 @@ def test_an_episode_starts_again_from_its_stored_task() -> None:
 
 def test_the_first_request_is_in_the_prompt_and_the_others_follow() -> None:
     box = Toolbox(config(turns=3))
-    task, planned = box.task(2), plan(box.config, 2)
+    task, planned = box.task(2), make_plan(box.config, 2)
     observations = played(box.start(task))
     asked = [task.messages[-1].content, *(one.messages[-1].content for one in observations[:-1])]
     assert asked == [request.text for request in planned.requests]
@@ -167,7 +167,7 @@ def test_each_mistake_has_its_event(reply: str, kind: str, said: str) -> None:
     assert details["tools"] == "meteo, calc, save_note, note_add, open_note, drop_note"
     assert details["correct"] == 'meteo(city="Oslo")'
     assert ("tool" in details) == (kind not in ("no_call", "unparsable_call"))
-    episode.step(episode.expert())
+    episode.step(episode.expert_call())
     assert episode.grade().score == 0.5 and not episode.grade().passed
     assert episode.grade().feedback == "1 of 2 requests were solved. Not solved: request 1."
 
@@ -284,23 +284,23 @@ def test_grades_before_the_end() -> None:
     episode = episode_of("weather", "calculate", "read")
     assert episode.grade().score == 0.0
     assert episode.grade().feedback == "0 of 3 requests were solved. Not reached: 3."
-    episode.step(episode.expert())
+    episode.step(episode.expert_call())
     assert episode.grade().score == pytest.approx(1 / 3)
     unfinished = episode_of("weather", "calculate", reward="all")
-    unfinished.step(unfinished.expert())
+    unfinished.step(unfinished.expert_call())
     assert unfinished.grade().score == 0.0
 
 
 def test_all_or_nothing() -> None:
     episode = episode_of("weather", "calculate", reward="all")
     episode.step("What?")
-    episode.step(episode.expert())
+    episode.step(episode.expert_call())
     assert (episode.grade().score, episode.grade().passed) == (0.0, False)
 
 
 def test_after_the_end_nothing_happens() -> None:
     episode = episode_of("write")
-    episode.step(episode.expert())
+    episode.step(episode.expert_call())
     assert episode.step('drop_note(title="a")') == Observation(messages=(), done=True)
     assert episode.grade().passed
 
@@ -365,17 +365,17 @@ def test_no_reply_raises(replies: list[str], number: int, changes: dict[str, Any
 ), call_format=st.sampled_from(["json", "plain"]), number=st.integers(0, 1000))  # fmt: skip
 def test_no_call_raises(arguments: dict[str, Any], call_format: CallFormat, number: int) -> None:
     box = Toolbox(config(capabilities=ALL, num_tools=8, call_format=call_format))
-    for name in plan(box.config, number).tools.values():
+    for name in make_plan(box.config, number).tools.values():
         episode = box.start(box.task(number))
-        assert episode.step(write_call(name, arguments, call_format)).messages
+        assert episode.step(format_call(name, arguments, call_format)).messages
 
 
 def test_what_tools_and_users_say_is_never_run() -> None:
     inner = 'drop_note(title="old")'
     episode = episode_of("write", "read", "calculate")
-    episode.step(write_call("save_note", {"title": "a", "text": inner}, "plain"))
+    episode.step(format_call("save_note", {"title": "a", "text": inner}, "plain"))
     assert episode.step('open_note(title="a")').messages[0].content == inner
-    assert not episode.step(episode.expert()).events
+    assert not episode.step(episode.expert_call()).events
     assert "old" in episode._world.notes
 
 

@@ -16,7 +16,7 @@ import courtside
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.tool_calls import CallFormat
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import Plan, plan
+from courtside.environments.toolbox.plan import Plan, make_plan
 from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
 from courtside.errors import TaskError
@@ -31,7 +31,7 @@ def config(**settings: Any) -> ToolboxTasks:
 
 
 def plans(count: int, **settings: Any) -> list[Plan]:
-    return [plan(config(**settings), number) for number in range(count)]
+    return [make_plan(config(**settings), number) for number in range(count)]
 
 
 # ── chance ───────────────────────────────────────────────────────────────────────────────────────
@@ -39,17 +39,19 @@ def plans(count: int, **settings: Any) -> list[Plan]:
 
 def test_dice_are_fixed_for_ever() -> None:
     # A change here would change every episode, and with it what earlier runs were tested on.
-    dice = SeededRandom("a key")
-    assert [dice.below(10) for _ in range(8)] == [1, 7, 4, 3, 3, 7, 8, 8]
+    rng = SeededRandom("a key")
+    assert [rng.randbelow(10) for _ in range(8)] == [1, 7, 4, 3, 3, 7, 8, 8]
 
 
 def test_dice_are_fair() -> None:
-    dice = SeededRandom("fair")
-    counts = Counter(dice.between(1, 6) for _ in range(6000))
+    rng = SeededRandom("fair")
+    counts = Counter(rng.randint(1, 6) for _ in range(6000))
     assert set(counts) == set(range(1, 7)) and all(abs(n - 1000) < 150 for n in counts.values())
-    assert sum(dice.chance(0.3) for _ in range(5000)) == pytest.approx(1500, abs=150)
-    assert not any(dice.chance(0) for _ in range(100)) and all(dice.chance(1) for _ in range(100))
-    assert sorted(dice.some_of("abcd", 4)) == list("abcd")
+    assert sum(rng.bernoulli(0.3) for _ in range(5000)) == pytest.approx(1500, abs=150)
+    assert not any(rng.bernoulli(0) for _ in range(100)) and all(
+        rng.bernoulli(1) for _ in range(100)
+    )
+    assert sorted(rng.choose_distinct("abcd", 4)) == list("abcd")
 
 
 PROGRAM = """
@@ -203,7 +205,7 @@ def test_the_prompt_lists_the_tools_and_is_short(call_format: CallFormat) -> Non
         task = box.task(number)
         system, user = task.messages
         assert (system.role, user.role) == ("system", "user")
-        names = plan(box.config, number).tools.values()
+        names = make_plan(box.config, number).tools.values()
         assert task.privileged["tools"] == ", ".join(names)
         lines = system.content.splitlines()[-4:]
         assert [line.split("(")[0].split(" ")[0] for line in lines] == list(names)
@@ -253,13 +255,13 @@ def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
     mixed = config(num_tools=8, made_up_share=0.5)
     num_made_up = 0
     for number in range(200):
-        listed = list(plan(mixed, number).tools.values())
+        listed = list(make_plan(mixed, number).tools.values())
         assert len(set(listed)) == 8
         num_made_up += sum(name in MADE_UP for name in listed)
     assert num_made_up / 1600 == pytest.approx(0.5, abs=0.04)
     plain = config(num_tools=8)
     for number in range(20):  # the others keep the names that they had
-        before, now = plan(plain, number).tools, plan(mixed, number).tools
+        before, now = make_plan(plain, number).tools, make_plan(mixed, number).tools
         assert all(now[one] in (before[one], *MADE_UP) for one in now)
     tags = {Toolbox(mixed).task(number).tags[-1] for number in range(20)}
     assert tags <= {"mixed names", "made-up names", "seen names"} and "mixed names" in tags

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.plan import TOOLS
-from courtside.environments.toolbox.tools.base import ToolFailure, World, invalid_arguments
-from courtside.environments.toolbox.tools.expression import evaluate, written
+from courtside.environments.toolbox.tools.base import ToolFailure, ToolState, invalid_arguments
+from courtside.environments.toolbox.tools.expression import evaluate, format_fraction
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.environments.toolbox.tools.notes import MAX_NOTE, MAX_NOTES
 from courtside.hashing import split_of
 from courtside.recipe import CapabilityName
 
 
-def use(capability: str, world: World | None = None, **arguments: Any) -> str:
+def use(capability: str, world: ToolState | None = None, **arguments: Any) -> str:
     assert invalid_arguments(TOOLS[capability], arguments) is None
-    return TOOLS[capability].run(world or World(), arguments)
+    return TOOLS[capability].run(world or ToolState(), arguments)
 
 
-def failure(capability: str, world: World | None = None, **arguments: Any) -> str:
+def failure(capability: str, world: ToolState | None = None, **arguments: Any) -> str:
     with pytest.raises(ToolFailure) as failed:
         use(capability, world, **arguments)
     return str(failed.value)
@@ -108,13 +108,13 @@ def test_calculations_agree_with_python(expression: str) -> None:
 @given(st.text(alphabet="0123456789+-*/%().^ ", max_size=60))
 def test_no_expression_hangs(expression: str) -> None:
     with suppress(ToolFailure):
-        written(evaluate(expression))
+        format_fraction(evaluate(expression))
 
 
 def test_a_result_is_written_in_full_or_rounded() -> None:
-    assert written(Fraction(10**40)) == "1" + "0" * 40
-    assert written(Fraction(-1, 3)) == "-0.333333"
-    assert written(Fraction(-1, 10**8)) == "-1e-08"
+    assert format_fraction(Fraction(10**40)) == "1" + "0" * 40
+    assert format_fraction(Fraction(-1, 3)) == "-0.333333"
+    assert format_fraction(Fraction(-1, 10**8)) == "-1e-08"
 
 
 # ── units and dates ──────────────────────────────────────────────────────────────────────────────
@@ -188,7 +188,7 @@ def test_texts() -> None:
 
 
 def test_notes() -> None:
-    world = World()
+    world = ToolState()
     assert use("list_notes", world) == "(no notes)"
     assert use("write_note", world, title=" b ", text="milk") == "Saved 'b'."
     assert use("write_note", world, title="a", text="") == "Saved 'a'."
@@ -206,7 +206,7 @@ def test_notes() -> None:
 
 
 def test_notes_have_an_end() -> None:
-    world = World(notes={f"note {i}": "" for i in range(MAX_NOTES)})
+    world = ToolState(notes={f"note {i}": "" for i in range(MAX_NOTES)})
     assert "there is room for" in failure("write_note", world, title="one more", text="")
     assert use("write_note", world, title="note 3", text="again") == "Saved 'note 3'."
     assert "at most" in failure("append_note", world, title="note 3", text="x" * MAX_NOTE)
@@ -252,7 +252,7 @@ def test_checked_arguments_never_break_a_tool(capability: str, data: st.DataObje
     arguments = {p.name: data.draw(ANYTHING) for p in tool.parameters}
     if invalid_arguments(tool, arguments) is None:
         try:
-            assert isinstance(tool.run(World(notes={"a": "x"}), arguments), str)
+            assert isinstance(tool.run(ToolState(notes={"a": "x"}), arguments), str)
         except ToolFailure as failed:
             assert str(failed)
 
@@ -264,7 +264,7 @@ def test_checked_arguments_never_break_a_tool(capability: str, data: st.DataObje
 def test_requests_say_what_the_call_needs(capability: str) -> None:
     tool = TOOLS[capability]
     for number in range(40):
-        world = World(notes={"shopping": "milk", "plan": "rest"})
+        world = ToolState(notes={"shopping": "milk", "plan": "rest"})
         drawn = tool.draw(SeededRandom(f"draw {number}"), world)
         assert invalid_arguments(tool, drawn.arguments) is None
         assert tool.run(world, drawn.arguments)
@@ -277,7 +277,7 @@ def test_requests_say_what_the_call_needs(capability: str) -> None:
 
 @pytest.mark.parametrize("capability", TOOLS)
 def test_every_split_has_topics(capability: str) -> None:
-    world = World(notes={"shopping": "milk"})
+    world = ToolState(notes={"shopping": "milk"})
     drawn = [TOOLS[capability].draw(SeededRandom(f"topic {i}"), world).topic for i in range(1000)]
     topics = {topic for topic in drawn if topic is not None}
     if topics:

@@ -45,7 +45,7 @@ def trajectory(id: str = "e", *, tags: tuple[str, ...] = ()) -> Trajectory:
     for number, answer in enumerate(("meteo(Rome)", "get_weather(Rome)", "sun")):
         if number:
             said = (Message(role="tool", content=f"Tool not found {number}"),)
-            turns.append(TURNS.environment_turn(said, closing=False))
+            turns.append(TURNS.environment_turn(said, add_end_of_turn=False))
         ids = (*ids_of(answer), 1)
         turns.append(
             TURNS.assistant_turn(

@@ -157,7 +157,7 @@ def probe_prefix_sharing(model: Any) -> str | None:
 @torch.no_grad()
 def _example_error(model: Any, lengths: Sequence[int], num_common: int) -> float:
     """How far the hidden states of packed sequences are from those of passes of their own. They
-    have `num_common` ids in common, then these many each."""
+    have `common_prefix_length` ids in common, then these many each."""
     vocab_size = model.get_input_embeddings().weight.shape[0]
     common = [(11 * i + 2) % vocab_size for i in range(num_common)]
     sequences = [[*common, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]

@@ -7,9 +7,9 @@ from itertools import count
 
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.episode import ToolboxEpisode
-from courtside.environments.toolbox.plan import Plan, plan, split_of_number
+from courtside.environments.toolbox.plan import Plan, make_plan, split_of_index
 from courtside.environments.toolbox.prompt import FORMATS, first_messages, signature
-from courtside.environments.toolbox.reminders import reminder
+from courtside.environments.toolbox.reminders import make_reminder
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.errors import TaskError
 from courtside.hashing import task_id
@@ -26,10 +26,10 @@ class Toolbox:
 
     def split(self, index: int) -> Split:
         """Of a number, without making its task."""
-        return split_of_number(index)
+        return split_of_index(index)
 
     def task(self, index: int) -> Task:
-        config, planned = self.config, plan(self.config, index)
+        config, planned = self.config, make_plan(self.config, index)
         listed = planned.tools.values()
         return Task(
             id=task_id("toolbox", _identity(config, planned)),
@@ -54,7 +54,7 @@ class Toolbox:
                 f"task {task.id} is not one of this toolbox. Start it with the [tasks] section "
                 "that it was made with"
             )
-        return ToolboxEpisode(plan(self.config, number), self.config)
+        return ToolboxEpisode(make_plan(self.config, number), self.config)
 
     def demonstrate(
         self, task: Task, habit_share: float | None = None, reminder_share: float | None = None
@@ -66,11 +66,11 @@ class Toolbox:
         episode = self.start(task)
         conversation = list(task.messages)
         for turn in count():
-            is_reminded = SeededRandom(f"reminder {task.id} {turn}").chance(reminders)
+            is_reminded = SeededRandom(f"reminder {task.id} {turn}").bernoulli(reminders)
             if is_reminded:
-                conversation.append(reminder(task, turn))
-            by_habit = not is_reminded and SeededRandom(f"habit {task.id} {turn}").chance(habits)
-            reply = episode.habitual() if by_habit else episode.expert()
+                conversation.append(make_reminder(task, turn))
+            by_habit = not is_reminded and SeededRandom(f"habit {task.id} {turn}").bernoulli(habits)
+            reply = episode.habitual_call() if by_habit else episode.expert_call()
             conversation.append(Message(role="assistant", content=reply))
             observation = episode.step(reply)
             if observation.done:

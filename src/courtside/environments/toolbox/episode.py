@@ -10,28 +10,28 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from courtside.environments.tool_calls import CallError, ToolCall, parse_call, write_call
+from courtside.environments.tool_calls import CallError, ToolCall, format_call, parse_call
 from courtside.environments.toolbox.plan import TOOLS, Plan
 from courtside.environments.toolbox.prompt import answer_messages
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Request,
     ToolFailure,
-    World,
+    ToolState,
     invalid_arguments,
 )
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
 from courtside.types import Event, Grade, Observation
 
-VISIBLE = frozenset(
+SELF_EXPLANATORY = frozenset(
     {"no_call", "unparsable_call", "tool_not_found", "invalid_arguments", "tool_error"}
 )
 """Mistakes that the answer itself tells; of the others the user says that something is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReplyOutcome:
     """What became of one reply."""
 
     result: str
@@ -46,8 +46,8 @@ class ToolboxEpisode:
         self._plan = plan
         self._config = config
         self._capability_of = {name: capability for capability, name in plan.tools.items()}
-        self._world = World(notes=dict(plan.notes))
-        self._faultless = World(notes=dict(plan.notes))
+        self._world = ToolState(notes=dict(plan.notes))
+        self._faultless = ToolState(notes=dict(plan.notes))
         """As it would be if all requests so far had been solved."""
         self._solved: list[bool] = []
         self._num_tries = 0
@@ -66,7 +66,7 @@ class ToolboxEpisode:
         if outcome.wrong is None or self._num_tries > self._config.retries:
             self._close(request, solved=outcome.wrong is None)
             told = None if self.done else self.request.text
-        elif outcome.wrong not in VISIBLE:
+        elif outcome.wrong not in SELF_EXPLANATORY:
             told = f"That is not what I asked for. {request.text}"
         shown = self._cut(outcome.result)
         if outcome.call is not None and outcome.call.num_ignored:
@@ -104,33 +104,33 @@ class ToolboxEpisode:
         """The one that waits for a call; only before the end."""
         return self._plan.requests[len(self._solved)]
 
-    def expert(self) -> str:
+    def expert_call(self) -> str:
         """The right call for the request that waits."""
         return self._call_under(self._plan.tools[self.request.capability])
 
-    def habitual(self) -> str:
+    def habitual_call(self) -> str:
         """The same call under the tool's common name, whatever the list says."""
         return self._call_under(NAMES[self.request.capability].common)
 
     def _call_under(self, name: str) -> str:
-        return write_call(name, self.request.arguments, self._config.call_format)
+        return format_call(name, self.request.arguments, self._config.call_format)
 
     # ── how a reply is judged ────────────────────────────────────────────────────────────────────
 
-    def _outcome(self, reply: str, request: Request) -> Outcome:
+    def _outcome(self, reply: str, request: Request) -> ReplyOutcome:
         call = parse_call(reply, self._config.call_format)
         if isinstance(call, CallError):
-            return Outcome(result=call.message, wrong=call.kind)
+            return ReplyOutcome(result=call.message, wrong=call.kind)
         capability = self._capability_of.get(call.name)
         if capability is None:
             result = f"Tool not found: {call.name}"
-            return Outcome(result=result, wrong="tool_not_found", call=call)
+            return ReplyOutcome(result=result, wrong="tool_not_found", call=call)
         if problem := invalid_arguments(TOOLS[capability], call.arguments):
             result = f"Invalid arguments for {call.name}: {problem}"
-            return Outcome(result=result, wrong="invalid_arguments", call=call)
+            return ReplyOutcome(result=result, wrong="invalid_arguments", call=call)
         return self._run(call, capability, request)
 
-    def _run(self, call: ToolCall, capability: str, request: Request) -> Outcome:
+    def _run(self, call: ToolCall, capability: str, request: Request) -> ReplyOutcome:
         as_due, faultless = self._world.copy(), self._faultless.copy()
         due = _used(as_due, request.capability, request.arguments)
         wanted = _used(faultless, request.capability, request.arguments)
@@ -149,7 +149,7 @@ class ToolboxEpisode:
             wrong = "wrong_result" if is_needed else "wrong_tool"
         if failed:
             result = f"Error: {result}"
-        return Outcome(result=result, wrong=wrong, call=call)
+        return ReplyOutcome(result=result, wrong=wrong, call=call)
 
     def _close(self, request: Request, *, solved: bool) -> None:
         _used(self._faultless, request.capability, request.arguments)
@@ -158,7 +158,7 @@ class ToolboxEpisode:
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def _events(self, outcome: Outcome, request: Request) -> Iterator[Event]:
+    def _events(self, outcome: ReplyOutcome, request: Request) -> Iterator[Event]:
         call = outcome.call
         this_call = None if call is None else (call.name, _written(call.arguments))
         details = {
@@ -168,7 +168,7 @@ class ToolboxEpisode:
             "listed": self._plan.tools[request.capability],
             "common": NAMES[request.capability].common,
             "tools": ", ".join(self._plan.tools.values()),
-            "correct": self.expert(),
+            "correct": self.expert_call(),
         }
         if this_call is not None:
             details |= {"tool": self._cut(this_call[0]), "arguments": self._cut(this_call[1])}
@@ -185,7 +185,7 @@ class ToolboxEpisode:
         return text if len(text) <= limit else f"{text[:limit]}… [{len(text)} characters in all]"
 
 
-def _used(world: World, capability: str, arguments: Arguments) -> tuple[str, bool]:
+def _used(world: ToolState, capability: str, arguments: Arguments) -> tuple[str, bool]:
     """What a tool says, and whether it failed."""
     try:
         return TOOLS[capability].run(world, arguments), False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
-from courtside.environments.toolbox.tools.base import Drawn, Request, Tool, World
+from courtside.environments.toolbox.tools.base import Request, RequestDraft, Tool, ToolState
 from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
 from courtside.hashing import split_of
 from courtside.recipe import ToolboxTasks
@@ -35,16 +35,16 @@ class Plan:
     requests: tuple[Request, ...]
 
 
-def split_of_number(number: int) -> Split:
+def split_of_index(number: int) -> Split:
     return split_of(f"toolbox {number}")
 
 
-def plan(config: ToolboxTasks, number: int) -> Plan:
-    split = split_of_number(number)
+def make_plan(config: ToolboxTasks, number: int) -> Plan:
+    split = split_of_index(number)
     key = f"toolbox {number}"
     capabilities = _listed(config, SeededRandom(f"{key} tools"))
-    num_turns = SeededRandom(f"{key} turns").between(*config.turn_range)
-    world = World()
+    num_turns = SeededRandom(f"{key} turns").randint(*config.turn_range)
+    world = ToolState()
     if notes.TOOLS.keys() & capabilities:
         world.notes.update(_first_notes(split, SeededRandom(f"{key} notes")))
     return Plan(
@@ -58,26 +58,26 @@ def plan(config: ToolboxTasks, number: int) -> Plan:
     )
 
 
-def _listed(config: ToolboxTasks, dice: SeededRandom) -> list[str]:
+def _listed(config: ToolboxTasks, rng: SeededRandom) -> list[str]:
     capabilities: list[str] = list(dict.fromkeys(config.capabilities))
-    listed = dice.some_of(capabilities, config.num_tools)
+    listed = rng.choose_distinct(capabilities, config.num_tools)
     if "delete_note" in listed and "write_note" not in listed:
         others = [place for place, one in enumerate(listed) if one != "delete_note"]
-        listed[dice.one_of(others)] = "write_note"
+        listed[rng.choice(others)] = "write_note"
     return listed
 
 
 def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str, str]:
-    made_up = iter(SeededRandom(f"{key} made-up names").some_of(MADE_UP, len(capabilities)))
+    made_up = iter(SeededRandom(f"{key} made-up names").choose_distinct(MADE_UP, len(capabilities)))
     return {
         one: next(made_up)
-        if SeededRandom(f"{key} made-up name of {one}").chance(config.made_up_share)
+        if SeededRandom(f"{key} made-up name of {one}").bernoulli(config.made_up_share)
         else _name(config, one, SeededRandom(f"{key} name of {one}"))
         for one in capabilities
     }
 
 
-def _name(config: ToolboxTasks, capability: str, dice: SeededRandom) -> str:
+def _name(config: ToolboxTasks, capability: str, rng: SeededRandom) -> str:
     names = NAMES[capability]
     pool = {
         "seen": names.seen,
@@ -85,34 +85,34 @@ def _name(config: ToolboxTasks, capability: str, dice: SeededRandom) -> str:
         "all": (*names.seen, *names.held_out),
     }[config.names]
     if config.common_share is None or names.common not in pool:
-        return dice.one_of(pool)
-    if dice.chance(config.common_share):
+        return rng.choice(pool)
+    if rng.bernoulli(config.common_share):
         return names.common
-    return dice.one_of([name for name in pool if name != names.common])
+    return rng.choice([name for name in pool if name != names.common])
 
 
-def _first_notes(split: Split, dice: SeededRandom) -> dict[str, str]:
+def _first_notes(split: Split, rng: SeededRandom) -> dict[str, str]:
     found: dict[str, str] = {}
     while len(found) < NUM_FIRST_NOTES:
-        arguments = _of_split("write_note", split, dice, World()).arguments
+        arguments = _of_split("write_note", split, rng, ToolState()).arguments
         found[arguments["title"]] = arguments["text"]
     return found
 
 
-def _request(capabilities: list[str], split: Split, dice: SeededRandom, world: World) -> Request:
+def _request(capabilities: list[str], split: Split, rng: SeededRandom, world: ToolState) -> Request:
     """One that makes sense in the world as the requests before it leave it; it leaves its own."""
     possible = [one for one in capabilities if world.notes or not TOOLS[one].needs_notes]
-    capability = dice.one_of(possible)
-    drawn = _of_split(capability, split, dice, world)
-    text = dice.one_of(drawn.phrases).format(**drawn.arguments)
+    capability = rng.choice(possible)
+    drawn = _of_split(capability, split, rng, world)
+    text = rng.choice(drawn.phrases).format(**drawn.arguments)
     TOOLS[capability].run(world, drawn.arguments)
     return Request(capability=capability, text=text, arguments=drawn.arguments)
 
 
-def _of_split(capability: str, split: Split, dice: SeededRandom, world: World) -> Drawn:
+def _of_split(capability: str, split: Split, rng: SeededRandom, world: ToolState) -> RequestDraft:
     """A request about something that no other split asks this tool about."""
     for _ in range(MAX_DRAWS):
-        drawn = TOOLS[capability].draw(dice, world)
+        drawn = TOOLS[capability].draw(rng, world)
         if drawn.topic is None or split_of(f"{capability} {drawn.topic}") == split:
             return drawn
     raise AssertionError(f"{capability} has no topics in {split}")

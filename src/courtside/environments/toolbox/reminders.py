@@ -19,7 +19,7 @@ REMINDERS = (
 )
 
 
-def reminder(task: Task, turn: int) -> Message:
+def make_reminder(task: Task, turn: int) -> Message:
     """The one for the call of this turn; a message as `hints.place = "above"` makes it."""
-    words = SeededRandom(f"words {task.id} {turn}").one_of(REMINDERS)
+    words = SeededRandom(f"words {task.id} {turn}").choice(REMINDERS)
     return Message(role="user", content=words.format(tools=task.privileged["tools"]))

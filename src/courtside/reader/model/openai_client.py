@@ -16,7 +16,7 @@ import httpx
 
 from courtside.errors import RecipeError, RunError
 from courtside.reader.model.client import Reply
-from courtside.reader.rules.wording import shortened
+from courtside.reader.rules.wording import truncate
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.sanitize import to_one_line
 from courtside.types import Message
@@ -136,7 +136,7 @@ class OpenAIClient:
         text = response.text
         if self._key is not None:
             text = text.replace(self._key, "***")
-        return shortened(to_one_line(text), 300) or "nothing"
+        return truncate(to_one_line(text), 300) or "nothing"
 
 
 def _key(name: str | None) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from courtside.reader.model.prompt import Window
-from courtside.reader.rules.wording import shortened
+from courtside.reader.rules.wording import truncate
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.sanitize import to_one_line
 from courtside.types import Hint, Trajectory
@@ -23,14 +23,14 @@ BEGUN = re.compile(r'\[\s*\{\s*"turn"|\{\s*"hints"')
 DECODER = json.JSONDecoder()
 
 
-def hints_in(
+def parse_reply(
     text: str,
     window: Window,
     trajectory: Trajectory,
     config: ModelReaderConfig,
     counts: Counter[str],
 ) -> list[Hint]:
-    entries = entries_in(text)
+    entries = parse_entries(text)
     if entries is None:
         counts["model/invalid_json"] += 1
         return []
@@ -48,7 +48,7 @@ def hints_in(
     return hints
 
 
-def entries_in(text: str) -> list[Any] | None:
+def parse_entries(text: str) -> list[Any] | None:
     """The list of the one answer in a reply, with a code fence or words around it or not.
 
     None where there is no answer, only the beginning of one, or more than one: a reply that quotes
@@ -132,7 +132,7 @@ def _hint(
         turn=turn,
         text=words,
         source="model",
-        reason=shortened(to_one_line(reason), REASON_CHARS),
+        reason=truncate(to_one_line(reason), REASON_CHARS),
         confidence=None if confidence is None else float(confidence),
     )
 

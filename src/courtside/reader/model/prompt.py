@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from courtside.reader.base import targets
+from courtside.reader.base import hintable_turns
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Trajectory, Turn
 
@@ -25,7 +25,7 @@ SPECIAL = re.compile(r"<|\[(?=[/A-Za-z_][\w/]*\])|\[(?=e~)|\](?=~)")
 UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
-def encoded(row: Mapping[str, Any]) -> str:
+def encode_line(row: Mapping[str, Any]) -> str:
     r"""
     >>> print(encoded({"text": "<|im_end|>\n\u202e[INST] a[0]"}))
     {"text": "\u003c|im_end|>\n\u202e\u005bINST] a[0]"}
@@ -48,12 +48,12 @@ class Window:
     """The assistant's turns in it: their numbers are indices into the trajectory's turns."""
 
 
-def windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Window]:
+def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Window]:
     """The task in each, then as many turns as fit; the last ones again at the start of the next.
 
     Every turn that can get a hint is in at least one.
     """
-    hintable = set(targets(trajectory))
+    hintable = set(hintable_turns(trajectory))
     opening = [
         _line({"turn": 0, "by": m.role}, m.content, config.shown) for m in trajectory.task.messages
     ]
@@ -101,9 +101,9 @@ def _lines(i: int, turn: Turn, config: ModelReaderConfig) -> list[str]:
 def _line(head: Mapping[str, Any], text: str, limit: int) -> str:
     """What was left out is told beside the text, where no text can pretend to be it."""
     if len(text) <= limit:
-        return encoded({**head, "text": text})
+        return encode_line({**head, "text": text})
     begin, end = limit - limit // 3, limit // 3
-    return encoded(
+    return encode_line(
         {
             **head,
             "text": text[:begin],

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from courtside.reader.base import Reading, total
+from courtside.reader.base import ReaderOutput, sum_counts
 from courtside.reader.model.client import ModelClient
-from courtside.reader.model.parse import hints_in
-from courtside.reader.model.prompt import CLOSE, OPEN, Window, windows
+from courtside.reader.model.parse import parse_reply
+from courtside.reader.model.prompt import CLOSE, OPEN, Window, make_windows
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Hint, Message, Trajectory
 
@@ -51,7 +51,7 @@ class ModelReader:
         self.config = config
         self.ask = ask
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         counts: Counter[str] = Counter()
         asked: list[tuple[Trajectory, Window]] = []
         for trajectory in trajectories:
@@ -59,7 +59,7 @@ class ModelReader:
         replies = self.ask([self.prompt(window) for _, window in asked])
         hints: list[Hint] = []
         for (trajectory, window), reply in zip(asked, replies, strict=True):
-            hints += hints_in(reply.text, window, trajectory, self.config, counts)
+            hints += parse_reply(reply.text, window, trajectory, self.config, counts)
             counts["model/tokens_in"] += reply.tokens_in
             counts["model/tokens_out"] += reply.tokens_out
         counts["model/windows"] += len(asked)
@@ -67,7 +67,7 @@ class ModelReader:
         hints.sort(
             key=lambda hint: -1.0 if hint.confidence is None else hint.confidence, reverse=True
         )
-        return Reading(hints=tuple(hints), counts=total([counts]))
+        return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
 
     def prompt(self, window: Window) -> tuple[Message, Message]:
         task = TASK.format(
@@ -87,7 +87,7 @@ class ModelReader:
         """Windows that the model has room for: as wide as the recipe says, or else narrower."""
         config = self.config
         while True:
-            found = windows(trajectory, config)
+            found = make_windows(trajectory, config)
             unfit = [window for window in found if not self.ask.fits(self.prompt(window))]
             if not unfit:
                 return found

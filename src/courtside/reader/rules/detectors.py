@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from courtside.reader.rules.episode import Episode
-from courtside.reader.rules.wording import span_at, span_of
+from courtside.reader.rules.turn_log import TurnLog
+from courtside.reader.rules.wording import find_span, unique_span
 from courtside.recipe.reader import Rule
 
 ADMITS = re.compile(
@@ -32,17 +32,17 @@ class Finding:
     bad_span: str | None = None
 
 
-Detector = Callable[[Rule, Episode, int], Finding | None]
+Detector = Callable[[Rule, TurnLog, int], Finding | None]
 
 
-def found(rule: Rule, episode: Episode, i: int) -> Finding | None:
+def detect_mistake(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """What the environment reported, or else what its detector sees."""
-    told = reported(rule, episode, i)
+    told = detect_event(rule, episode, i)
     detector = DETECTORS.get(rule.detect)
     return detector(rule, episode, i) if told is None and detector is not None else told
 
 
-def reported(rule: Rule, episode: Episode, i: int) -> Finding | None:
+def detect_event(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The environment said so: the first event of that kind."""
     kind = rule.event if rule.event is not None else rule.detect
     event = next((one for one in episode.events(i) if one.kind == kind), None)
@@ -52,19 +52,19 @@ def reported(rule: Rule, episode: Episode, i: int) -> Finding | None:
     return Finding(
         reason=event.details.get("message") or kind.replace("_", " "),
         facts={**_said_after(episode, i), **event.details},
-        bad_span=span_of(episode.text(i), event.details.get(word, "")),
+        bad_span=find_span(episode.text(i), event.details.get(word, "")),
     )
 
 
-def _said_after(episode: Episode, i: int) -> dict[str, str]:
+def _said_after(episode: TurnLog, i: int) -> dict[str, str]:
     return {"message": episode.reply(i)} if episode.replies(i) else {}
 
 
-def repeated_call(_rule: Rule, episode: Episode, i: int) -> Finding | None:
+def repeated_call(_rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The same text as an earlier turn that failed, and it did not succeed this time either; or
     the same text as the previous turn, unless the two were answered differently (paging, polling).
     """
-    for j in reversed(episode.earlier_same(i)):
+    for j in reversed(episode.earlier_identical(i)):
         again = episode.failed(j) and not episode.succeeded(i)
         differ = episode.replies(i) and episode.replies(j) and episode.reply(i) != episode.reply(j)
         if again or (j == episode.previous(i) and not differ):
@@ -72,7 +72,7 @@ def repeated_call(_rule: Rule, episode: Episode, i: int) -> Finding | None:
     return None
 
 
-def ignored_error(_rule: Rule, episode: Episode, i: int) -> Finding | None:
+def ignored_error(_rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The previous turn failed, and this one says the same again without success, or fails with the
     same event about the same tool, or is answered with the same error, or is the final answer and
     admits nothing."""
@@ -95,7 +95,7 @@ def ignored_error(_rule: Rule, episode: Episode, i: int) -> Finding | None:
     return Finding(reason=reason, facts={"message": message} if message else {})
 
 
-def answer_without_lookup(rule: Rule, episode: Episode, i: int) -> Finding | None:
+def answer_without_lookup(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The final answer to a task that needs a lookup, and no call before it succeeded."""
     task = episode.trajectory.task
     if rule.needs is not None:
@@ -110,7 +110,7 @@ def answer_without_lookup(rule: Rule, episode: Episode, i: int) -> Finding | Non
     return Finding(reason="answered without a successful call")
 
 
-def over_length(rule: Rule, episode: Episode, i: int) -> Finding | None:
+def over_length(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The turn ran into the length limit, or has more than `max_tokens` tokens."""
     turns = episode.trajectory.turns
     num_tokens = len(turns[i].token_ids)
@@ -121,7 +121,7 @@ def over_length(rule: Rule, episode: Episode, i: int) -> Finding | None:
     return Finding(reason=f"{num_tokens} tokens long", facts={"tokens": str(num_tokens)})
 
 
-def pattern(rule: Rule, episode: Episode, i: int) -> Finding | None:
+def pattern(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The regular expression occurs in the turn, or in one of the replies to it."""
     assert rule.pattern is not None, "the rule was checked"
     in_reply = rule.within == "reply"
@@ -134,7 +134,7 @@ def pattern(rule: Rule, episode: Episode, i: int) -> Finding | None:
     return Finding(
         reason=f"{rule.within or 'turn'} matches {rule.pattern}",
         facts=facts,
-        bad_span=None if in_reply else span_at(episode.text(i), *match.span()),
+        bad_span=None if in_reply else unique_span(episode.text(i), *match.span()),
     )
 
 

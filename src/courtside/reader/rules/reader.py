@@ -7,10 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from courtside.reader.base import Reading, targets, total
-from courtside.reader.rules.detectors import found
-from courtside.reader.rules.episode import Episode
-from courtside.reader.rules.wording import FACT_CHARS, shortened
+from courtside.reader.base import ReaderOutput, hintable_turns, sum_counts
+from courtside.reader.rules.detectors import detect_mistake
+from courtside.reader.rules.turn_log import TurnLog
+from courtside.reader.rules.wording import FACT_CHARS, truncate
 from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, slots_of
 from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.seeds import seed_for
@@ -26,20 +26,20 @@ class RuleReader:
         self.error = re.compile(config.error_pattern or ERROR_PATTERN)
         self.clean_rules = tuple(rule for rule in config.rules if not rule.needs_finding)
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Reading:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         hints: list[Hint] = []
         counts: Counter[str] = Counter()
         for trajectory in trajectories:
-            episode = Episode(trajectory, self.error)
-            for turn in targets(trajectory):
+            episode = TurnLog(trajectory, self.error)
+            for turn in hintable_turns(trajectory):
                 hints += self._of_turn(episode, turn, counts)
-        return Reading(hints=tuple(hints), counts=total([counts]))
+        return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
 
-    def _of_turn(self, episode: Episode, turn: int, counts: Counter[str]) -> list[Hint]:
+    def _of_turn(self, episode: TurnLog, turn: int, counts: Counter[str]) -> list[Hint]:
         hints: list[Hint] = []
         clean = True
         for rule in self.config.rules:
-            finding = found(rule, episode, turn)
+            finding = detect_mistake(rule, episode, turn)
             if finding is None:
                 continue
             clean = False
@@ -53,7 +53,7 @@ class RuleReader:
                         turn=turn,
                         text=text,
                         source=f"rules:{rule.detect}",
-                        reason=shortened(to_one_line(finding.reason), FACT_CHARS),
+                        reason=truncate(to_one_line(finding.reason), FACT_CHARS),
                         bad_span=finding.bad_span,
                     )
                 )
@@ -111,4 +111,4 @@ class RuleReader:
 def _fact(name: str, text: str) -> str:
     """As it goes into a hint. What the assistant or a tool wrote can be long; a name is not cut."""
     line = to_one_line(text)
-    return shortened(line, FACT_CHARS) if name in WRITTEN else line
+    return truncate(line, FACT_CHARS) if name in WRITTEN else line

@@ -8,7 +8,7 @@ FACT_CHARS = 200
 """Of a text from the trajectory that goes into a hint: an error message can be a whole page."""
 
 
-def shortened(text: str, limit: int) -> str:
+def truncate(text: str, limit: int) -> str:
     """
     >>> shortened("abcdef", 4)
     'abc…'
@@ -16,7 +16,7 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def span_of(text: str, word: str) -> str | None:
+def find_span(text: str, word: str) -> str | None:
     """The word where it stands by itself, or else within others; None where it does not occur.
 
     >>> span_of("get_weather(); get()", "get")
@@ -26,10 +26,10 @@ def span_of(text: str, word: str) -> str | None:
     """
     whole = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)
     start = whole.start() if whole else text.find(word)
-    return span_at(text, start, start + len(word)) if start >= 0 else None
+    return unique_span(text, start, start + len(word)) if start >= 0 else None
 
 
-def span_at(text: str, start: int, end: int) -> str | None:
+def unique_span(text: str, start: int, end: int) -> str | None:
     """These characters; begun earlier if a search for them would find another place first."""
     if not text[start:end].strip():
         return None

@@ -128,7 +128,7 @@ def _schema() -> Any:
             ("chosen", pa.list_(pa.bool_())),
             ("sampler_logp", logps),
             ("messages", pa.list_(message)),
-            ("num_opening", pa.int32()),
+            ("num_generation_prompt_tokens", pa.int32()),
             ("events", pa.list_(event)),
         ]
     )

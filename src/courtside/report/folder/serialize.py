@@ -78,7 +78,7 @@ def turn_tree(turn: Turn) -> Tree:
         "chosen": list(turn.chosen),
         "sampler_logp": None if turn.sampler_logp is None else list(turn.sampler_logp),
         "messages": messages_tree(turn.messages),
-        "num_opening": turn.num_opening,
+        "num_generation_prompt_tokens": turn.num_generation_prompt_tokens,
         "events": [{"kind": one.kind, "details": dict(one.details)} for one in turn.events],
     }
 
@@ -92,7 +92,7 @@ def turn_from(tree: Mapping[str, Any]) -> Turn:
         chosen=tuple(tree["chosen"]),
         sampler_logp=floats(tree["sampler_logp"]),
         messages=messages_from(tree.get("messages", ())),
-        num_opening=tree.get("num_opening", 0),
+        num_generation_prompt_tokens=tree.get("num_generation_prompt_tokens", 0),
         events=tuple(Event(**event) for event in tree.get("events", ())),
     )
 

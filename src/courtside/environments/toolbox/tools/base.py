@@ -23,14 +23,14 @@ class ToolFailure(ValueError):
 
 
 @dataclass(slots=True)
-class World:
+class ToolState:
     """All that an episode can change."""
 
     notes: dict[str, str] = field(default_factory=dict)
     """Title → text, the latest written last."""
 
-    def copy(self) -> World:
-        return World(notes=dict(self.notes))
+    def copy(self) -> ToolState:
+        return ToolState(notes=dict(self.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RequestDraft:
     """A request as a tool draws it."""
 
     phrases: tuple[str, ...]
@@ -65,9 +65,9 @@ class Tool:
     about: str
     """A few words for the list of tools."""
     parameters: tuple[Parameter, ...]
-    run: Callable[[World, Arguments], str]
+    run: Callable[[ToolState, Arguments], str]
     """Gives the result, and may change the world; raises ToolFailure and nothing else."""
-    draw: Callable[[SeededRandom, World], Drawn]
+    draw: Callable[[SeededRandom, ToolState], RequestDraft]
     """A request that this tool solves in the world as it is."""
     needs_notes: bool = False
     """Nothing can be asked of it while there is no note."""
@@ -109,13 +109,13 @@ def as_number(value: object) -> int | float | None:
     return None
 
 
-def number_of(arguments: Arguments, name: str) -> int | float:
+def numeric_argument(arguments: Arguments, name: str) -> int | float:
     number = as_number(arguments[name])
     assert number is not None, "arguments are checked before a tool runs"
     return number
 
 
-def shown(number: float) -> str:
+def format_number(number: float) -> str:
     """With at most four decimals, and none that are zero."""
     text = f"{number:.4f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

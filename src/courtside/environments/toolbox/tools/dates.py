@@ -8,12 +8,12 @@ from datetime import date, timedelta
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
-    Drawn,
     Parameter,
+    RequestDraft,
     Tool,
     ToolFailure,
-    World,
-    number_of,
+    ToolState,
+    numeric_argument,
 )
 
 # Not strftime's: that speaks the language of the machine.
@@ -56,16 +56,16 @@ def _date(text: str) -> date:
         raise ToolFailure(f"'{text}' is not a date in the calendar") from None
 
 
-def _days_between(world: World, arguments: Arguments) -> str:
+def _days_between(world: ToolState, arguments: Arguments) -> str:
     return f"{abs((_date(arguments['end']) - _date(arguments['start'])).days)} days"
 
 
-def _weekday(world: World, arguments: Arguments) -> str:
+def _weekday(world: ToolState, arguments: Arguments) -> str:
     return WEEKDAYS[_date(arguments["date"]).weekday()]
 
 
-def _add_days(world: World, arguments: Arguments) -> str:
-    days = int(number_of(arguments, "days"))
+def _add_days(world: ToolState, arguments: Arguments) -> str:
+    days = int(numeric_argument(arguments, "days"))
     if abs(days) > MAX_DAYS:
         raise ToolFailure(f"days must be within {MAX_DAYS}")
     try:
@@ -77,25 +77,25 @@ def _add_days(world: World, arguments: Arguments) -> str:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _day(dice: SeededRandom) -> date:
-    return date(1990, 1, 1) + timedelta(days=dice.below(365 * 45))
+def _day(rng: SeededRandom) -> date:
+    return date(1990, 1, 1) + timedelta(days=rng.randbelow(365 * 45))
 
 
-def _draw_difference(dice: SeededRandom, world: World) -> Drawn:
-    start = _day(dice)
-    end = start + timedelta(days=dice.between(2, 400))
+def _draw_difference(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    start = _day(rng)
+    end = start + timedelta(days=rng.randint(2, 400))
     arguments = {"start": start.isoformat(), "end": end.isoformat()}
-    return Drawn(DIFFERENCES, arguments, f"{start} {end}")
+    return RequestDraft(DIFFERENCES, arguments, f"{start} {end}")
 
 
-def _draw_weekday(dice: SeededRandom, world: World) -> Drawn:
-    day = _day(dice).isoformat()
-    return Drawn(WEEKDAY_QUESTIONS, {"date": day}, day)
+def _draw_weekday(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    day = _day(rng).isoformat()
+    return RequestDraft(WEEKDAY_QUESTIONS, {"date": day}, day)
 
 
-def _draw_shift(dice: SeededRandom, world: World) -> Drawn:
-    day, days = _day(dice).isoformat(), dice.between(2, 120)
-    return Drawn(SHIFTS, {"date": day, "days": days}, f"{day} {days}")
+def _draw_shift(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    day, days = _day(rng).isoformat(), rng.randint(2, 120)
+    return RequestDraft(SHIFTS, {"date": day, "days": days}, f"{day} {days}")
 
 
 TOOLS = {

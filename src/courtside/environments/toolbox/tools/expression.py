@@ -22,14 +22,14 @@ def evaluate(expression: str) -> Fraction:
     """Raises ToolFailure for what is no arithmetic, and for results beyond 512 bits."""
     if len(expression) > MAX_LENGTH:
         raise ToolFailure(f"expression is longer than {MAX_LENGTH} characters")
-    reader = _Reader(_tokens(expression))
+    reader = _Parser(_tokens(expression))
     value = reader.sum(0)
     if reader.next:
         raise ToolFailure(f"unexpected '{reader.next}'")
     return value
 
 
-def written(value: Fraction) -> str:
+def format_fraction(value: Fraction) -> str:
     """A whole number in full, otherwise six decimals."""
     if value.denominator == 1:
         return str(value.numerator)
@@ -46,7 +46,7 @@ def _tokens(expression: str) -> list[str]:
     return tokens
 
 
-class _Reader:
+class _Parser:
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._at = 0

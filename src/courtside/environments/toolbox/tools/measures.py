@@ -5,15 +5,15 @@ from __future__ import annotations
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
-    Drawn,
     Parameter,
+    RequestDraft,
     Tool,
     ToolFailure,
-    World,
-    number_of,
-    shown,
+    ToolState,
+    format_number,
+    numeric_argument,
 )
-from courtside.environments.toolbox.tools.expression import evaluate, written
+from courtside.environments.toolbox.tools.expression import evaluate, format_fraction
 
 CALCULATIONS = (
     "What is {expression}?",
@@ -25,15 +25,15 @@ CALCULATIONS = (
 )
 
 
-def _calculate(world: World, arguments: Arguments) -> str:
-    return written(evaluate(arguments["expression"]))
+def _calculate(world: ToolState, arguments: Arguments) -> str:
+    return format_fraction(evaluate(arguments["expression"]))
 
 
-def _draw_calculation(dice: SeededRandom, world: World) -> Drawn:
-    a, b, c = dice.between(2, 999), dice.between(2, 99), dice.between(2, 19)
+def _draw_calculation(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    a, b, c = rng.randint(2, 999), rng.randint(2, 99), rng.randint(2, 19)
     shapes = (f"{a} + {b}", f"{a} - {b}", f"{a} * {c}", f"{a} / {c}", f"({a} + {b}) * {c}")
-    expression = dice.one_of(shapes)
-    return Drawn(CALCULATIONS, {"expression": expression}, expression)
+    expression = rng.choice(shapes)
+    return RequestDraft(CALCULATIONS, {"expression": expression}, expression)
 
 
 # A measure's units by the factor to its first one; temperatures are computed.
@@ -63,8 +63,8 @@ CONVERSIONS = (
 )
 
 
-def _convert(world: World, arguments: Arguments) -> str:
-    value = number_of(arguments, "value")
+def _convert(world: ToolState, arguments: Arguments) -> str:
+    value = numeric_argument(arguments, "value")
     unit, to = (_unit(arguments[name]) for name in ("unit", "to"))
     measure = next(measure for measure in MEASURES if unit in measure)
     if to not in measure:
@@ -77,7 +77,7 @@ def _convert(world: World, arguments: Arguments) -> str:
         result = (value - 32) * 5 / 9
     else:
         result = value * measure[unit] / measure[to]
-    return f"{shown(value)} {unit} = {shown(result)} {to}"
+    return f"{format_number(value)} {unit} = {format_number(result)} {to}"
 
 
 def _unit(word: str) -> str:
@@ -88,11 +88,11 @@ def _unit(word: str) -> str:
     return name
 
 
-def _draw_conversion(dice: SeededRandom, world: World) -> Drawn:
-    unit, to = dice.some_of(list(dice.one_of(MEASURES)), 2)
-    value = dice.between(2, 500)
+def _draw_conversion(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    unit, to = rng.choose_distinct(list(rng.choice(MEASURES)), 2)
+    value = rng.randint(2, 500)
     arguments = {"value": value, "unit": unit, "to": to}
-    return Drawn(CONVERSIONS, arguments, f"{value} {unit} {to}")
+    return RequestDraft(CONVERSIONS, arguments, f"{value} {unit} {to}")
 
 
 TOOLS = {

@@ -78,7 +78,7 @@ NAMES: Mapping[str, Names] = {
         "discard_memo clear_entry throw_away",
     ),
     "count_words": _names(
-        "count_words word_count words vocab_size word_counter",
+        "count_words word_count words num_words word_counter",
         "text_size tally how_many_words",
     ),
     "reverse_text": _names(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
-    Drawn,
     Parameter,
+    RequestDraft,
     Tool,
     ToolFailure,
-    World,
+    ToolState,
 )
 
 MAX_NOTES, MAX_NOTE = 500, 40_000
@@ -61,14 +61,14 @@ DELETIONS = (
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _existing(world: World, arguments: Arguments) -> str:
+def _existing(world: ToolState, arguments: Arguments) -> str:
     title = str(arguments["title"]).strip()
     if title not in world.notes:
         raise ToolFailure(f"no note called '{title}'")
     return title
 
 
-def _store(world: World, title: str, text: str) -> None:
+def _store(world: ToolState, title: str, text: str) -> None:
     if len(text) > MAX_NOTE:
         raise ToolFailure(f"a note holds at most {MAX_NOTE} characters")
     world.notes.pop(title, None)  # the latest stands last
@@ -77,7 +77,7 @@ def _store(world: World, title: str, text: str) -> None:
     world.notes[title] = text
 
 
-def _write(world: World, arguments: Arguments) -> str:
+def _write(world: ToolState, arguments: Arguments) -> str:
     title = arguments["title"].strip()
     if not title:
         raise ToolFailure("a note needs a title")
@@ -85,21 +85,21 @@ def _write(world: World, arguments: Arguments) -> str:
     return f"Saved '{title}'."
 
 
-def _append(world: World, arguments: Arguments) -> str:
+def _append(world: ToolState, arguments: Arguments) -> str:
     title = _existing(world, arguments)
     _store(world, title, f"{world.notes[title]}\n{arguments['text']}")
     return f"Added to '{title}'."
 
 
-def _read(world: World, arguments: Arguments) -> str:
+def _read(world: ToolState, arguments: Arguments) -> str:
     return world.notes[_existing(world, arguments)] or "(empty)"
 
 
-def _list(world: World, arguments: Arguments) -> str:
+def _list(world: ToolState, arguments: Arguments) -> str:
     return ", ".join(sorted(world.notes)) or "(no notes)"
 
 
-def _delete(world: World, arguments: Arguments) -> str:
+def _delete(world: ToolState, arguments: Arguments) -> str:
     title = _existing(world, arguments)
     del world.notes[title]
     return f"Deleted '{title}'."
@@ -108,35 +108,35 @@ def _delete(world: World, arguments: Arguments) -> str:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _text(dice: SeededRandom) -> str:
-    return f"{dice.one_of(VERBS)} {dice.one_of(THINGS)}{dice.one_of(WHEN)}"
+def _text(rng: SeededRandom) -> str:
+    return f"{rng.choice(VERBS)} {rng.choice(THINGS)}{rng.choice(WHEN)}"
 
 
-def _draw_writing(dice: SeededRandom, world: World) -> Drawn:
-    title = dice.one_of(TITLES)
-    return Drawn(WRITINGS, {"title": title, "text": _text(dice)}, title)
+def _draw_writing(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    title = rng.choice(TITLES)
+    return RequestDraft(WRITINGS, {"title": title, "text": _text(rng)}, title)
 
 
-def _latest(dice: SeededRandom, world: World) -> str:
+def _latest(rng: SeededRandom, world: ToolState) -> str:
     """Mostly what was written last, so that a mistake there shows."""
     titles = list(world.notes)
-    return titles[-1] if dice.chance(0.6) else dice.one_of(titles)
+    return titles[-1] if rng.bernoulli(0.6) else rng.choice(titles)
 
 
-def _draw_addition(dice: SeededRandom, world: World) -> Drawn:
-    return Drawn(ADDITIONS, {"title": _latest(dice, world), "text": _text(dice)}, None)
+def _draw_addition(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    return RequestDraft(ADDITIONS, {"title": _latest(rng, world), "text": _text(rng)}, None)
 
 
-def _draw_reading(dice: SeededRandom, world: World) -> Drawn:
-    return Drawn(READINGS, {"title": _latest(dice, world)}, None)
+def _draw_reading(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    return RequestDraft(READINGS, {"title": _latest(rng, world)}, None)
 
 
-def _draw_listing(dice: SeededRandom, world: World) -> Drawn:
-    return Drawn(LISTINGS, {}, None)
+def _draw_listing(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    return RequestDraft(LISTINGS, {}, None)
 
 
-def _draw_deletion(dice: SeededRandom, world: World) -> Drawn:
-    return Drawn(DELETIONS, {"title": dice.one_of(list(world.notes))}, None)
+def _draw_deletion(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    return RequestDraft(DELETIONS, {"title": rng.choice(list(world.notes))}, None)
 
 
 TITLE = Parameter("title")

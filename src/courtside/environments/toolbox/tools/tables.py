@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
-    Drawn,
     Parameter,
+    RequestDraft,
     Tool,
     ToolFailure,
-    World,
+    ToolState,
 )
 from courtside.hashing import digest
 
@@ -85,18 +85,18 @@ def _found(options: Sequence[str], wanted: str, what: str) -> str:
     raise ToolFailure(f"no {what} '{wanted}'")
 
 
-def _weather(world: World, arguments: Arguments) -> str:
+def _weather(world: ToolState, arguments: Arguments) -> str:
     city = _found(CITIES, arguments["city"], "weather station for")
     sky = SKIES[_number(f"sky {city}", len(SKIES))]
     return f"{city}: {_number(f'degrees {city}', 40) - 5} °C, {sky}"
 
 
-def _contact(world: World, arguments: Arguments) -> str:
+def _contact(world: ToolState, arguments: Arguments) -> str:
     name = _found(PEOPLE, arguments["name"], "contact named")
     return f"{name}: 555-{_number(f'phone {name}', 10_000):04d}"
 
 
-def _price(world: World, arguments: Arguments) -> str:
+def _price(world: ToolState, arguments: Arguments) -> str:
     item = _found(ITEMS, arguments["item"], "item called")
     cents = 100 + _number(f"price {item}", 40_000)
     return f"{item}: {cents // 100}.{cents % 100:02d} euros"
@@ -104,10 +104,10 @@ def _price(world: World, arguments: Arguments) -> str:
 
 def _drawer(
     parameter: str, options: Sequence[str], phrases: tuple[str, ...]
-) -> Callable[[SeededRandom, World], Drawn]:
-    def draw(dice: SeededRandom, world: World) -> Drawn:
-        key = dice.one_of(options)
-        return Drawn(phrases, {parameter: key}, key)
+) -> Callable[[SeededRandom, ToolState], RequestDraft]:
+    def draw(rng: SeededRandom, world: ToolState) -> RequestDraft:
+        key = rng.choice(options)
+        return RequestDraft(phrases, {parameter: key}, key)
 
     return draw
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from courtside.environments.seeded_random import SeededRandom
-from courtside.environments.toolbox.tools.base import Arguments, Drawn, Parameter, Tool, World
+from courtside.environments.toolbox.tools.base import (
+    Arguments,
+    Parameter,
+    RequestDraft,
+    Tool,
+    ToolState,
+)
 
 WHO = ("the old cat", "my brother", "a small bird", "our teacher", "the tall man", "her friend")
 DOES = ("sees", "likes", "finds", "paints", "carries", "remembers", "draws", "hides")
@@ -32,24 +38,24 @@ CAPITALS = (
 )
 
 
-def _count(world: World, arguments: Arguments) -> str:
+def _count(world: ToolState, arguments: Arguments) -> str:
     count = len(arguments["text"].split())
     return "1 word" if count == 1 else f"{count} words"
 
 
-def _reverse(world: World, arguments: Arguments) -> str:
+def _reverse(world: ToolState, arguments: Arguments) -> str:
     return str(arguments["text"])[::-1]
 
 
-def _upper(world: World, arguments: Arguments) -> str:
+def _upper(world: ToolState, arguments: Arguments) -> str:
     return str(arguments["text"]).upper()
 
 
-def _drawer(phrases: tuple[str, ...]) -> Callable[[SeededRandom, World], Drawn]:
-    def draw(dice: SeededRandom, world: World) -> Drawn:
-        who, does, what, where = (dice.one_of(words) for words in (WHO, DOES, WHAT, WHERE))
+def _drawer(phrases: tuple[str, ...]) -> Callable[[SeededRandom, ToolState], RequestDraft]:
+    def draw(rng: SeededRandom, world: ToolState) -> RequestDraft:
+        who, does, what, where = (rng.choice(words) for words in (WHO, DOES, WHAT, WHERE))
         text = f"{who} {does} {what}{where}"
-        return Drawn(phrases, {"text": text}, text)
+        return RequestDraft(phrases, {"text": text}, text)
 
     return draw
 

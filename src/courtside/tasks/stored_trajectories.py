@@ -39,7 +39,7 @@ class ReplaySource(FiniteSource):
         drawn = super().batch(step, size)
         return tuple({task.id: task for task in drawn}.values())
 
-    def read(self, ids: Sequence[str]) -> list[Trajectory]:
+    def load(self, ids: Sequence[str]) -> list[Trajectory]:
         """As they were stored, in the order of the ids; a step's file is opened once."""
         found: dict[str, Trajectory] = {}
         for step in sorted({self._step[id] for id in ids}):

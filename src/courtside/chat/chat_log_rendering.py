@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from courtside.chat.incremental import ASK, IncrementalTemplate, num_common
-from courtside.chat.template import ChatTemplate, Spoken, free_marks
+from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
+from courtside.chat.template import ChatMessage, ChatTemplate, unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
-CallWriter = Callable[[str, Any], str]
+CallFormatter = Callable[[str, Any], str]
 """Name and arguments of a tool call to the text an assistant writes for it."""
 
 
-def in_tags(name: str, arguments: Any) -> str:
+def format_tagged_call(name: str, arguments: Any) -> str:
     """
     >>> print(in_tags("add", {"a": 1}))
     <tool_call>
@@ -38,17 +38,17 @@ def trajectory_from_chat_log(
     *,
     id: str,
     temperature: float = 1.0,
-    write_call: CallWriter = in_tags,
+    format_call: CallFormatter = format_tagged_call,
 ) -> Trajectory:
     """A conversation that begins with the task's messages and goes on with an assistant's.
 
-    Tool calls are written by the template where it knows `tool_calls`, else by `write_call`, behind
-    the message's text. Arguments that are no JSON stay the string they are.
+    The template renders tool calls where it knows `tool_calls`, else `format_call` does, after the
+    message's text. Arguments that are no JSON stay the string they are.
     """
     problem = f"task {task.id}: message "
     by_template = any(m.get("tool_calls") for m in messages) and _knows_calls(turns.renderer)
     spoken = [
-        _spoken(message, f"{problem}{index}", None if by_template else write_call)
+        _spoken(message, f"{problem}{index}", None if by_template else format_call)
         for index, message in enumerate(messages)
     ]
     _check_prompt(task, spoken)
@@ -60,7 +60,7 @@ def trajectory_from_chat_log(
         last = stop == len(spoken) and not following
         index = start + 1
         try:
-            environment = [] if last else [turns.environment_turn(following, closing=False)]
+            environment = [] if last else [turns.environment_turn(following, add_end_of_turn=False)]
             index = start
             answer = _answer(spoken[start], following, turns, last=last)
         except ModelError as error:
@@ -80,13 +80,15 @@ def trajectory_from_chat_log(
 
 
 def _answer(
-    said: Spoken, following: Sequence[Message], turns: IncrementalTemplate, *, last: bool
+    said: ChatMessage, following: Sequence[Message], turns: IncrementalTemplate, *, last: bool
 ) -> Turn:
     """An assistant's message, as the template renders it with what comes next in place."""
     renderer = turns.renderer
-    (cut,) = free_marks((said, *following))
-    opened = renderer.render((ASK,), cut, add_generation_prompt=True)
-    rendered = renderer.render((ASK, said, *following), cut, add_generation_prompt=not last)
+    (cut,) = unused_noncharacters((said, *following))
+    opened = renderer.render((PROBE_PROMPT,), cut, add_generation_prompt=True)
+    rendered = renderer.render(
+        (PROBE_PROMPT, said, *following), cut, add_generation_prompt=not last
+    )
     if not rendered.startswith(opened):
         raise ModelError(
             f"{renderer.name}: its chat template opens an answer with "
@@ -94,7 +96,7 @@ def _answer(
             "perhaps). Begin the message with what the template opens it with"
         )
     ids = renderer.tokenize(rendered[len(opened) :], cut)
-    ids = ids[: renderer.past_end(ids)]
+    ids = ids[: renderer.length_through_eos(ids)]
     content = (said.content if isinstance(said, Message) else str(said["content"])).strip()
     if content not in rendered.replace(cut, "")[max(len(opened) - len(content), 0) :]:
         raise ModelError(
@@ -106,7 +108,7 @@ def _answer(
     return turns.assistant_turn(sample)
 
 
-def _check_prompt(task: Task, spoken: Sequence[Spoken]) -> None:
+def _check_prompt(task: Task, spoken: Sequence[ChatMessage]) -> None:
     num = len(task.messages)
     for index, (ours, its) in enumerate(zip(task.messages, spoken, strict=False)):
         if ours != its:
@@ -125,24 +127,25 @@ def _check_prompt(task: Task, spoken: Sequence[Spoken]) -> None:
 def _check_whole(
     built: Sequence[Turn],
     firsts: Sequence[int],
-    spoken: Sequence[Spoken],
+    spoken: Sequence[ChatMessage],
     turns: IncrementalTemplate,
     problem: str,
 ) -> None:
-    (cut,) = free_marks(spoken)
+    (cut,) = unused_noncharacters(spoken)
     unanswered = built[-1].role != "assistant"
     rendered = turns.renderer.render(spoken, cut, add_generation_prompt=unanswered)
     whole = turns.renderer.tokenize(rendered, cut)
     went = [token for turn in built for token in turn.token_ids]
-    same = num_common(went, whole)
+    same = common_prefix_length(went, whole)
     if same == len(went):
         return
     ends = [sum(len(turn.token_ids) for turn in built[: n + 1]) for n in range(len(built))]
     index = next(first for first, end in zip(firsts, ends, strict=True) if same < end)
     raise TaskError(
         f"{problem}{index}: in the whole conversation {turns.renderer.name}'s chat template "
-        f"renders it otherwise than when it was said: {turns.told_apart(went, whole, same)}. A "
-        "student could not have read and written that. Take thinking out of earlier answers and "
+        f"renders it otherwise than turn by turn: "
+        f"{turns.describe_difference(went, whole, same)}. A student could not have produced "
+        "that. Take thinking out of earlier answers and "
         "line breaks off their ends, or end the conversation before that message"
     )
 
@@ -150,7 +153,9 @@ def _check_whole(
 # ── messages of chat APIs ────────────────────────────────────────────────────────────────────────
 
 
-def _spoken(message: Mapping[str, Any], where: str, write_call: CallWriter | None) -> Spoken:
+def _spoken(
+    message: Mapping[str, Any], where: str, format_call: CallFormatter | None
+) -> ChatMessage:
     role, content = message.get("role"), _content(message.get("content"), where)
     if role not in ("system", "user", "assistant", "tool"):
         raise TaskError(
@@ -162,11 +167,11 @@ def _spoken(message: Mapping[str, Any], where: str, write_call: CallWriter | Non
         raise TaskError(f"{where}: tool_calls on a {role!r} message. Only assistants call tools")
     if not calls:
         return Message(role=role, content=content)
-    if write_call is None:
+    if format_call is None:
         listed = [{"type": "function", **call} for call in calls]
         return {"role": role, "content": content, "tool_calls": listed}
     functions = [call["function"] for call in calls]
-    texts = [write_call(function["name"], function["arguments"]) for function in functions]
+    texts = [format_call(function["name"], function["arguments"]) for function in functions]
     return Message(role=role, content="\n".join([content, *texts] if content else texts))
 
 
@@ -204,13 +209,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _knows_calls(renderer: ChatTemplate) -> bool:
     probe = {"id": "abcdefghi", "function": {"name": "courtside_probe", "arguments": {"at": 1}}}
     said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **probe}]}
-    (cut,) = free_marks(())
+    (cut,) = unused_noncharacters(())
     try:
-        rendered = renderer.render((ASK, said), cut, add_generation_prompt=False)
+        rendered = renderer.render((PROBE_PROMPT, said), cut, add_generation_prompt=False)
     except ModelError:
         return False
     return "courtside_probe" in rendered
 
 
-def _role(message: Spoken) -> str:
+def _role(message: ChatMessage) -> str:
     return message.role if isinstance(message, Message) else str(message["role"])

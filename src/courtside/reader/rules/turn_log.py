@@ -19,7 +19,7 @@ CALL = re.compile(
 """What calls look like: <tool_call>, {"name": …}, a line that is name(…), Action: …"""
 
 
-class Episode:
+class TurnLog:
     def __init__(self, trajectory: Trajectory, error: re.Pattern[str]):
         self.trajectory = trajectory
         self.error = error
@@ -63,7 +63,7 @@ class Episode:
         """The assistant turn before this one."""
         return self._previous.get(i)
 
-    def earlier_same(self, i: int) -> list[int]:
+    def earlier_identical(self, i: int) -> list[int]:
         """Earlier assistant turns that say exactly the same; none for a turn that says nothing."""
         return [j for j in self._same[self.said(i)] if j < i] if self.said(i) else []
 

@@ -1,0 +1,116 @@
+"""Rollouts that sample nothing: chat logs, and trajectories that another run has stored.
+
+Both give exact token ids of this model, or refuse. Nothing is truncated or re-tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
+from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
+from courtside.errors import TaskError
+from courtside.rollout.mixing import trajectory_id
+from courtside.types import Task, Trajectory
+
+
+class ChatLogRollout:
+    """Renders chat logs through this model's chat template (`chat.chat_log_rendering`)."""
+
+    def __init__(
+        self,
+        *,
+        turns: IncrementalTemplate,
+        format_call: CallFormatter,
+        temperature: float,
+        context_length: int,
+    ):
+        self.turns = turns
+        self.format_call = format_call
+        self.temperature = temperature
+        self.context_length = context_length
+
+    def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
+
+    def trajectory(self, task: Task, id: str) -> Trajectory:
+        prompt = [{"role": m.role, "content": m.content} for m in task.messages]
+        trajectory = trajectory_from_chat_log(
+            task,
+            [*prompt, *task.conversation],
+            self.turns,
+            id=id,
+            temperature=self.temperature,
+            format_call=self.format_call,
+        )
+        num_tokens = len(trajectory.token_ids)
+        if num_tokens > self.context_length:
+            raise TaskError(
+                f"task {task.id}: the conversation has {num_tokens} tokens and the model takes "
+                f"{self.context_length}. Shorten it or leave it out; nothing is cut silently"
+            )
+        return trajectory
+
+
+class ReplayRollout:
+    """Loads stored trajectories under their own ids.
+
+    Their token ids must decode to the stored text. The chat template may render the same prompts
+    differently today (`describe_prompt_difference`): the stored ids are what trains.
+    """
+
+    def __init__(
+        self,
+        *,
+        load: Callable[[Sequence[str]], list[Trajectory]],
+        turns: IncrementalTemplate,
+        vocab_size: int,
+    ):
+        self.load = load
+        """Trajectories by id, in order."""
+        self.turns = turns
+        self.vocab_size = vocab_size
+
+    def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        trajectories = self.load([task.id for task in tasks])
+        for trajectory in trajectories:
+            self._check_vocabulary(trajectory)
+        return trajectories
+
+    def _check_vocabulary(self, trajectory: Trajectory) -> None:
+        renderer = self.turns.renderer
+        fix = "Name a run of a student with the same vocabulary"
+        if (largest := max(trajectory.token_ids, default=0)) >= self.vocab_size:
+            raise TaskError(
+                f"trajectory {trajectory.id}: holds the token {largest}, and the vocabulary of "
+                f"{renderer.name} has {self.vocab_size}. {fix}"
+            )
+        for index, turn in enumerate(trajectory.turns):
+            if turn.role != "assistant":
+                continue
+            # A substring: stop strings are cut off the text, and templates put thinking before it.
+            decoded = renderer.text(turn.token_ids)
+            if turn.text.strip() not in decoded:
+                raise TaskError(
+                    f"trajectory {trajectory.id}, turn {index}: its tokens are {decoded[:40]!r}… "
+                    f"for {renderer.name}, and were {turn.text[:40]!r}… when they were stored. "
+                    f"{fix}"
+                )
+
+
+def describe_prompt_difference(
+    trajectories: Sequence[Trajectory], turns: IncrementalTemplate
+) -> str | None:
+    """How the chat template renders a stored prompt differently today; None: it does not."""
+    for trajectory in trajectories:
+        stored_ids = trajectory.turns[0].token_ids
+        ids = turns.render_prompt(trajectory.task.messages).token_ids
+        if stored_ids != ids:
+            num_same = common_prefix_length(stored_ids, ids)
+            return (
+                f"{turns.renderer.name}: its chat template makes other tokens of the prompt of "
+                f"trajectory {trajectory.id}: "
+                f"{turns.describe_difference(stored_ids, ids, num_same)}. Stored trajectories "
+                "stay as they are"
+            )
+    return None
