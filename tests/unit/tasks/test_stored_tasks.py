@@ -250,7 +250,11 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
     turned = {i: 257 - i for i in range(2, 256)}
     for name, answer, message in (
         ("turned", tuple(turned.get(i, i) for i in one.turns[1].token_ids), r"turn 1: its tokens"),
-        ("large", (*one.turns[1].token_ids, 300), r"holds the token 300, and the vocabulary of .* has 258"),
+        (
+            "large",
+            (*one.turns[1].token_ids, 300),
+            r"holds the token 300, and the vocabulary of .* has 258",
+        ),
     ):
         turn = Turn(role="assistant", text="It is.", token_ids=answer, chosen=(True,) * len(answer))
         other = Trajectory(**{**_fields(one), "turns": (one.turns[0], turn)})
