@@ -39,7 +39,8 @@ from torch._dynamo.utils import counters
 from workload import SEED
 
 from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.patches.fused_layers import FusedLayers, apply_patches
+from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.patches.patch import Patch, apply_patches
 
 VARIANTS = ("own", "few", "layers", "parts")
 COMPILER_ERRORS = (
@@ -93,7 +94,7 @@ class Job:
         _tidy(self.engine.device)
         modules = {"layers": self._layers, "parts": self._parts}.get(name, list)()
         compiled = [
-            (vars(m), "forward", torch.compile(m.forward, dynamic=True, backend=self.args.backend))
+            Patch(m, "forward", torch.compile(m.forward, dynamic=True, backend=self.args.backend))
             for m in modules
         ]
         passes = self.few if name == "few" else self.plain

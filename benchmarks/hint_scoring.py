@@ -39,7 +39,8 @@ from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
-from courtside.engines.patches.fused_layers import apply_patches, find_lean_layers
+from courtside.engines.patches.fused_layers import find_lean_layers
+from courtside.engines.patches.patch import apply_patches
 from courtside.types import Branch
 
 

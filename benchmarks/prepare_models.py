@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import END_TOKEN, SEED, TEACHER_NOISE
 
-from courtside.engines.loading import EMBEDDED, resolve_model
+from courtside.engines.loading import BUILTIN_MODEL, resolve_model
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     if note.is_file() and json.loads(note.read_text()) == made_with:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    source = resolve_model(EMBEDDED)
+    source = resolve_model(BUILTIN_MODEL)
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.eos_token = END_TOKEN
     tokenizer.chat_template = with_end_token(tokenizer.chat_template)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from courtside.assemble import assemble
 from courtside.engines.patches import lean_layers
 from courtside.runtime import Runtime
-from courtside.training.cpu.gradient_buffers import GradientBuffers, add_rows
+from courtside.training.cpu.gradient_buffers import GradientBuffers, add_embedding_gradient
 from courtside.types import Scored
 
 SETTINGS: list[dict[str, Any]] = [
@@ -179,10 +179,10 @@ def test_rows_of_an_embedding_are_added_as_torch_adds_them(padding_id: int | Non
     gradient_ND = torch.randn(len(ids_N), 8)
     module(ids_N).backward(gradient_ND)
     found, module.weight.grad = module.weight.grad, expected.clone()
-    add_rows(module.weight, ids_N, gradient_ND, padding_id)
+    add_embedding_gradient(module.weight, ids_N, gradient_ND, padding_id)
     assert torch.equal(module.weight.grad, found)
     module.weight.grad = None
-    add_rows(module.weight, ids_N, gradient_ND, padding_id)
+    add_embedding_gradient(module.weight, ids_N, gradient_ND, padding_id)
     assert module.weight.grad is not None and not module.weight.grad[1].any()
 
 
@@ -214,7 +214,7 @@ def test_a_layer_behind_a_gate_does_not_keep_what_it_read(dtype: torch.dtype) ->
         gate, up = (x.clone().requires_grad_() for x in given)
         if lean:
             with without_collector():
-                out = lean_layers.read_gated(watched, gate, up)
+                out = lean_layers.swiglu_linear(watched, gate, up)
                 assert read[0]() is None
         else:
             out = layer(nn.functional.silu(gate) * up)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from courtside.engines.kernels import layers, layers_autograd, prefix_gather
-from courtside.engines.kernels.layers_autograd import REGISTERS_BACK
+from courtside.engines.kernels.layers_autograd import BACKWARD_REGISTERS
 from courtside.losses.fused.kernels import FORMS, PER_ROW, vocabulary_kernel
 from courtside.losses.fused.topk_select import select_kernel
 from courtside.losses.fused.topk_support import JOINT, support_kernel
@@ -152,7 +152,7 @@ def layer_resources(
     types = {name: kind for name, kind in types.items() if name not in constants}
     back = kernel is layers_autograd._rms_norm_back
     aligned = tuple(n for n in types if types[n] != "fp32" and not n.startswith("num_"))
-    return used(kernel, types, constants, aligned, warps, REGISTERS_BACK if back else None)
+    return used(kernel, types, constants, aligned, warps, BACKWARD_REGISTERS if back else None)
 
 
 def used(

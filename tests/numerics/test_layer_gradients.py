@@ -55,11 +55,11 @@ def compare(
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Several rows a program, and several tiles, the last of them not full."""
     if request.param:
-        monkeypatch.setattr(layers, "MANY_ROWS", 2)
-        monkeypatch.setattr(layers_autograd, "MOST_PROGRAMS", 3)
-        tile = layers.tile_rows
+        monkeypatch.setattr(layers, "MIN_TILED_ROWS", 2)
+        monkeypatch.setattr(layers_autograd, "MAX_PROGRAMS", 3)
+        tile = layers.rows_per_program
         for module in (layers, layers_autograd):
-            monkeypatch.setattr(module, "tile_rows", lambda *n: min(tile(*n), 4))
+            monkeypatch.setattr(module, "rows_per_program", lambda *n: min(tile(*n), 4))
     return bool(request.param)
 
 
@@ -101,17 +101,17 @@ def test_rotation(tiles: bool, dtype: torch.dtype, B: int, N: int, shared: bool)
         return rotated
 
     def ours(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        return layers_autograd.rotate(q, k, c, s, torch.float32)
+        return layers_autograd.apply_rotary(q, k, c, s, torch.float32)
 
     slack = 1e-6 if dtype == torch.float32 else 0.02
-    compare(by(ours), by(layer_ops.rotate), [query, key, cos, sin], slack=slack)
+    compare(by(ours), by(layer_ops.apply_rotary), [query, key, cos, sin], slack=slack)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize(("P", "D"), [(1, 24), (7, 96), (512, 33)])
 def test_sums_are_added(dtype: torch.dtype, P: int, D: int) -> None:
     sums_PD = torch.randn(P, D, device=DEVICE)
-    found = layers_autograd.added(sums_PD, dtype)
+    found = layers_autograd.sum_partials(sums_PD, dtype)
     assert found.dtype == dtype
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(found.double(), sums_PD.double().sum(0), rtol=rtol, atol=1e-5)
@@ -121,8 +121,8 @@ def test_rotation_rounds_once_where_attention_would() -> None:
     """Autocast computes in float32 and rounds what attention reads."""
     q, k = numbers(1, 4, 5, 16), numbers(1, 2, 5, 16)
     cos, sin = torch.randn(2, 1, 5, 16, device=DEVICE)
-    exact = layers.rotate(q, k, cos, sin, dtypes=(torch.float32, torch.float32))
-    found = layers.rotate(q, k, cos, sin, dtypes=(torch.bfloat16, torch.bfloat16))
+    exact = layers.apply_rotary(q, k, cos, sin, dtypes=(torch.float32, torch.float32))
+    found = layers.apply_rotary(q, k, cos, sin, dtypes=(torch.bfloat16, torch.bfloat16))
     for x, y in zip(found, exact, strict=True):
         gap = (x.float() - y).abs() / y.abs()
         assert float(gap.max()) <= 2**-7, "the products were rounded before they were added"
@@ -135,7 +135,7 @@ def test_gate(dtype: torch.dtype, size: int) -> None:
     product = (3 * numbers(2, 3, 2 * size, dtype=dtype)).requires_grad_()
 
     def ours(x: Tensor) -> Tensor:
-        return layers_autograd.gated(*x.split(size, -1))
+        return layers_autograd.swiglu(*x.split(size, -1))
 
     def exact(x: Tensor) -> Tensor:
         gate, up = x.split(size, -1)
@@ -203,7 +203,7 @@ def test_a_pass_trains_as_the_models_own(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     own_ND, own = step(model, None, cast)
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
     parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16 if cast else None)
     assert parts is not None and parts.norms and parts.mlps and parts.rotary
     found_ND, found = step(model, parts, cast)
@@ -218,7 +218,7 @@ def test_a_pass_trains_as_the_models_own(
 def test_computed_again_a_pass_is_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen().to(DEVICE)
     model.model.layers = model.model.layers[1:]
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
     parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     common = list(range(2, 2 + MIN_PREFIX_TOKENS))
     sharing = [[*common, 7], [*common, 5, 3]]
@@ -247,7 +247,7 @@ def test_what_a_pass_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(saved.values())
 
     own = kept(None, 3) - kept(None, 2)
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: x.dtype in layer_ops.KERNEL_NUMBERS)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
     parts = few.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     assert kept(parts, 3) - kept(parts, 2) < 0.75 * own
 

@@ -16,7 +16,7 @@ NUMBERS = [torch.float32, torch.bfloat16]
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: False)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: False)
 
 
 def joined(*sizes: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -62,8 +62,8 @@ def test_rotation_of_query_and_key(
     cos, sin = torch.randn(2, 3, 1, D, device=DEVICE).to(angles)
     both = torch.promote_types(dtype, angles)
     for ours, theirs in zip(
-        layers.rotate(q, k, cos, sin, dtypes=(both, both)),
-        layer_ops.rotate(q, k, cos, sin),
+        layers.apply_rotary(q, k, cos, sin, dtypes=(both, both)),
+        layer_ops.apply_rotary(q, k, cos, sin),
         strict=True,
     ):
         close(ours, theirs, exact=torch.float32 in (dtype, angles))
@@ -83,7 +83,7 @@ def test_heads_are_rotated_alike_one_by_one_and_together(
     )
     cos, sin = torch.randn(2, 1, N, D, device=DEVICE).to(dtype)
     found = {
-        tile: layers.rotate(q, k, cos, sin, dtypes=(dtype, dtype), back=back, tile=tile)
+        tile: layers.apply_rotary(q, k, cos, sin, dtypes=(dtype, dtype), back=back, tile=tile)
         for tile in (None, 1, 2, 4, 8)
     }
     for both in found.values():
@@ -111,7 +111,7 @@ def test_many_heads_share_a_program_and_few_do_not(monkeypatch: pytest.MonkeyPat
     for N in (2, 400):
         q, k = torch.zeros(1, 16, N, 128), torch.zeros(1, 8, N, 128)
         angles = torch.zeros(1, N, 128)
-        layers.rotate(q, k, angles, angles, dtypes=(q.dtype, q.dtype))
+        layers.apply_rotary(q, k, angles, angles, dtypes=(q.dtype, q.dtype))
     assert grids == [(2 * 24, 1, 1), (400 * 3, 8, 4)]
 
 
@@ -123,14 +123,14 @@ def test_new_keys_and_values_go_behind_the_rows_own(room: torch.dtype) -> None:
     lengths = torch.tensor([0, 6, 3], device=DEVICE)
     ours = [torch.full((3, 2, 7, 24), -1.0, dtype=room, device=DEVICE) for _ in range(2)]
     expected = [x.clone() for x in ours]
-    layers.append(*ours, k.to(torch.bfloat16), v, lengths)
+    layers.append_kv(*ours, k.to(torch.bfloat16), v, lengths)
     for row, length in enumerate(lengths.tolist()):
         expected[0][row, :, length] = k[row, :, 0].to(room)
         expected[1][row, :, length] = v[row, :, 0].to(room)
     for x, y in zip(ours, expected, strict=True):
         assert torch.equal(x, y)
     before = [x.clone() for x in ours]
-    layers.append(*ours, k, v, torch.full((3,), 7, device=DEVICE))
+    layers.append_kv(*ours, k, v, torch.full((3,), 7, device=DEVICE))
     assert all(torch.equal(x, y) for x, y in zip(ours, before, strict=True)), "there is no room"
 
 
@@ -140,5 +140,5 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int) ->
     by_torch(monkeypatch)
     gate, up = joined(size, size, rows=3, dtype=dtype)
     for g in (gate, 10 * gate):
-        ours, theirs = layers.gated(g, up), layer_ops.gated(g, up)
+        ours, theirs = layers.swiglu(g, up), layer_ops.swiglu(g, up)
         close(ours, theirs, exact=dtype == torch.float32)

@@ -120,6 +120,8 @@ class LMHead:
         self.softcap = softcap
         self.scale = scale
         self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self._fixed_low_rank: tuple[LowRank | None] | None = None
+        """None: `low_rank` follows the module's adapter."""
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the words that count."""
@@ -142,6 +144,8 @@ class LMHead:
 
     def low_rank(self) -> LowRank | None:
         """What the adapter adds to the words that count; None: it is off, or there is none."""
+        if self._fixed_low_rank is not None:
+            return self._fixed_low_rank[0]
         adapter: Any = None if getattr(self.module, "disable_adapters", False) else self.adapter
         return None if adapter is None else replace(adapter, up_VR=adapter.up_VR[: self.vocab_size])
 
@@ -154,7 +158,7 @@ class LMHead:
         if now is not None:
             now = replace(now, down_RD=now.down_RD.detach(), up_VR=now.up_VR.detach())
         head = copy(self)
-        head.low_rank = lambda: now  # type: ignore[method-assign]
+        head._fixed_low_rank = (now,)
         return head
 
     def products(self, hidden_ND: Tensor) -> Tensor:

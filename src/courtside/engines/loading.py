@@ -34,7 +34,7 @@ from courtside.recipe.builtin import adapter_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED = "smollm2-135m"
+BUILTIN_MODEL = "smollm2-135m"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,7 +42,7 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def resolve_model(name: str) -> str:
     """The folder or hub id behind a model's name; converts the embedded model at first use."""
-    if name == EMBEDDED:
+    if name == BUILTIN_MODEL:
         return str(_embedded())
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -110,11 +110,11 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
 
 def merge_adapter(adapted: Any) -> Any:
     """A PEFT model's base with its adapter added to the weights."""
-    untie(adapted.get_base_model())
+    untie_embeddings(adapted.get_base_model())
     return adapted.merge_and_unload()
 
 
-def untie(model: Any) -> None:
+def untie_embeddings(model: Any) -> None:
     """Where the head or the embedding has an adapter and they are one weight: make them two. Merged
     into one, the adapter of either would change both."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
@@ -159,7 +159,7 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
         lines = [line.strip() for line in str(error).strip().splitlines()]
         reason = " ".join(lines[:2]) or type(error).__name__
         raise ModelError(
-            f"model {name!r} cannot be loaded: {reason}. Give {EMBEDDED!r}, a folder with "
+            f"model {name!r} cannot be loaded: {reason}. Give {BUILTIN_MODEL!r}, a folder with "
             "config.json, tokenizer and *.safetensors, or a hub id that this machine can reach"
         ) from error
 
@@ -174,8 +174,8 @@ def _check_reachable(name: str, where: str) -> None:
             return
     except HFValidationError:
         raise ModelError(
-            f"model {name!r} is neither {EMBEDDED!r} nor a folder here, and no hub id looks like "
-            "that. Give a folder with config.json, tokenizer and *.safetensors"
+            f"model {name!r} is neither {BUILTIN_MODEL!r} nor a local folder, and no valid hub "
+            "id. Give a folder with config.json, tokenizer and *.safetensors"
         ) from None
     proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
     hub = urlsplit(constants.ENDPOINT)
@@ -184,7 +184,7 @@ def _check_reachable(name: str, where: str) -> None:
             socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
     except OSError as error:
         raise ModelError(
-            f"model {name!r} is neither {EMBEDDED!r} nor a folder here, and the hub cannot be "
+            f"model {name!r} is neither {BUILTIN_MODEL!r} nor a folder here, and the hub cannot be "
             f"reached ({error}). Give a folder with config.json, tokenizer and *.safetensors"
         ) from error
 

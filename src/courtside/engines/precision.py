@@ -33,10 +33,10 @@ def has_native_bf16() -> bool:
     supported: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if not torch.backends.mkldnn.is_available() or supported is None or not supported():
         return False
-    return has_instructions(_cpu_info())
+    return has_bf16_flag(_cpu_info())
 
 
-def has_instructions(cpu_info: str) -> bool:
+def has_bf16_flag(cpu_info: str) -> bool:
     """By what Linux says of its processors; not every torch has a public word for it.
 
     >>> has_instructions("flags : fpu avx512f avx512_bf16")
@@ -57,7 +57,7 @@ def _cpu_info() -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def match_attention_dtypes(*states: Tensor) -> tuple[Tensor, ...]:
+def cast_attention_inputs(*states: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the numbers that attention is computed in.
 
     On a GPU what autocast does: rotated queries and keys may be float32. On a CPU never less than
@@ -71,7 +71,7 @@ def match_attention_dtypes(*states: Tensor) -> tuple[Tensor, ...]:
     return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
 
 
-def uncast(device: torch.device) -> Any:
+def disable_cpu_autocast(device: torch.device) -> Any:
     """Around an operation on a CPU whose input autocast would round."""
     if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return nullcontext()

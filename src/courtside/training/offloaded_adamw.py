@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-PIECE = 2**23
+CHUNK_SIZE = 2**23
 """Numbers in a piece. A power of two: pinned memory is given out in such sizes."""
-NUM_ROOMS = 3
+NUM_STAGING_BUFFERS = 3
 """On the GPU: for what comes, what is there and what goes."""
-KEYS = ("exp_avg", "exp_avg_sq")
+STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ParameterSlice:
     """Of a parameter, numbers start … stop, which lie from `at` on in their piece."""
 
     parameter: nn.Parameter
@@ -38,18 +38,18 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StateChunk:
     """Moments of parts that lie one behind the other, in the host's memory."""
 
     group: dict[str, Any]
     """The optimiser's, with rates and decay."""
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterSlice, ...]
     moments: Tensor
     """[2, size]"""
 
 
 @dataclass(slots=True)
-class Room:
+class StagingBuffer:
     """Where a piece is while it is on the GPU."""
 
     moments: Tensor
@@ -59,10 +59,12 @@ class Room:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    def __init__(self, groups: Iterable[dict[str, Any]], *, piece: int = PIECE, **settings: Any):
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, piece: int = CHUNK_SIZE, **settings: Any
+    ):
         super().__init__(groups, fused=True, **settings)
         self._piece = piece
-        self._pieces: list[Piece] = []
+        self._pieces: list[StateChunk] = []
         """None before the first step: who only evaluates needs no memory for them."""
         self._counts: dict[Tensor, int] = {}
         """Steps that a parameter has seen."""
@@ -73,7 +75,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     @property
     def room_bytes(self) -> int:
         """On the GPU, during a step."""
-        return NUM_ROOMS * 2 * 4 * self._piece
+        return NUM_STAGING_BUFFERS * 2 * 4 * self._piece
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -95,7 +97,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         parts = [(piece, part) for piece in self._pieces for part in _of(parameter, piece)]
         found = {
             key: torch.cat([piece.moments[row, part.place] for piece, part in parts])
-            for row, key in enumerate(KEYS)
+            for row, key in enumerate(STATE_KEYS)
         }
         shaped = {key: flat.view_as(parameter) for key, flat in found.items()}
         return {"step": torch.tensor(float(self._counts[parameter])), **shaped}
@@ -107,7 +109,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._counts[parameter] = int(tensors["step"])
         for piece in self._pieces:
             for part in _of(parameter, piece):
-                for row, key in enumerate(KEYS):
+                for row, key in enumerate(STATE_KEYS):
                     flat = tensors[key].reshape(-1)
                     piece.moments[row, part.place] = flat[part.start : part.stop]
 
@@ -119,10 +121,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             for parts in _cut(group["params"], self._piece):
                 size = parts[-1].place.stop
                 moments = torch.zeros(2, size, dtype=torch.float32, pin_memory=pinned)
-                self._pieces.append(Piece(group=group, parts=parts, moments=moments))
+                self._pieces.append(StateChunk(group=group, parts=parts, moments=moments))
             self._counts |= dict.fromkeys(group["params"], 0)
 
-    def _update(self, piece: Piece, moments: Tensor) -> None:
+    def _update(self, piece: StateChunk, moments: Tensor) -> None:
         parts = [part for part in piece.parts if part.parameter.grad is not None]
         if not parts:
             return
@@ -149,8 +151,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         here = torch.cuda.current_stream(self._device)
         inward, outward = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         rooms = [
-            Room(torch.empty(2, self._piece, dtype=torch.float32, device=self._device))
-            for _ in range(NUM_ROOMS)
+            StagingBuffer(torch.empty(2, self._piece, dtype=torch.float32, device=self._device))
+            for _ in range(NUM_STAGING_BUFFERS)
         ]
         inward.wait_stream(here)
         for piece, room in zip(self._pieces, cycle(rooms), strict=False):
@@ -176,15 +178,15 @@ class OffloadedAdamW(torch.optim.AdamW):
             torch.cuda.synchronize(self._device)
 
 
-def _cut(parameters: Iterable[nn.Parameter], size: int) -> Iterator[tuple[Part, ...]]:
+def _cut(parameters: Iterable[nn.Parameter], size: int) -> Iterator[tuple[ParameterSlice, ...]]:
     """All numbers of the parameters, `size` at a time."""
-    parts: list[Part] = []
+    parts: list[ParameterSlice] = []
     filled = 0
     for parameter in parameters:
         start = 0
         while start < parameter.numel():
             stop = min(parameter.numel(), start + size - filled)
-            parts.append(Part(parameter=parameter, start=start, stop=stop, at=filled))
+            parts.append(ParameterSlice(parameter=parameter, start=start, stop=stop, at=filled))
             filled += stop - start
             start = stop
             if filled == size:
@@ -194,11 +196,11 @@ def _cut(parameters: Iterable[nn.Parameter], size: int) -> Iterator[tuple[Part, 
         yield tuple(parts)
 
 
-def _of(parameter: Tensor, piece: Piece) -> Iterator[Part]:
+def _of(parameter: Tensor, piece: StateChunk) -> Iterator[ParameterSlice]:
     return (part for part in piece.parts if part.parameter is parameter)
 
 
-def _gradient(part: Part) -> Tensor:
+def _gradient(part: ParameterSlice) -> Tensor:
     assert part.parameter.grad is not None
     return part.parameter.grad.reshape(-1)[part.start : part.stop]
 

@@ -18,12 +18,8 @@ from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.forward.tree_scoring import make_trunk_cache
-from courtside.engines.patches.fused_layers import (
-    Patch,
-    apply_patches,
-    find_fused_layers,
-    find_lean_layers,
-)
+from courtside.engines.patches.fused_layers import find_fused_layers, find_lean_layers
+from courtside.engines.patches.patch import Patch, apply_patches
 from courtside.engines.transfer import tensor_on
 from courtside.errors import NotFiniteError, RunError
 from courtside.losses.preference import dpo, dpo_token_weights

@@ -296,7 +296,7 @@ def test_what_is_found_in_a_model(
     model = make()
     lent = DecodeWeights(model, find_lm_head(model), torch.bfloat16)
     assert len(lent.parts.norms) == norms
-    assert len(lent.parts.rounded_norms) == rounded
+    assert len(lent.parts.autocast_norms) == rounded
     assert sum(len(group) > 1 for group in lent.groups) == joined
     assert len(lent.parts.mlps) == mlps
     assert len(lent.parts.rotary) == rotary
@@ -313,10 +313,10 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen2().to("cuda" if on_gpu else "cpu")
     sampling = Sampling(max_new_tokens=4)
     eager = engine(slots=False, model=model).sample(REQUESTS[:2], sampling)
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
     monkeypatch.setattr(slots_engine, "MAX_GRAPH_TOKENS", 0)  # slow to interpret
     calls: Counter[str] = Counter()
-    for name in ("rms_norm", "rotate", "append", "gated"):
+    for name in ("rms_norm", "apply_rotary", "append_kv", "swiglu"):
         monkeypatch.setattr(layers, name, counted(calls, getattr(layers, name)))
     made = engine(slots=True, model=model)
     made._lent = DecodeWeights(model, made.head, torch.float32)
@@ -324,8 +324,8 @@ def test_kernels_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     same(made.sample(REQUESTS[:2], sampling), eager, within=1e-4)
     steps = 3 if on_gpu else STEPS_PER_SYNC  # two trials and what is captured, or each by itself
     both = steps + 1  # prompts are read by the same layers, in one pass
-    assert calls == {"rms_norm": 5 * both, "rotate": 2 * both, "append": 2 * steps,
-                     "gated": 2 * both}  # fmt: skip
+    assert calls == {"rms_norm": 5 * both, "apply_rotary": 2 * both, "append_kv": 2 * steps,
+                     "swiglu": 2 * both}  # fmt: skip
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 0.25), (2.0, 1.0), (1.5, 0.5)])
@@ -342,7 +342,7 @@ def test_a_kernel_draws_from_the_logits_that_count(
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
     with torch.no_grad():
         expected_ids, expected_logps = sample_tokens(head(hidden_BD), uniform_B, sampling)
-        monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
+        monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
         ids_B, logp_B = sample_from_hidden(head, hidden_BD, uniform_B, sampling)
     assert torch.equal(ids_B, expected_ids)
     torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)

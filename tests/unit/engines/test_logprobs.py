@@ -53,7 +53,7 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
     called = []
     kernel = decode.token_logps
     monkeypatch.setattr(decode, "token_logps", lambda *a: (called.append(1), kernel(*a))[1])
-    monkeypatch.setattr(layer_ops, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
     for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
     assert called

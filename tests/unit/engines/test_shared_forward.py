@@ -199,7 +199,7 @@ def test_the_real_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch)
     """Shapes, forward and backward, on tensors without numbers."""
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     monkeypatch.setattr(
-        varlen, "match_attention_dtypes", lambda *states: states
+        varlen, "cast_attention_inputs", lambda *states: states
     )  # knows no such device
     row = pack_sequences(two_groups(), shared=True)
     where = make_packed_layout(row, device=torch.device("meta"))

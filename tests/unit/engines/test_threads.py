@@ -68,7 +68,7 @@ def test_threads_are_lowered_never_raised_and_as_asked_where_asked(
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     limit_threads()
     assert now["threads"] == 64
-    for name in threads.NAMED_BY:
+    for name in threads.ENVIRONMENT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     limit_threads()
     assert now["threads"] == 2

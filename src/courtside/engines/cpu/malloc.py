@@ -13,17 +13,17 @@ import sys
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """What glibc's `mallopt` calls them."""
-LARGE = 2**25
+MMAP_THRESHOLD_BYTES = 2**25
 """Bytes from which on memory comes from the system and goes back to it whole: glibc's largest."""
-NAMED_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+ENVIRONMENT_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def retain_freed_memory() -> None:
     """On a glibc; what the environment asks for stays."""
-    asked = any(os.environ.get(name) for name in NAMED_BY)
+    asked = any(os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
     if asked or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(MMAP_THRESHOLD, LARGE)
+        library.mallopt(MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         library.mallopt(TRIM_THRESHOLD, 2**31 - 1)

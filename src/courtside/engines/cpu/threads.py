@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-NAMED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def limit_threads() -> None:
     """Never more than cores; what the environment or the program asked for stays."""
-    if any(os.environ.get(name) for name in NAMED_BY):
+    if any(os.environ.get(name) for name in ENVIRONMENT_VARIABLES):
         return
     cores = usable_cores()
     if cores < torch.get_num_threads():  # setting it again breaks the pool of a forked process

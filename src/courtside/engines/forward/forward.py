@@ -29,6 +29,7 @@ from courtside.engines.forward.varlen import (
     use_varlen_attention,
 )
 from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.patches.patch import apply_patches
 from courtside.engines.probes import (
     attn_implementation,
     distance_from_plain_forward,
@@ -73,7 +74,7 @@ class ForwardPasses:
     def patch_model(self) -> Iterator[None]:
         """What `forward` wants around it, and around a backward pass through what it gave."""
         with (
-            nullcontext() if self.fused_layers is None else self.fused_layers.used(),
+            apply_patches(() if self.fused_layers is None else self.fused_layers.patches()),
             use_varlen_attention(self.model) if self.padding_reason is None else nullcontext(),
         ):
             yield

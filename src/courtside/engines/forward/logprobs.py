@@ -59,7 +59,7 @@ def score_positions(
     for part_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
-        if layer_ops.runs_kernels(part_ND) and not top_k and head.softcap is None:
+        if layer_ops.can_run_kernels(part_ND) and not top_k and head.softcap is None:
             from courtside.engines.kernels.decode import token_logps  # needs Triton
 
             scale_N = head.scale / temperature_N

@@ -28,7 +28,7 @@ from courtside.engines.forward.varlen import (
     make_varlen_layout,
     use_varlen_attention,
 )
-from courtside.engines.precision import match_attention_dtypes
+from courtside.engines.precision import cast_attention_inputs
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.engines.transfer import copy_to_device
 from courtside.types import Branch
@@ -52,7 +52,7 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert not self.is_initialized, "one pass"
-        keys, values = match_attention_dtypes(key_states, value_states)
+        keys, values = cast_attention_inputs(key_states, value_states)
         self.keys, self.values = keys.detach(), values.detach()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True

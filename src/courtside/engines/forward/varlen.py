@@ -29,7 +29,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from courtside.engines.forward.prefix_sharing import PackedBatch
-from courtside.engines.precision import match_attention_dtypes, uncast
+from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.precision import cast_attention_inputs, disable_cpu_autocast
 from courtside.engines.probes import attn_implementation
 from courtside.engines.transfer import tensor_on
 from courtside.errors import ModelError
@@ -120,13 +121,13 @@ def varlen_attention(
         raise ModelError(f"{type(module).__name__} looks through a window, which packing ignores")
     assert query.shape[0] == 1 and query.shape[2] == sum(packing.lengths)
     given = query.dtype
-    query, key, value = match_attention_dtypes(query, key, value)
+    query, key, value = cast_attention_inputs(query, key, value)
     if packing.joined is not None:
         key, value = (gather_segments(state, packing) for state in (key, value))
     assert key.shape[2] == sum(packing.key_lengths)
     if not dropout and has_kernel(query, value):
         return _in_one(query, key, value, packing, scaling), None
-    with uncast(query.device):
+    with disable_cpu_autocast(query.device):
         found = _one_by_one(query, key, value, packing, scaling, dropout)
     return (found.to(given) if query.device.type == "cpu" else found), None
 
@@ -330,13 +331,8 @@ AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
 
 @contextmanager
 def use_varlen_attention(model: Any) -> Iterator[None]:
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = VARLEN_ATTENTION
-    try:
+    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
         yield
-    finally:
-        config._attn_implementation = before
 
 
 def forward_varlen(

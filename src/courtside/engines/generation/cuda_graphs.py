@@ -223,7 +223,7 @@ def sample_from_hidden(
     head: LMHead, hidden_BD: Tensor, uniform_B: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """`draw`, by a kernel where there is one for it, which reads the logits as they are."""
-    if layer_ops.runs_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
+    if layer_ops.can_run_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
         from courtside.engines.kernels.decode import (
             sample_from_logits,  # needs Triton, which CPUs do without
         )

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.errors import ModelError
 
 NAME = "courtside_ragged"
@@ -73,12 +74,9 @@ def use_decode_attention(
 ) -> Iterator[None]:
     """Steps of the model in here read `length_B` places of each row, the first `alike_B` of them in
     the row `leader_B`, where the same lies."""
-    config = model.config
-    own = config._attn_implementation
-    config._attn_implementation = NAME
     _rows.append((length_B, (prefix_row_B, prefix_length_B)))
     try:
-        yield
+        with apply_patches([patch_attention(model, NAME)]):
+            yield
     finally:
         _rows.pop()
-        config._attn_implementation = own

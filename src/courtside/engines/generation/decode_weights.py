@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from courtside.engines.base import LMHead
 from courtside.engines.patches.dataflow import Trace
-from courtside.engines.patches.fused_layers import FusedLayers, Patch, apply_patches
+from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.patches.patch import Patch, apply_patches
 
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that may read the same input, in the order in which they are called."""
@@ -86,28 +87,28 @@ class DecodeWeights:
         """Passes of the model and its head in here multiply by the copies."""
         self._num_users += 1
         try:
-            with apply_patches(self._replacements()):
+            with apply_patches(self._patches() if self._num_users == 1 else ()):
                 yield
         finally:
             self._num_users -= 1
 
-    def _replacements(self) -> Iterator[Patch]:
-        yield from self.parts.replacements()
+    def _patches(self) -> Iterator[Patch]:
+        yield from self.parts.patches()
         if self.dtype is None:
             return
         for layer in self.adapted:
-            yield vars(layer), "cast_input_dtype_enabled", False
+            yield Patch(layer, "cast_input_dtype_enabled", False)
         copies, own = self._copies[: len(self.groups)], self._copies[len(self.groups) :]
         for group, copy in zip(self.groups, copies, strict=True):
             joined = FusedLinear(*copy, [module.out_features for module in group])
             for index, module in enumerate(group):
-                yield vars(module), "forward", partial(joined.part, index)
+                yield Patch(module, "forward", partial(joined.part, index))
         (weight, bias), *adapter = own
-        yield vars(self.head), "linear", lambda hidden_ND, *_: _product(hidden_ND, weight, bias)
+        yield Patch(self.head, "linear", lambda hidden_ND, *_: _product(hidden_ND, weight, bias))
         if (low := self.head.low_rank()) is not None:
             (down_RD, _), (up_VR, _) = adapter
             low = replace(low, down_RD=down_RD, up_VR=up_VR)
-            yield vars(self.head), "low_rank", lambda: low
+            yield Patch(self.head, "low_rank", lambda: low)
 
 
 class FusedLinear:
@@ -148,7 +149,7 @@ def _grouped(model: Any, linear: list[nn.Linear], trace: Trace) -> list[tuple[nn
     for parent in model.modules():
         for names in FUSED_PROJECTIONS:
             group: Any = tuple(getattr(parent, name, None) for name in names)
-            if all(m in trace.reads and m not in taken for m in group) and _joins(group, trace):
+            if all(m in trace.inputs and m not in taken for m in group) and _joins(group, trace):
                 groups.append(group)
                 taken.update(group)
     return groups + [(module,) for module in linear if module not in taken]
@@ -156,11 +157,11 @@ def _grouped(model: Any, linear: list[nn.Linear], trace: Trace) -> list[tuple[nn
 
 def _joins(group: Sequence[nn.Linear], trace: Trace) -> bool:
     one_kind = len({(m.bias is None, m.weight.dtype, m.weight.device) for m in group}) == 1
-    return one_kind and trace.read_the_same(group)
+    return one_kind and trace.share_input(group)
 
 
 def _is_plain_adapter(module: Any, trace: Trace) -> bool:
     adapters = getattr(module, "lora_A", None)
     if not isinstance(adapters, nn.ModuleDict) or getattr(module, "lora_variant", True):
         return False
-    return all(adapter in trace.reads for adapter in adapters.values())
+    return all(adapter in trace.inputs for adapter in adapters.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.generation.cuda_graphs import DecodeStep, PrefillStep
-from courtside.engines.patches.layer_ops import append
+from courtside.engines.patches.layer_ops import append_kv
 
 ROW_STEP = 8
 POSITION_STEP = 128
@@ -45,7 +45,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         slots = self.slots
         self._prepare(key_states, value_states)
         if slots.reading is None:
-            append(self.keys, self.values, key_states, value_states, slots.length_B)
+            append_kv(self.keys, self.values, key_states, value_states, slots.length_B)
             return self.keys, self.values
         row_B, position_BN, width = slots.reading
         where_B = slots.row_B if row_B is None else row_B

@@ -23,7 +23,7 @@ from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
 from courtside.engines.patches.gqa_cpu import use_gqa_attention
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
-from courtside.engines.precision import match_attention_dtypes
+from courtside.engines.precision import cast_attention_inputs
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -55,7 +55,7 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        key_states, value_states = match_attention_dtypes(key_states, value_states)
+        key_states, value_states = cast_attention_inputs(key_states, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = self._room(key_states, self.writing.row_capacity)

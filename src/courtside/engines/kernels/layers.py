@@ -4,7 +4,7 @@
 Torch spells each of these as three to ten launches, and a step of decoding with few rows is as long
 as its launches. All read their input where it lies, in whatever numbers it is, compute in float32
 and round where torch would: so they read parts of a joined product without a copy.
-`layer_parts` has the same in torch.
+`layer_ops` has the same in torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_GATED = 1024
-MANY_ROWS = 8192
-TILE = 1024
+SWIGLU_BLOCK = 1024
+MIN_TILED_ROWS = 8192
+PROGRAM_ELEMENTS = 1024
 """Numbers of one program where rows are many."""
 
 
@@ -27,7 +27,7 @@ def _rms_norm(x, weight, out, scales, eps, outer, inner, num_inner, num_rows, SI
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, PADDED)
     inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
-    first = first_of(row, outer, inner, num_inner)
+    first = row_offset(row, outer, inner, num_inner)
     y = tl.load(x + first[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)
     if KEEPS:
@@ -41,7 +41,7 @@ def _rms_norm(x, weight, out, scales, eps, outer, inner, num_inner, num_rows, SI
 
 
 @triton.jit
-def first_of(row, outer, inner, num_inner):
+def row_offset(row, outer, inner, num_inner):
     """Where rows begin. Divided in 32 bits: in 64 that is long."""
     return (row // num_inner).to(tl.int64) * outer + (row % num_inner).to(tl.int64) * inner
 
@@ -58,30 +58,30 @@ def rms_norm(
     """`rounds`: to the numbers of `x` before the weights are multiplied. `scales` [rows] gets what
     each row was multiplied by."""
     D = x.shape[-1]
-    x_NKD = rows_of(x)
+    x_NKD = as_rows(x)
     num_rows = x_NKD.shape[0] * x_NKD.shape[1]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     padded = triton.next_power_of_2(D)
-    rows = tile_rows(num_rows, padded)
+    rows = rows_per_program(num_rows, padded)
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x_NKD, weight_D, out, scales, eps, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
         num_rows, SIZE=D, PADDED=padded, ROWS=rows, ROUNDS=rounds, KEEPS=scales is not None,
-        num_warps=tile_warps(rows, padded),
+        num_warps=warps_per_program(rows, padded),
     )  # fmt: skip
     return out
 
 
-def rows_of(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """As [outer, inner, D] with the last dimension in one piece, without a copy where possible."""
-    return dense(x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1]))
+    return with_dense_rows(x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1]))
 
 
-def tile_rows(num_rows: int, padded: int, tile: int = TILE) -> int:
+def rows_per_program(num_rows: int, padded: int, tile: int = PROGRAM_ELEMENTS) -> int:
     """Rows of one program: few rows want many programs, many short rows want fewer."""
-    return max(1, tile // padded) if num_rows > MANY_ROWS else 1
+    return max(1, tile // padded) if num_rows > MIN_TILED_ROWS else 1
 
 
-def tile_warps(rows: int, padded: int) -> int:
+def warps_per_program(rows: int, padded: int) -> int:
     """Eight numbers a thread: sixteen bytes of bfloat16 are one load."""
     return min(max(rows * padded // 256, 1), 8)
 
@@ -147,7 +147,7 @@ def _rotate(query, key, cos, sin, query_out, key_out, query_row, query_head, que
                 BACK)  # fmt: skip
 
 
-def rotate(
+def apply_rotary(
     query_BHND: Tensor,
     key_BKND: Tensor,
     cos_BND: Tensor,
@@ -165,18 +165,18 @@ def rotate(
     device = query_BHND.device
     query_out = torch.empty(B, N, H, D, dtype=dtypes[0], device=device)
     key_out = torch.empty(B, N, K, D, dtype=dtypes[1], device=device)
-    query, key, cos, sin = (dense(x) for x in (query_BHND, key_BKND, cos_BND, sin_BND))
+    query, key, cos, sin = (with_dense_rows(x) for x in (query_BHND, key_BKND, cos_BND, sin_BND))
     per_row = [0 if len(x) == 1 else x.stride(0) for x in (cos, sin)]
     # Torch multiplies in 16 bits where both are of those, and rounds each product.
     rounds = not back and torch.promote_types(query.dtype, cos.dtype).itemsize == 2
     padded = triton.next_power_of_2(D // 2)
     most = triton.next_power_of_2(max(H, K))
-    heads = tile or min(tile_rows(B * N * (H + K), 2 * padded), most)
+    heads = tile or min(rows_per_program(B * N * (H + K), 2 * padded), most)
     _rotate[(B * N * (triton.cdiv(H, heads) + triton.cdiv(K, heads)),)](
         query, key, cos, sin, query_out, key_out, query.stride(0), query.stride(1),
         query.stride(2), key.stride(0), key.stride(1), key.stride(2), per_row[0], cos.stride(1),
         per_row[1], sin.stride(1), N, QUERIES=H, KEYS=K, SIZE=D, PADDED=padded, HEADS=heads,
-        ROUNDS=rounds, BACK=back, num_warps=tile_warps(heads, 2 * padded),
+        ROUNDS=rounds, BACK=back, num_warps=warps_per_program(heads, 2 * padded),
     )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
@@ -197,13 +197,13 @@ def _append(key, value, keys, values, lengths, key_row, key_head, value_row, val
     tl.store(values + where, v.to(values.dtype.element_ty), mask=inside)
 
 
-def append(
+def append_kv(
     keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
 ) -> None:
     """Write each row's new key and value behind the `length_B` that it has."""
     B, K, L, D = keys_BKLD.shape
     assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
-    key, value = dense(key_BK1D), dense(value_BK1D)
+    key, value = with_dense_rows(key_BK1D), with_dense_rows(value_BK1D)
     _append[(B, K)](
         key, value, keys_BKLD, values_BKLD, length_B, key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), keys_BKLD.stride(0), keys_BKLD.stride(1), L,
@@ -221,13 +221,13 @@ def _gated(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.conste
     tl.store(out + row * SIZE + at, (open_ * u).to(out.dtype.element_ty), mask=at < SIZE)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     size = gate.shape[-1]
     dtype = torch.promote_types(gate.dtype, up.dtype)
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    gate_NI, up_NI = dense(gate.reshape(-1, size)), dense(up.reshape(-1, size))
-    block = min(BLOCK_GATED, triton.next_power_of_2(size))
+    gate_NI, up_NI = with_dense_rows(gate.reshape(-1, size)), with_dense_rows(up.reshape(-1, size))
+    block = min(SWIGLU_BLOCK, triton.next_power_of_2(size))
     _gated[(gate_NI.shape[0], triton.cdiv(size, block))](
         gate_NI, up_NI, out, gate_NI.stride(0), up_NI.stride(0), SIZE=size, BLOCK=block,
         num_warps=4,
@@ -235,6 +235,6 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def dense(x: Tensor) -> Tensor:
+def with_dense_rows(x: Tensor) -> Tensor:
     """Its last dimension lies together; the kernels step over the others."""
     return x if x.stride(-1) == 1 else x.contiguous()

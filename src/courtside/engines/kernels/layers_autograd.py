@@ -17,20 +17,20 @@ from torch.autograd.function import once_differentiable
 
 from courtside.engines.kernels import layers
 from courtside.engines.kernels.layers import (
-    BLOCK_GATED,
-    dense,
-    first_of,
-    rows_of,
-    tile_rows,
-    tile_warps,
+    SWIGLU_BLOCK,
+    as_rows,
+    row_offset,
+    rows_per_program,
+    warps_per_program,
+    with_dense_rows,
 )
 
-MOST_PROGRAMS = 512
+MAX_PROGRAMS = 512
 """Each sums the gradient of a norm's weights over its own rows: so many sums are left to add."""
-TILE_BACK, REGISTERS_BACK = 2048, 64
+BACKWARD_ELEMENTS, BACKWARD_REGISTERS = 2048, 64
 """Numbers that a program has at a time, and registers of a thread: four programs fit into a
 multiprocessor, so that all run at once. Longer rows take what they need."""
-BLOCK_ADDED = 32
+SUM_BLOCK = 32
 
 
 def _learns(*tensors: Tensor) -> bool:
@@ -61,26 +61,26 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient):
         x, weight_D, scales = ctx.saved_tensors
         of_weight = ctx.needs_input_grad[1]
-        return *rms_norm_back(gradient, x, weight_D, scales, of_weight), None, None, None
+        return *rms_norm_backward(gradient, x, weight_D, scales, of_weight), None, None, None
 
 
-def rms_norm_back(
+def rms_norm_backward(
     gradient: Tensor, x: Tensor, weight_D: Tensor, scales: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     D = x.shape[-1]
-    x_NKD, num_rows = rows_of(x), len(scales)
+    x_NKD, num_rows = as_rows(x), len(scales)
     padded = triton.next_power_of_2(D)
-    rows = tile_rows(num_rows, padded, TILE_BACK)
-    programs = min(triton.cdiv(num_rows, rows), MOST_PROGRAMS)
+    rows = rows_per_program(num_rows, padded, BACKWARD_ELEMENTS)
+    programs = min(triton.cdiv(num_rows, rows), MAX_PROGRAMS)
     x_gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums_PD = torch.empty(programs, D, dtype=torch.float32, device=x.device) if of_weight else None
     _rms_norm_back[(programs,)](
         gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, sums_PD, x_NKD.stride(0),
         x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded, ROWS=rows,
-        OF_WEIGHT=of_weight, num_warps=tile_warps(rows, padded),
-        maxnreg=REGISTERS_BACK if padded <= TILE_BACK else None,
+        OF_WEIGHT=of_weight, num_warps=warps_per_program(rows, padded),
+        maxnreg=BACKWARD_REGISTERS if padded <= BACKWARD_ELEMENTS else None,
     )  # fmt: skip
-    return x_gradient, None if sums_PD is None else added(sums_PD, weight_D.dtype)
+    return x_gradient, None if sums_PD is None else sum_partials(sums_PD, weight_D.dtype)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _rms_norm_back(gradient, x, weight, scales, x_gradient, sums, outer, inner, 
     while start < num_rows:
         row = start + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (at < SIZE)[None, :]
-        first = first_of(row, outer, inner, num_inner)[:, None]
+        first = row_offset(row, outer, inner, num_inner)[:, None]
         where = row.to(tl.int64)[:, None] * SIZE + at[None, :]
         scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
         y = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32) * scale
@@ -110,13 +110,13 @@ def _rms_norm_back(gradient, x, weight, scales, x_gradient, sums, outer, inner, 
         tl.store(sums + tl.program_id(0) * SIZE + at, tl.sum(summed, 0), mask=at < SIZE)
 
 
-def added(sums_PD: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_partials(sums_PD: Tensor, dtype: torch.dtype) -> Tensor:
     """Over `P`, all read at once: torch's own sum asks for a few after another."""
     P, D = sums_PD.shape
     found_D = torch.empty(D, dtype=dtype, device=sums_PD.device)
-    _added[(triton.cdiv(D, BLOCK_ADDED),)](
-        sums_PD, found_D, P, SIZE=D, BLOCK=BLOCK_ADDED,
-        PADDED=triton.next_power_of_2(max(P, MOST_PROGRAMS)), num_warps=8,
+    _added[(triton.cdiv(D, SUM_BLOCK),)](
+        sums_PD, found_D, P, SIZE=D, BLOCK=SUM_BLOCK,
+        PADDED=triton.next_power_of_2(max(P, MAX_PROGRAMS)), num_warps=8,
     )  # fmt: skip
     return found_D
 
@@ -133,13 +133,13 @@ def _added(sums, found, num_sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, PADDE
 # ── rotary embedding ─────────────────────────────────────────────────────────────────────────────
 
 
-def rotate(
+def apply_rotary(
     query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     if _learns(query_BHND, key_BKND):
         turned: tuple[Tensor, Tensor] = _Rotate.apply(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
         return turned
-    return layers.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtypes=(dtype, dtype))
+    return layers.apply_rotary(query_BHND, key_BKND, cos_BND, sin_BND, dtypes=(dtype, dtype))
 
 
 class _Rotate(torch.autograd.Function):
@@ -147,44 +147,46 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, query, key, cos, sin, dtype):
         ctx.save_for_backward(cos, sin)
         ctx.dtypes = query.dtype, key.dtype
-        return layers.rotate(query, key, cos, sin, dtypes=(dtype, dtype))
+        return layers.apply_rotary(query, key, cos, sin, dtypes=(dtype, dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query_gradient, key_gradient):
         cos, sin = ctx.saved_tensors
-        found = layers.rotate(query_gradient, key_gradient, cos, sin, dtypes=ctx.dtypes, back=True)
+        found = layers.apply_rotary(
+            query_gradient, key_gradient, cos, sin, dtypes=ctx.dtypes, back=True
+        )
         return *found, None, None, None
 
 
 # ── gated MLPs ───────────────────────────────────────────────────────────────────────────────────
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if _learns(gate, up):
         opened: Tensor = _Gated.apply(gate, up)
         return opened
-    return layers.gated(gate, up)
+    return layers.swiglu(gate, up)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate, up):
         ctx.save_for_backward(gate, up)
-        return layers.gated(gate, up)
+        return layers.swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient):
         gate, up = ctx.saved_tensors
-        return gated_back(gradient, gate, up)
+        return swiglu_backward(gradient, gate, up)
 
 
-def gated_back(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     size = gate.shape[-1]
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up)]
-    gate_NI, up_NI = dense(gate.reshape(-1, size)), dense(up.reshape(-1, size))
-    block = min(BLOCK_GATED, triton.next_power_of_2(size))
+    gate_NI, up_NI = with_dense_rows(gate.reshape(-1, size)), with_dense_rows(up.reshape(-1, size))
+    block = min(SWIGLU_BLOCK, triton.next_power_of_2(size))
     _gated_back[(len(gate_NI), triton.cdiv(size, block))](
         gradient.contiguous(), gate_NI, up_NI, *found, gate_NI.stride(0), up_NI.stride(0),
         SIZE=size, BLOCK=block, num_warps=4,

@@ -1,7 +1,7 @@
-"""What a pass of a model does with the results of its norms, and what its linear layers read.
+"""Which tensors flow between a model's norms and linear layers, traced in one small forward pass.
 
-Seen by watching every call of torch in one small pass: whether a result may be rounded early, or
-two layers computed at once, is a fact about the model's code, not about its layers' names.
+Whether a norm may output a lower precision, or two matmuls may be fused into one, depends on the
+model's code, not on the names of its layers. So every torch call of the pass is observed.
 """
 
 from __future__ import annotations
@@ -16,57 +16,55 @@ from torch.overrides import TorchFunctionMode
 
 
 class Trace:
-    """`reads`: what each linear layer was given. `elsewhere`: norms with a result that something
-    else than those layers looked at."""
-
     def __init__(self, model: Any, norms: Iterable[nn.Module], linear: Sequence[nn.Linear]):
-        self.reads: dict[nn.Linear, list[Tensor]] = {module: [] for module in linear}
-        self.elsewhere: set[nn.Module] = set()
+        self.inputs: dict[nn.Linear, list[Tensor]] = {module: [] for module in linear}
+        """Input of each call of a linear layer."""
+        self._nonlinear_norms: set[nn.Module] = set()
         self._by_weight = {id(module.weight): module for module in linear}
-        self._made: dict[int, tuple[nn.Module, Tensor]] = {}
-        """Results by identity; held, so that no other tensor gets it."""
-        hooks = [norm.register_forward_hook(self._keep) for norm in norms]
+        self._norm_outputs: dict[int, tuple[nn.Module, Tensor]] = {}
+        """By id; the reference keeps the id from being reused."""
+        hooks = [norm.register_forward_hook(self._record_output) for norm in norms]
         vocab_size = model.get_input_embeddings().weight.shape[0]
         ids = torch.arange(4, device=model.device)[None] % vocab_size
         try:
-            with torch.no_grad(), _Watch(self._see):
+            with torch.no_grad(), _Observer(self._record_call):
                 model.base_model(input_ids=ids, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        read = {id(x) for inputs in self.reads.values() for x in inputs}
-        self.feeds_linear = {
-            norm for made, (norm, _) in self._made.items() if made in read
-        } - self.elsewhere
-        """Norms whose results only those layers read."""
-        self._made.clear()
+        input_ids = {id(x) for inputs in self.inputs.values() for x in inputs}
+        self.linear_only_norms = {
+            norm for output_id, (norm, _) in self._norm_outputs.items() if output_id in input_ids
+        } - self._nonlinear_norms
+        """Norms whose output only linear layers consume."""
+        self._norm_outputs.clear()
 
-    def read_the_same(self, modules: Sequence[nn.Linear]) -> bool:
-        """One tensor, once, all of them."""
-        inputs = [self.reads[module] for module in modules]
+    def share_input(self, modules: Sequence[nn.Linear]) -> bool:
+        """Whether each module is called once, all with the same tensor."""
+        inputs = [self.inputs[module] for module in modules]
         return all(len(each) == 1 and each[0] is inputs[0][0] for each in inputs)
 
-    def _keep(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._made[id(out)] = module, out
+    def _record_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._norm_outputs[id(output)] = module, output
 
-    def _see(self, func: Any, args: Sequence[Any]) -> None:
+    def _record_call(self, func: Any, args: Sequence[Any]) -> None:
         if func is F.linear and (module := self._by_weight.get(id(args[1]))) is not None:
-            self.reads[module].append(args[0])
+            self.inputs[module].append(args[0])
             return
         for x in _tensors(args):
-            if id(x) in self._made:
-                self.elsewhere.add(self._made[id(x)][0])
+            if id(x) in self._norm_outputs:
+                self._nonlinear_norms.add(self._norm_outputs[id(x)][0])
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, see: Callable[[Any, Sequence[Any]], None]):
+class _Observer(TorchFunctionMode):
+    def __init__(self, record: Callable[[Any, Sequence[Any]], None]):
         super().__init__()
-        self.see = see
+        self.record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # .shape and the like
-            self.see(func, (*args, *kwargs.values()))
+        if getattr(func, "__name__", "") != "__get__":  # .shape and the like consume nothing
+            self.record(func, (*args, *kwargs.values()))
         return func(*args, **kwargs)
 
 

@@ -1,13 +1,11 @@
-"""A model's norms, rotary embedding and gated MLPs in one launch each, while they are asked for.
+"""RMSNorm, RoPE and SwiGLU layers of a model by fused kernels, as patches of their `forward`.
 
-Models are code of transformers and stay so: for the length of a `with` their layers' `forward` is
-another one with the same numbers (`layer_parts`), and then their own again.
+Each replacement computes what the layer computes (`layer_ops` compares them on an example).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,82 +17,55 @@ from courtside.engines.patches import layer_ops
 from courtside.engines.patches.dataflow import Trace
 from courtside.engines.patches.layer_ops import (
     ROTARY,
-    gated_mlp_of,
-    rms_norm_of,
-    rotary,
-    rotary_modules,
+    find_rotary_modules,
+    match_rms_norm,
+    match_swiglu_mlp,
+    wrap_rotary,
 )
-
-ABSENT: Any = object()
-
-Patch = tuple[dict[str, Any], str, Any]
-"""A namespace, a name in it, and what stands there for a while."""
+from courtside.engines.patches.patch import Patch, has_class_forward
 
 
 class FusedLayers:
-    """`dtype`: the numbers that passes multiply in, where those are not the weights' own."""
+    """`dtype`: that of the matmuls under autocast; None: that of the weights."""
 
     @torch.no_grad()
     def __init__(self, model: Any, head: LMHead, dtype: torch.dtype | None):
         self.dtype = dtype
-        own = set(head.module.modules())
-        self.linear = [m for m in model.modules() if type(m) is nn.Linear and m not in own]
-        norms = [n for m in model.modules() if (n := rms_norm_of(m, dtype)) is not None]
+        head_modules = set(head.module.modules())
+        self.linear = [m for m in model.modules() if type(m) is nn.Linear and m not in head_modules]
+        norms = [n for m in model.modules() if (n := match_rms_norm(m, dtype)) is not None]
         self.norms = {norm.module: norm for norm in norms}
         self.trace = Trace(model, self.norms, self.linear)
-        self.rounded_norms = self.trace.feeds_linear if dtype is not None else set()
-        """Norms whose results nobody reads who would not round them."""
-        self.mlps = {m: f for m in model.modules() if (f := gated_mlp_of(m)) is not None}
-        self.rotary = rotary_modules(model)
+        self.autocast_norms = self.trace.linear_only_norms if dtype is not None else set()
+        """Norms that may output `dtype`: every consumer would cast the output to it."""
+        self.mlps = {m: f for m in model.modules() if (f := match_swiglu_mlp(m)) is not None}
+        self.rotary = find_rotary_modules(model)
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        with apply_patches(self.replacements()):
-            yield
-
-    def replacements(self) -> Iterator[Patch]:
+    def patches(self) -> Iterator[Patch]:
+        """They nest: student and engine may each patch the same layers, to the same effect."""
         for module, norm in self.norms.items():
-            dtype = self.dtype if module in self.rounded_norms else None
-            yield vars(module), "forward", partial(norm.forward, dtype=dtype)
+            dtype = self.dtype if module in self.autocast_norms else None
+            yield Patch(module, "forward", partial(norm.forward, dtype=dtype), nests=True)
         for mlp, forward in self.mlps.items():
-            yield vars(mlp), "forward", forward
-        for module in self.rotary:
-            yield vars(module), ROTARY, rotary(vars(module)[ROTARY])
+            yield Patch(mlp, "forward", forward, nests=True)
+        for module in self.rotary:  # Python modules, which models of one kind share
+            yield Patch(module, ROTARY, wrap_rotary(vars(module)[ROTARY]), nests=True)
 
 
 def find_fused_layers(model: Any, head: LMHead, dtype: torch.dtype | None) -> FusedLayers | None:
-    """Where there are kernels; elsewhere a model's own layers are as good."""
-    if not layer_ops.runs_kernels(model.get_input_embeddings().weight):
+    """None where no kernels run; the model's layers are as fast there."""
+    if not layer_ops.can_run_kernels(model.get_input_embeddings().weight):
         return None
     return FusedLayers(model, head, dtype)
 
 
 @torch.no_grad()
 def find_lean_layers(model: Any) -> list[Patch]:
-    """Where there are no kernels: norms and gated MLPs that keep less for the way back."""
+    """RMSNorm and SwiGLU layers that save fewer activations, where no kernels run."""
     modules = [m for m in model.modules() if has_class_forward(m)]
-    norms = (norm for m in modules if (norm := rms_norm_of(m, None)) is not None)
-    found: list[Patch] = [(vars(norm.module), "forward", norm.forward) for norm in norms]
-    mlps = ((m, f) for m in modules if (f := gated_mlp_of(m)) is not None)
-    return found + [(vars(mlp), "forward", forward) for mlp, forward in mlps]
-
-
-def has_class_forward(module: nn.Module) -> bool:
-    """Not one that somebody has given this object; nobody knows what that does."""
-    return "forward" not in vars(module)
-
-
-@contextmanager
-def apply_patches(replacements: Iterable[Patch]) -> Iterator[None]:
-    before: list[Patch] = []
-    try:
-        for namespace, name, value in replacements:
-            before.append((namespace, name, namespace.get(name, ABSENT)))
-            namespace[name] = value
-        yield
-    finally:
-        for namespace, name, value in reversed(before):
-            if value is ABSENT:
-                del namespace[name]
-            else:
-                namespace[name] = value
+    norms = (norm for m in modules if (norm := match_rms_norm(m, None)) is not None)
+    mlps = ((m, f) for m in modules if (f := match_swiglu_mlp(m)) is not None)
+    return [
+        *(Patch(norm.module, "forward", norm.forward) for norm in norms),
+        *(Patch(mlp, "forward", forward) for mlp, forward in mlps),
+    ]

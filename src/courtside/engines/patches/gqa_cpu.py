@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from courtside.engines.precision import match_attention_dtypes, uncast
+from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.precision import cast_attention_inputs, disable_cpu_autocast
 
 NAME = "courtside_grouped"
 
@@ -32,9 +33,9 @@ def gqa_attention(
 ) -> tuple[Tensor, None]:
     """[B, heads, N, D] and [B, shared heads, L, D] to [B, N, heads, D]."""
     given = query.dtype
-    query, key, value = match_attention_dtypes(query, key, value)
+    query, key, value = cast_attention_inputs(query, key, value)
     special = settings.get("position_bias") is not None or module.training
-    with uncast(query.device):
+    with disable_cpu_autocast(query.device):
         if attention_mask is None or special:
             found, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
@@ -54,12 +55,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 @contextmanager
 def use_gqa_attention(model: Any) -> Iterator[None]:
     """Passes of the model in here use it, where it pays and the model's own is the usual one."""
-    config = model.config
-    if model.device.type != "cpu" or config._attn_implementation != "sdpa":
+    current = model.config.get_text_config()._attn_implementation
+    with apply_patches(
+        [patch_attention(model, NAME)] if model.device.type == "cpu" and current == "sdpa" else []
+    ):
         yield
-        return
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = "sdpa"

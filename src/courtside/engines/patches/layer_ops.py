@@ -21,18 +21,18 @@ from courtside.engines.patches import lean_layers
 
 ROTARY = "apply_rotary_pos_emb"
 """What the modules of transformers call their rotary embedding."""
-KERNEL_NUMBERS = frozenset([torch.float16, torch.bfloat16, torch.float32])
+KERNEL_DTYPES = frozenset([torch.float16, torch.bfloat16, torch.float32])
 
 
-def runs_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in KERNEL_NUMBERS
+def can_run_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class RmsNorm:
+class RMSNormMatch:
     """A module that is a plain RMS norm."""
 
     module: Any
@@ -56,19 +56,19 @@ class RmsNorm:
 def rms_norm(
     x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
 ) -> Tensor:
-    if runs_kernels(x):
+    if can_run_kernels(x):
         from courtside.engines.kernels import layers_autograd  # needs Triton, which CPUs do without
 
         return layers_autograd.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if y.dtype == x.dtype == weight_D.dtype:  # then nothing is rounded on the way
-        return lean_layers.scaled(y, scale, weight_D).to(dtype)
+        return lean_layers.scale_rows(y, scale, weight_D).to(dtype)
     y = y * scale
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
 
 
-def rms_norm_of(module: Any, dtype: torch.dtype | None) -> RmsNorm | None:
+def match_rms_norm(module: Any, dtype: torch.dtype | None) -> RMSNormMatch | None:
     """The norm that the module is, tried on numbers of its weights and of `dtype`."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -80,7 +80,7 @@ def rms_norm_of(module: Any, dtype: torch.dtype | None) -> RmsNorm | None:
     tried = [example.to(d) for d in dict.fromkeys((weight.dtype, dtype or weight.dtype))]
     theirs = [module(x) for x in tried]
     gives = {x.dtype: y.dtype for x, y in zip(tried, theirs, strict=True)}
-    ours = [RmsNorm(module, float(eps), gives, rounds) for rounds in (True, False)]
+    ours = [RMSNormMatch(module, float(eps), gives, rounds) for rounds in (True, False)]
     gaps = [
         max(_gap(norm.forward(x), y) for x, y in zip(tried, theirs, strict=True)) for norm in ours
     ]
@@ -90,17 +90,17 @@ def rms_norm_of(module: Any, dtype: torch.dtype | None) -> RmsNorm | None:
 # ── rotary embedding ─────────────────────────────────────────────────────────────────────────────
 
 
-def rotate(
+def apply_rotary(
     query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor
 ) -> tuple[Tensor, Tensor]:
     """In the numbers of both; under autocast in those that attention would round them to."""
-    if runs_kernels(query_BHND) and runs_kernels(cos_BND):
+    if can_run_kernels(query_BHND) and can_run_kernels(cos_BND):
         from courtside.engines.kernels import layers_autograd
 
         dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
         if torch.is_autocast_enabled(query_BHND.device.type):
             dtype = torch.get_autocast_dtype(query_BHND.device.type)
-        return layers_autograd.rotate(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
+        return layers_autograd.apply_rotary(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
     cos, sin = cos_BND[:, None], sin_BND[:, None]
     return _rotated(query_BHND, cos, sin), _rotated(key_BKND, cos, sin)
 
@@ -110,7 +110,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rotary(own: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, by `rotate` where it is given what that takes."""
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
@@ -118,12 +118,12 @@ def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
         angles = cos.shape[1:] == q.shape[2:] and len(cos) in (1, len(q))
         if not plain or k.shape[2:] != q.shape[2:] or cos.shape != sin.shape or not angles:
             return own(q, k, cos, sin, *more, **named)
-        return rotate(q, k, cos, sin)
+        return apply_rotary(q, k, cos, sin)
 
     return rotated
 
 
-def rotary_modules(model: Any) -> list[ModuleType]:
+def find_rotary_modules(model: Any) -> list[ModuleType]:
     """Modules of Python with a rotary embedding that the model's layers use and `rotate` is."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     found = [sys.modules[name] for name in names if hasattr(sys.modules[name], ROTARY)]
@@ -139,30 +139,30 @@ def _rotates(own: Callable[..., Any], device: torch.device) -> bool:
             theirs = own(query, key, cos, sin)
         except (RuntimeError, TypeError):  # it takes angles of another form
             return False
-        ours = rotate(query, key, cos, sin)
+        ours = apply_rotary(query, key, cos, sin)
     return all(_gap(x, y) < 1e-5 for x, y in zip(ours, theirs, strict=True))
 
 
 # ── gated MLPs ───────────────────────────────────────────────────────────────────────────────────
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
-    if runs_kernels(gate):
+    if can_run_kernels(gate):
         from courtside.engines.kernels import layers_autograd
 
-        return layers_autograd.gated(gate, up)
-    return lean_layers.gated(gate, up)
+        return layers_autograd.swiglu(gate, up)
+    return lean_layers.swiglu(gate, up)
 
 
-def gated_into(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_linear(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """`layer` of silu(gate) · up."""
-    if runs_kernels(gate):
-        return layer(gated(gate, up))
-    return lean_layers.read_gated(layer, gate, up)
+    if can_run_kernels(gate):
+        return layer(swiglu(gate, up))
+    return lean_layers.swiglu_linear(layer, gate, up)
 
 
-def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
+def match_swiglu_mlp(module: Any) -> Callable[[Tensor], Tensor] | None:
     """The forward of a module that is an MLP gated by SiLU, with whatever layers it has."""
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if act is None or not hasattr(module, "down_proj"):
@@ -171,12 +171,12 @@ def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     if hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
 
         def forward(x: Tensor) -> Tensor:
-            return gated_into(module.down_proj, module.gate_proj(x), module.up_proj(x))
+            return swiglu_linear(module.down_proj, module.gate_proj(x), module.up_proj(x))
 
     elif hasattr(module, "gate_up_proj"):
 
         def forward(x: Tensor) -> Tensor:
-            return gated_into(module.down_proj, *module.gate_up_proj(x).chunk(2, -1))
+            return swiglu_linear(module.down_proj, *module.gate_up_proj(x).chunk(2, -1))
 
     else:
         return None
@@ -194,14 +194,14 @@ def gated_mlp_of(module: Any) -> Callable[[Tensor], Tensor] | None:
 # ── keys and values ──────────────────────────────────────────────────────────────────────────────
 
 
-def append(
+def append_kv(
     keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
 ) -> None:
     """Write each row's new key and value behind the `length_B` that it has."""
-    if runs_kernels(keys_BKLD):
+    if can_run_kernels(keys_BKLD):
         from courtside.engines.kernels import layers
 
-        layers.append(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
+        layers.append_kv(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
         return
     row_B = torch.arange(len(length_B), device=length_B.device)
     for room, new in ((keys_BKLD, key_BK1D), (values_BKLD, value_BK1D)):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def scaled(x: Tensor, scale: Tensor, weight_D: Tensor) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor, weight_D: Tensor) -> Tensor:
     """x · scale · weight; a scale a row."""
     found: Tensor = _Scaled.apply(x, scale, weight_D)  # type: ignore[no-untyped-call]
     return found
@@ -39,15 +39,15 @@ class _Scaled(torch.autograd.Function):
         return gradient * scale, (gradient * x).sum(-1, keepdim=True), of_weight
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     found: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
     return found
 
 
-def read_gated(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_linear(layer: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """`layer` of silu(gate) · up, which it does not keep."""
-    product = gated(gate, up)
+    product = swiglu(gate, up)
     gate, up, address, size = gate.detach(), up.detach(), product.data_ptr(), product.numel()
 
     def pack(kept: Tensor) -> Tensor | tuple[int, ...]:

@@ -20,27 +20,28 @@ import torch
 from torch import Tensor, nn
 
 from courtside.engines.base import LMHead
+from courtside.engines.patches.patch import Patch, apply_patches
 
-LEAST_STEPS = 12
+MIN_DECODE_STEPS = 12
 """Of decoding, for the copy to pay for itself."""
-LEAST_WEIGHTS = 10**7
+MIN_PARAMETERS = 10**7
 """In all; below, products cost less than calling them."""
-NUM_ROWS = 16
+PREPACK_ROWS = 16
 """For which weights are laid out. Measured, it makes no difference from 1 row to 256."""
 
 
 @contextmanager
 def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterator[None]:
     """`num_steps` of decoding will be made in here, or passes over prompts and sequences."""
-    dtype = multiplied(model)
-    if not pays(model, dtype, num_steps=num_steps):
+    dtype = matmul_dtype(model)
+    if not is_worth_prepacking(model, dtype, num_steps=num_steps):
         yield
         return
     with prepack_linear_layers(model, head, dtype):
         yield
 
 
-def multiplied(model: Any) -> torch.dtype:
+def matmul_dtype(model: Any) -> torch.dtype:
     """What products of the model multiply in, here and now."""
     if model.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
@@ -48,15 +49,15 @@ def multiplied(model: Any) -> torch.dtype:
     return dtype
 
 
-def pays(model: Any, dtype: torch.dtype, *, num_steps: int) -> bool:
+def is_worth_prepacking(model: Any, dtype: torch.dtype, *, num_steps: int) -> bool:
     """Whether copies are worth making, and possible."""
     rounds = dtype != model.dtype  # all weights, which costs almost as much as the copies
     return (
-        (rounds or num_steps >= LEAST_STEPS)
+        (rounds or num_steps >= MIN_DECODE_STEPS)
         and model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
         and _can_multiply(dtype)
-        and sum(p.numel() for p in model.parameters()) >= LEAST_WEIGHTS
+        and sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS
     )
 
 
@@ -76,25 +77,19 @@ def prepack_linear_layers(model: Any, head: LMHead, dtype: torch.dtype) -> Itera
     others = [m for m in model.modules() if m not in own_layers]
     layers = [m for m in others if type(m) is nn.Linear]
     adapted = [m for m in others if _is_plain_adapter(m)]
-    own = head.linear
-    try:
-        for layer in layers:
-            # What is called is the object's own `forward`, before its class's.
-            layer.__dict__["forward"] = _product(layer.weight, layer.bias, dtype)
-        for layer in adapted:
-            layer.__dict__["forward"] = _adapted(layer, dtype)
-        weight, bias = head.parameters()
-        product = _product(weight, bias, dtype)
-        head.linear = lambda hidden_ND, *_: product(hidden_ND)
+    head_linear = _product(*head.parameters(), dtype)
+    with apply_patches(
+        [
+            *(Patch(m, "forward", _product(m.weight, m.bias, dtype)) for m in layers),
+            *(Patch(m, "forward", _adapted(m, dtype)) for m in adapted),
+            Patch(head, "linear", lambda hidden_ND, *_: head_linear(hidden_ND)),
+        ]
+    ):
         yield
-    finally:
-        head.linear = own
-        for layer in (*layers, *adapted):
-            layer.__dict__.pop("forward", None)
 
 
 def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), NUM_ROWS)
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), PREPACK_ROWS)
     bias = None if bias is None else bias.detach().to(dtype)
 
     def product(x: Tensor) -> Tensor:
@@ -125,7 +120,9 @@ def _adapted(layer: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Like peft's forward, while nothing trains; the layers inside are laid out already."""
     (name,) = layer.active_adapters
     down, up_OR = layer.lora_A[name], layer.lora_B[name].weight.detach()
-    up = torch.ops.mkldnn._reorder_linear_weight((up_OR * layer.scaling[name]).to(dtype), NUM_ROWS)
+    up = torch.ops.mkldnn._reorder_linear_weight(
+        (up_OR * layer.scaling[name]).to(dtype), PREPACK_ROWS
+    )
 
     def product(x: Tensor, *args: Any, **settings: Any) -> Tensor:
         x = x.to(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.fused_layers import Patch, apply_patches, has_class_forward
+from courtside.engines.patches.patch import Patch, apply_patches, has_class_forward
 from courtside.training.cpu.gradient_buffers import GradientBuffers
 
 
@@ -32,7 +32,7 @@ def use_bf16_linear(model: Any, head: nn.Module, rooms: GradientBuffers) -> Iter
     own = set(head.modules())
     layers = [m for m in model.modules() if m not in own and _is_plain(m)]
     products = _Products(layers, rooms, torch.get_autocast_dtype("cpu"))
-    with apply_patches(products.replacements()):
+    with apply_patches(products.patches()):
         yield
 
 
@@ -49,9 +49,9 @@ class _Products:
         self.read: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         """The last input, which is not kept for this, its version, and what it is rounded."""
 
-    def replacements(self) -> Iterator[Patch]:
+    def patches(self) -> Iterator[Patch]:
         for layer, copy in zip(self.layers, self.copies, strict=True):
-            yield vars(layer), "forward", self._product(layer.weight, copy)
+            yield Patch(layer, "forward", self._product(layer.weight, copy))
 
     def _product(self, weight: Tensor, copy: Tensor) -> Any:
         def product(x: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.fused_layers import Patch, apply_patches, has_class_forward
+from courtside.engines.patches.patch import Patch, apply_patches, has_class_forward
 
-OWN_BYTES = 2**25
+MMAP_BYTES = 2**25
 """Tensors from here on have memory of their own from the system anyway: it is the largest of
 glibc's thresholds for that."""
-ALIGNED = 64
+ALIGNMENT = 64
 """Bytes, a multiple of which each tensor of a piece begins at: a line of the cache."""
 
 
@@ -35,15 +35,15 @@ class GradientBuffers:
     gradients have none here."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        small = [p for p in parameters if p.nbytes < OWN_BYTES]
-        self._of = dict(zip(map(id, small), in_one_piece(small), strict=True))
+        small = [p for p in parameters if p.nbytes < MMAP_BYTES]
+        self._of = dict(zip(map(id, small), allocate_contiguous(small), strict=True))
         self._rounded: tuple[list[int], list[Tensor]] = ([], [])
 
     def rounded(self, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Copies of these weights, which the next step's overwrite."""
         whose = [id(weight) for weight in weights]
         if self._rounded[0] != whose:
-            self._rounded = whose, in_one_piece(weights, dtype)
+            self._rounded = whose, allocate_contiguous(weights, dtype)
         copies = self._rounded[1]
         for copy, weight in zip(copies, weights, strict=True):
             copy.copy_(weight.detach())
@@ -65,7 +65,7 @@ class GradientBuffers:
             parameter.grad = room.copy_(parameter.grad)
 
 
-def in_one_piece(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Uninitialised tensors of these shapes, one behind the other. Pages of memory exist from when
     they are first written to: what is never filled costs nothing."""
     dtypes = [dtype or tensor.dtype for tensor in like]
@@ -79,7 +79,7 @@ def in_one_piece(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> li
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _embeddings(model: Any) -> Iterator[Patch]:
         return
     plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     if plain and module.weight.requires_grad:
-        yield vars(module), "forward", partial(_looked_up, module)
+        yield Patch(module, "forward", partial(_looked_up, module))
 
 
 def _looked_up(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -123,12 +123,16 @@ class _LookedUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        add_rows(ctx.weight_VD, ids.flatten(), gradient.flatten(0, -2), ctx.padding_id)
+        add_embedding_gradient(
+            ctx.weight_VD, ids.flatten(), gradient.flatten(0, -2), ctx.padding_id
+        )
         return None, None, None
 
 
 @torch.no_grad()
-def add_rows(weight_VD: Tensor, ids_N: Tensor, gradient_ND: Tensor, padding_id: int | None) -> None:
+def add_embedding_gradient(
+    weight_VD: Tensor, ids_N: Tensor, gradient_ND: Tensor, padding_id: int | None
+) -> None:
     """To the gradient of `weight_VD`; rows of one word are summed first, as torch does it."""
     if padding_id is not None:
         on_N = ids_N != padding_id

@@ -193,7 +193,7 @@ def reserved_bytes(student: Student, tokens: int) -> int:
     hidden_size = head.parameters()[0].shape[1]
     return (
         _steps_bytes(trained, student.optimizer)
-        + num_twins(recipe) * sum(p.nbytes for p in trained)
+        + num_weight_copies(recipe) * sum(p.nbytes for p in trained)
         + _rounded_bytes(weights.model, weights.autocast)
         + _head_bytes(head, tokens, weights.autocast, recipe.train.chunk_tokens)
         + ROWS * 4 * tokens * hidden_size
@@ -210,7 +210,7 @@ def _steps_bytes(trained: Iterable[nn.Parameter], optimiser: torch.optim.Optimiz
     return gradients + sum(2 * p.nbytes for p in trained if not optimiser.state.get(p))
 
 
-def num_twins(recipe: Recipe) -> int:
+def num_weight_copies(recipe: Recipe) -> int:
     """Teachers that are the student at another time: each a copy of what is trained, at most."""
     others = [
         t for t in teachers_of(recipe) if isinstance(t, SelfTeacherConfig) and t.weights != "live"

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from courtside.recipe import Recipe
-from courtside.training.memory.checkpointing_auto import num_twins
+from courtside.training.memory.checkpointing_auto import num_weight_copies
 from courtside.training.weights import StudentWeights
 
-USUAL, LEAST, MOST = 65536, 4096, 2**19
-SHARE = 0.5
+DEFAULT_TOKENS, MIN_TOKENS, MAX_TOKENS = 65536, 4096, 2**19
+KV_SHARE = 0.5
 """Of what models and moments leave: reading prompts and drawing need some of it."""
 
 
@@ -35,17 +35,17 @@ def kv_cache_tokens(
     if asked != "auto":
         return asked
     if total is None:
-        return USUAL
+        return DEFAULT_TOKENS
     held = sum(p.nbytes for model in (weights.model, *others) for p in model.parameters())
     trained = sum(p.nbytes for p in weights.trained().values())
     num_moments = 2 if recipe.train.moments == "device" else 0
-    left = total - held - (num_moments + num_twins(recipe)) * trained  # copies of itself
-    fits = int(SHARE * left) // place_bytes(weights.model, weights.autocast)
+    left = total - held - (num_moments + num_weight_copies(recipe)) * trained  # copies of itself
+    fits = int(KV_SHARE * left) // kv_bytes_per_token(weights.model, weights.autocast)
     # A power of two: no accident of a few bytes changes it.
-    return min(max(1 << max(fits, 1).bit_length() - 1, LEAST), MOST)
+    return min(max(1 << max(fits, 1).bit_length() - 1, MIN_TOKENS), MAX_TOKENS)
 
 
-def place_bytes(model: Any, dtype: torch.dtype | None) -> int:
+def kv_bytes_per_token(model: Any, dtype: torch.dtype | None) -> int:
     """Of the keys and values of one token, in all layers."""
     config = model.config.get_text_config()
     num_heads = config.num_attention_heads

@@ -12,7 +12,11 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine
-from courtside.engines.patches.onednn_prepack import LEAST_STEPS, pays, prepack_linear_layers
+from courtside.engines.patches.onednn_prepack import (
+    MIN_DECODE_STEPS,
+    is_worth_prepacking,
+    prepack_linear_layers,
+)
 
 IDS = torch.arange(2, 14).view(3, 4)
 
@@ -59,15 +63,17 @@ def test_afterwards_nothing_is_left_of_it() -> None:
 def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     from courtside.engines.patches import onednn_prepack as module
 
-    how = Sampling(max_new_tokens=LEAST_STEPS)
+    how = Sampling(max_new_tokens=MIN_DECODE_STEPS)
     requests = [SampleRequest(prompt_ids=tuple(IDS[i % 3].tolist()), seed=i) for i in range(6)]
     plain = make().sample(requests, how)
     engine = make()
-    assert not pays(engine.model, torch.float32, num_steps=100), "a tiny model is not worth it"
-    monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
-    assert pays(engine.model, torch.float32, num_steps=LEAST_STEPS)
-    assert not pays(engine.model, torch.float32, num_steps=LEAST_STEPS - 1)
-    assert not pays(tiny_model().double(), torch.float64, num_steps=100)
+    assert not is_worth_prepacking(engine.model, torch.float32, num_steps=100), (
+        "a tiny model is not worth it"
+    )
+    monkeypatch.setattr(module, "MIN_PARAMETERS", 0)
+    assert is_worth_prepacking(engine.model, torch.float32, num_steps=MIN_DECODE_STEPS)
+    assert not is_worth_prepacking(engine.model, torch.float32, num_steps=MIN_DECODE_STEPS - 1)
+    assert not is_worth_prepacking(tiny_model().double(), torch.float64, num_steps=100)
     for one, other in zip(engine.sample(requests, how), plain, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logp == pytest.approx(other.logp, abs=1e-4)

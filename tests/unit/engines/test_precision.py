@@ -19,7 +19,7 @@ from courtside.engines import precision as module
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.engines.patches import onednn_prepack
-from courtside.engines.precision import has_instructions, resolve_dtype
+from courtside.engines.precision import has_bf16_flag, resolve_dtype
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
@@ -33,7 +33,7 @@ BRIEF = {"kind": "self", "weights": "frozen", "context": {"kind": "system", "tex
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies it, and models of any size worth packing."""
     monkeypatch.setattr(module, "has_native_bf16", lambda: True)
-    monkeypatch.setattr(onednn_prepack, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(onednn_prepack, "MIN_PARAMETERS", 0)
 
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────
@@ -63,7 +63,7 @@ def test_auto_is_bfloat16_where_it_is_multiplied(
     ],
 )
 def test_instructions_by_what_the_kernel_says(line: str, native: bool) -> None:
-    assert has_instructions(f"processor\t: 0\n{line}\npower management:\n") == native
+    assert has_bf16_flag(f"processor\t: 0\n{line}\npower management:\n") == native
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -137,11 +137,15 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
 
 
 def test_packing_pays_where_weights_would_be_rounded(with_bfloat16: None) -> None:
-    model, few = tiny_model(), onednn_prepack.LEAST_STEPS - 1
-    assert onednn_prepack.pays(model, torch.bfloat16, num_steps=0), "rounding them costs as much"
-    assert not onednn_prepack.pays(model, torch.float32, num_steps=few)
-    assert not onednn_prepack.pays(model.bfloat16(), torch.bfloat16, num_steps=few)
-    assert onednn_prepack.pays(model, torch.bfloat16, num_steps=onednn_prepack.LEAST_STEPS)
+    model, few = tiny_model(), onednn_prepack.MIN_DECODE_STEPS - 1
+    assert onednn_prepack.is_worth_prepacking(model, torch.bfloat16, num_steps=0), (
+        "rounding them costs as much"
+    )
+    assert not onednn_prepack.is_worth_prepacking(model, torch.float32, num_steps=few)
+    assert not onednn_prepack.is_worth_prepacking(model.bfloat16(), torch.bfloat16, num_steps=few)
+    assert onednn_prepack.is_worth_prepacking(
+        model, torch.bfloat16, num_steps=onednn_prepack.MIN_DECODE_STEPS
+    )
 
 
 # ── how exact it is ──────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,8 @@ from courtside.assemble import assemble
 from courtside.run import restore
 from courtside.training import checkpoints
 from courtside.training.memory.checkpointing_auto import reserved_bytes
-from courtside.training.memory.kv_budget import LEAST, kv_cache_tokens, place_bytes
-from courtside.training.offloaded_adamw import NUM_ROOMS, PIECE, OffloadedAdamW
+from courtside.training.memory.kv_budget import MIN_TOKENS, kv_bytes_per_token, kv_cache_tokens
+from courtside.training.offloaded_adamw import CHUNK_SIZE, NUM_STAGING_BUFFERS, OffloadedAdamW
 
 SHAPES = ((7, 5), (3,), (16, 16), (1,), (40, 3))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95)}
@@ -138,8 +138,11 @@ def test_memory_is_planned_without_them(tiny_folder: Any, tiny_teacher_folder: A
         trained = sum(p.nbytes for p in student.weights.trained().values())
         held = sum(p.nbytes for p in student.weights.model.parameters())
         # A byte too little for twice the least number of tokens, if moments are on the device.
-        place = place_bytes(student.weights.model, student.weights.autocast)
-        total = held + 2 * trained + 4 * LEAST * place - 1
+        place = kv_bytes_per_token(student.weights.model, student.weights.autocast)
+        total = held + 2 * trained + 4 * MIN_TOKENS * place - 1
         room[moments] = kv_cache_tokens(recipe, student.weights, (), total=total)
-    assert planned["device"] - planned["host"] == 2 * trained - NUM_ROOMS * 2 * 4 * PIECE
-    assert room == {"device": LEAST, "host": 2 * LEAST}
+    assert (
+        planned["device"] - planned["host"]
+        == 2 * trained - NUM_STAGING_BUFFERS * 2 * 4 * CHUNK_SIZE
+    )
+    assert room == {"device": MIN_TOKENS, "host": 2 * MIN_TOKENS}

@@ -11,7 +11,13 @@ from small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.engines.loading import load_model
-from courtside.training.memory.kv_budget import LEAST, MOST, USUAL, kv_cache_tokens, place_bytes
+from courtside.training.memory.kv_budget import (
+    DEFAULT_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    kv_bytes_per_token,
+    kv_cache_tokens,
+)
 from courtside.training.weights import StudentWeights
 
 
@@ -24,8 +30,8 @@ def test_a_place_is_what_a_cache_holds_for_a_token(tiny_folder: Path) -> None:
     _, weights = made(tiny_folder)
     out = weights.model(input_ids=torch.zeros(1, 5, dtype=torch.long), use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    assert 5 * place_bytes(weights.model, None) == held
-    assert 10 * place_bytes(weights.model, torch.bfloat16) == held
+    assert 5 * kv_bytes_per_token(weights.model, None) == held
+    assert 10 * kv_bytes_per_token(weights.model, torch.bfloat16) == held
 
 
 def test_half_of_what_is_left_down_to_a_power_of_two(tiny_folder: Path) -> None:
@@ -33,15 +39,15 @@ def test_half_of_what_is_left_down_to_a_power_of_two(tiny_folder: Path) -> None:
     teacher = load_model(str(tiny_folder), device=torch.device("cpu"), dtype=torch.float32)
     size = sum(p.nbytes for p in weights.model.parameters())
     held = 4 * size  # itself, a teacher as large, two moments
-    room = 2 * place_bytes(weights.model, weights.autocast)
+    room = 2 * kv_bytes_per_token(weights.model, weights.autocast)
 
     def asked(total: int) -> int:
         return kv_cache_tokens(recipe, weights, [teacher], total=total)
 
     assert asked(held + 65536 * room) == asked(held + 131071 * room) == 65536
     assert asked(held + 65536 * room - 1) == 32768
-    assert asked(held) == asked(0) == LEAST
-    assert asked(held + 2 * MOST * room) == MOST
+    assert asked(held) == asked(0) == MIN_TOKENS
+    assert asked(held + 2 * MAX_TOKENS * room) == MAX_TOKENS
 
 
 def test_copies_of_itself_are_counted(tiny_folder: Path) -> None:
@@ -51,12 +57,12 @@ def test_copies_of_itself_are_counted(tiny_folder: Path) -> None:
             "kind": "self", "weights": kind, "context": {"kind": "system", "text": "Well."},
         })  # fmt: skip
         size = sum(p.nbytes for p in weights.model.parameters())
-        total = 3 * size + 2 * 65536 * place_bytes(weights.model, weights.autocast)
+        total = 3 * size + 2 * 65536 * kv_bytes_per_token(weights.model, weights.autocast)
         found.append(kv_cache_tokens(recipe, weights, [], total=total))
     assert found[0] == 65536 and found[1] < 65536
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("auto", USUAL), (1234, 1234)])
+@pytest.mark.parametrize(("asked", "expected"), [("auto", DEFAULT_TOKENS), (1234, 1234)])
 def test_engines_get_it(
     asked: Any, expected: int, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:

@@ -11,9 +11,9 @@ import pytest
 SCRIPT = """
 import resource
 from pathlib import Path
-from courtside.engines.cpu.malloc import keep_freed_memory
+from courtside.engines.cpu.malloc import retain_freed_memory
 
-keep_freed_memory()
+retain_freed_memory()
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

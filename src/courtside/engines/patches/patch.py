@@ -1,0 +1,103 @@
+"""Temporary replacements of a model's attributes: one mechanism, one stack.
+
+Models are code of transformers and stay so. For the length of a `with`, a layer's `forward`, the LM
+head's matmul or the attention implementation is another one; then the original is back in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+MISSING: Any = object()
+
+
+class PatchError(RuntimeError):
+    """Patches of one attribute conflict, or one was restored out of order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patch:
+    target: Any
+    """A module of the model, its config, its LM head, or a Python module."""
+    attribute: str
+    value: Any
+    nests: bool = False
+    """May replace a patch that is active already; otherwise that is a conflict."""
+
+    def __str__(self) -> str:
+        return f"{type(self.target).__name__}.{self.attribute}"
+
+
+_active: list[Patch] = []
+
+
+def active_patches() -> tuple[Patch, ...]:
+    """In the order of their application: the last patch of an attribute is in effect."""
+    return tuple(_active)
+
+
+@contextmanager
+def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply the patches in order, and restore the originals in reverse order."""
+    originals: list[tuple[Patch, Any]] = []
+    active = {_key(patch) for patch in _active}
+    try:
+        for patch in patches:
+            if _key(patch) in active and not patch.nests:
+                raise PatchError(f"{patch} is patched already. Active: {_summary()}")
+            active.add(_key(patch))
+            originals.append((patch, _current(patch)))
+            _assign(patch, patch.value)
+            _active.append(patch)
+        yield
+    finally:
+        for patch, original in reversed(originals):
+            if _current(patch) is not patch.value:
+                raise PatchError(f"{patch} is restored out of order. Active: {_summary()}")
+            _active.remove(patch)
+            _assign(patch, original)
+
+
+def patch_attention(model: Any, name: str) -> Patch:
+    """Run the model's attention by the implementation that is registered under `name`."""
+    return Patch(model.config.get_text_config(), "_attn_implementation", name, nests=True)
+
+
+def has_class_forward(module: nn.Module) -> bool:
+    """False where the instance has a `forward` of its own: a patch, or some library's."""
+    return "forward" not in vars(module)
+
+
+def _key(patch: Patch) -> tuple[int, str]:
+    return id(patch.target), patch.attribute
+
+
+def _current(patch: Patch) -> Any:
+    """MISSING where the class provides the attribute and the instance does not."""
+    if _is_property(patch):
+        return getattr(patch.target, patch.attribute)
+    return vars(patch.target).get(patch.attribute, MISSING)
+
+
+def _assign(patch: Patch, value: Any) -> None:
+    if _is_property(patch):
+        setattr(patch.target, patch.attribute, value)
+    elif value is MISSING:
+        del vars(patch.target)[patch.attribute]
+    else:
+        vars(patch.target)[patch.attribute] = value
+
+
+def _is_property(patch: Patch) -> bool:
+    return inspect.isdatadescriptor(inspect.getattr_static(type(patch.target), patch.attribute, 0))
+
+
+def _summary() -> str:
+    names = list(map(str, _active))
+    return ", ".join(f"{name} ({names.count(name)})" for name in dict.fromkeys(names)) or "none"
