@@ -220,7 +220,7 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_file_map_is_whole() -> None:
-    named = set(first_column(section("README.md", "## File map")))
+    named = set(first_column(section("docs/architecture.md", "## File map")))
     assert all((REPOSITORY / name).exists() for name in named)
     packages = {path.parent for path in (REPOSITORY / "src" / "courtside").glob("*/__init__.py")}
     assert {f"src/courtside/{path.name}/" for path in packages} <= named
