@@ -33,8 +33,8 @@ PARTS = {
 
 NAMES = {
     "again", "asked", "beginning", "drawer", "given", "heard", "here", "its", "known", "laid",
-    "laid_out", "left", "made", "meant", "moved", "named", "vocab_size", "one", "others", "own",
-    "picked", "put", "read", "rest", "said", "seen", "taken", "tell", "their", "theirs", "them",
+    "laid_out", "left", "made", "meant", "moved", "named", "num_words", "one", "others", "own",
+    "picked", "put", "rest", "said", "seen", "taken", "tell", "their", "theirs", "them",
     "there", "this", "those", "told", "used", "wanted", "whose", "words", "writing", "written",
 }  # fmt: skip
 """Retired as a whole identifier: participles and pronouns that name nothing."""

@@ -3,12 +3,12 @@
     python scripts/step_walk.py                          # both cases, this tree
     python scripts/step_walk.py --tree PATH --list       # another tree, every hop
 
-A hop is a pair (file, other file) of the package such that code of the first calls stage work in the
-second; calls through torch and transformers belong to the innermost file of the package below them.
-A pair counts once, however often and by however many functions it is called. Stage work is a function
-or method: properties, constructors, lambdas, comprehensions and autograd's backward do not count,
-and neither do calls into records, seeds, errors and the recipe, which hold data. The third of four
-steps of a tiny model on a CPU is traced: probes have run, nothing is saved or evaluated.
+A hop is a pair (file, other file) of the package such that code of the first calls stage work in
+the second; calls through torch and transformers belong to the innermost file of the package below
+them. A pair counts once, however often and by however many functions it is called. Stage work is a
+function or method: properties, constructors, lambdas, comprehensions and autograd's backward do not
+count, and neither do calls into records, seeds, errors and the recipe, which hold data. The third
+of four steps of a tiny model on a CPU is traced: probes have run, nothing is saved or evaluated.
 """
 
 from __future__ import annotations

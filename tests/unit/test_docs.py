@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -226,12 +227,52 @@ def test_the_file_map_is_whole() -> None:
     assert {f"src/courtside/{path.name}/" for path in packages} <= named
 
 
+def test_the_glossary_names_modules_that_exist() -> None:
+    rows = re.findall(r"^\| (.+?) \| .+? \| (`.+?) \|$", glossary(), re.M)
+    assert 20 <= len(rows) <= 45
+    modules = [span for _, cell in rows for span in code_spans(cell)]
+    assert [m for m in modules if not (REPOSITORY / "src" / "courtside" / m).exists()] == []
+
+
+def glossary() -> str:
+    return (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+
+
 def test_functions_named_beside_their_file_exist() -> None:
     text = (REPOSITORY / "docs" / "algorithm.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)\.py: (\w+)`", text)
     assert len(named) > 5
     for module, function in named:
         assert hasattr(importlib.import_module(f"courtside.losses.{module}"), function), function
+
+
+# ── measured numbers ─────────────────────────────────────────────────────────────────────────────
+
+STEP_ROWS = (
+    ("opd_step_gpu_h200", "courtside"),
+    ("opd_step_gpu_h200", "courtside_lean"),
+    ("opd_step_gpu_1.7b_h200", "courtside"),
+    ("opd_step_gpu_1.7b_h200", "courtside_lean"),
+)
+
+
+def step_cells(name: str, side: str) -> tuple[str, str, str]:
+    """The cells of a row of the README's step table, from the benchmark's JSON."""
+    file = REPOSITORY / "benchmarks" / "results" / f"{name}.json"
+    sides = {row["side"]: row for row in json.loads(file.read_text("utf-8"))["summary"]}
+
+    def cell(row: dict[str, Any]) -> str:
+        seconds, rollout = (f"{x:.3g}" for x in (row["seconds"], row["phases"]["rollout"]))
+        return f"{seconds} ({rollout}), {row['gpu_peak'] / 2**30:.1f}"
+
+    ours, peer = sides[side], sides["trl"]
+    ratios = f"{peer['seconds'] / ours['seconds']:.1f}; {ours['gpu_peak'] / peer['gpu_peak']:.2f}"
+    return cell(ours), cell(peer), ratios
+
+
+@pytest.mark.parametrize(("name", "side"), STEP_ROWS)
+def test_the_step_table_is_the_benchmarks(name: str, side: str) -> None:
+    assert " | ".join(step_cells(name, side)) in section("README.md", "## Results")
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────

@@ -24,10 +24,10 @@ class BuiltIn:
 
 
 def recipes_folder() -> Path:
-    installed = Path(__file__).parent / "_recipes"
+    installed = Path(__file__).parents[1] / "_recipes"
     if installed.is_dir():
         return installed
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file() and (checkout / "recipes").is_dir():
         return checkout / "recipes"
     raise UserError(f"{installed}: the built-in recipes are missing. Install courtside again")
