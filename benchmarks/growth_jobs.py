@@ -103,7 +103,7 @@ class Parts:
         self.random = random.Random(SEED)
         self.renew()
         head, pad_id = self.engine.head, self.engine.pad_id
-        self.student = Student(self.weights, head, recipe, pad_id=pad_id)
+        self.student = Student(self.weights, recipe, vocab_size=head.vocab_size, pad_id=pad_id)
         layers = self.weights.model.base_model.layers
         self.num_weights = sum(p.numel() for p in (*layers.parameters(), head.parameters()[0]))
         """Those that every token is multiplied with."""
@@ -126,7 +126,7 @@ class Parts:
         length = self.engine.context_length
         teacher = Teacher(
             name="self:live", engine=self.engine, renderer=self.renderer, context_length=length,
-            hidden=True, hints=hints,
+            want="hidden", hints=hints,
         )  # fmt: skip
         return TeacherStage(teacher, None, hinted=hints is not None)
 

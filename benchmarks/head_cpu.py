@@ -97,7 +97,7 @@ def full(inputs: Inputs) -> float:
 def _courtside(inputs: Inputs, loss: Any) -> float:
     import torch
 
-    from courtside.engines.base import LMHead
+    from courtside.engines.lm_head import LMHead
     from courtside.training.head.fused import backward_through_head
     from courtside.training.loss_terms import LossTerm
     from courtside.training.metrics import MetricAccumulator

@@ -36,11 +36,11 @@ from workload import SEED
 
 from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.forward.logprobs import score_positions
-from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
 from courtside.engines.patches.fused_layers import find_lean_layers
 from courtside.engines.patches.patch import apply_patches
+from courtside.engines.stateless import score_branches_separately
 from courtside.types import Branch
 
 
@@ -103,13 +103,13 @@ class Job:
             requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]
             starts = [SequenceSpan(start=n) for n in [0, *accumulate(map(len, found))][:-1]]
             scores = score_positions(
-                self.engine.head, torch.cat(found), starts, requests, hidden=True, top_k=0
+                self.engine.head, torch.cat(found), starts, requests, want="hidden"
             )
         return [score.logp_T for score in scores]
 
     def before(self, num_hints: int) -> list[Tensor]:
         request = BranchRequest(token_ids=self.request.token_ids, branches=self.first(num_hints))
-        (scores,) = self.engine.score_branches([request], hidden=True)
+        (scores,) = self.engine.score_branches([request], want="hidden")
         assert scores.note is None
         return [score.logp_T for score in scores.branches]
 

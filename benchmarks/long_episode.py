@@ -106,7 +106,9 @@ class Job:
         renderer = ChatTemplate(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
         turns = IncrementalTemplate(renderer)
         length = self.engine.context_length
-        self.student = Student(self.weights, self.engine.head, recipe, pad_id=self.engine.pad_id)
+        self.student = Student(
+            self.weights, recipe, vocab_size=self.engine.head.vocab_size, pad_id=self.engine.pad_id
+        )
         with self.engine.autocast_context():
             self.scored_before = reason_to_score_before_update(
                 recipe, self.weights.model, self.student.passes.padding_reason
@@ -116,7 +118,7 @@ class Job:
             engine=self.engine,
             renderer=renderer,
             context_length=length,
-            hidden=True,
+            want="hidden",
             hints=HintScorer(
                 self.engine, turns, recipe.hints, context_length=length,
                 in_update=self.scored_before is None,

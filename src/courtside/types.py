@@ -256,12 +256,16 @@ class Target:
     hidden_TD: Tensor | None = None
     """Last hidden states, where a loss needs whole distributions; `head` makes logits of them."""
     head: Any = None
-    """The teacher's `engines.base.LMHead`, the same object for all targets of one teacher."""
+    """The teacher's `engines.lm_head.LMHead`, the same object for all targets of one teacher."""
     num_context_tokens: int = 0
     """How many tokens longer the teacher's sequence is than the student's."""
-    where: tuple[int, ...] | None = None
-    """Which of the T chosen tokens it speaks of, in order; None: all. The tensors have one row for
-    each."""
+    top_ids_TK: Tensor | None = None
+    top_logp_TK: Tensor | None = None
+    """The K likeliest tokens at each position in place of hidden states, where the teacher's engine
+    has none."""
+    token_indices: tuple[int, ...] | None = None
+    """Which of the trajectory's chosen tokens are scored, in order; None: all. The tensors have one
+    row for each."""
     branches: tuple[Branch, ...] = ()
     """Where the student is its own teacher: what the update reads over the keys and values of its
     own pass to fill this target, one a hinted turn and in their order. Empty: all is said."""

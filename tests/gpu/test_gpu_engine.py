@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer
 
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
-from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.generation import kv_cache
 from courtside.engines.local import LocalEngine
+from courtside.engines.stateless import score_branches_separately
 from courtside.types import Branch, Sample
 
 PROMPTS = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(70))]
@@ -180,8 +180,8 @@ def test_branches_in_one_pass_are_those_of_separate_passes(
     arithmetic: str, device: torch.device
 ) -> None:
     made = engine(device, **AUTOCAST[arithmetic])
-    together = made.score_branches(requests(), hidden=True)
-    apart = score_branches_separately(made, requests(), hidden=True)
+    together = made.score_branches(requests(), want="hidden")
+    apart = score_branches_separately(made, requests(), want="hidden")
     limit = 1e-3 if arithmetic == "float32" else 0.25
     gaps = []
     for one, other in zip(together, apart, strict=True):

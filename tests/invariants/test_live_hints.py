@@ -179,7 +179,7 @@ def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
             spans.append(theirs.bad_span_shift)
         assert (one.target is None) == (other.target is None)
         if one.target is not None and other.target is not None:
-            assert one.target.where == other.target.where
+            assert one.target.token_indices == other.target.token_indices
             assert one.target.context == other.target.context
             assert one.target.num_context_tokens == other.target.num_context_tokens
             torch.testing.assert_close(one.target.logp_T, other.target.logp_T.float())

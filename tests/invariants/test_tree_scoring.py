@@ -13,14 +13,10 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.engines.base import BranchRequest
-from courtside.engines.forward.padded_tree_scoring import (
-    branch_hidden,
-    score_branches_separately,
-    trunk_cache,
-    trunk_layers,
-)
+from courtside.engines.forward.padded_tree_scoring import branch_hidden, trunk_cache, trunk_layers
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
+from courtside.engines.stateless import score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -174,9 +170,9 @@ def test_smollm2_says_the_same_in_one_pass_as_in_many() -> None:
         ),
         temperature=0.8,
     )
-    (one,) = engine.score_branches([request], hidden=True)
+    (one,) = engine.score_branches([request], want="hidden")
     assert one.note is None
-    (many,) = score_branches_separately(engine, [request], hidden=True)
+    (many,) = score_branches_separately(engine, [request], want="hidden")
     pairs = [*zip(one.branches, many.branches, strict=True), (one.trunk, many.trunk)]
     for x, y in pairs:
         assert x is not None and y is not None

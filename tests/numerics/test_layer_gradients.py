@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from courtside.engines.forward.forward import ForwardPasses, probe_packing
 from courtside.engines.forward.prefix_sharing import MIN_PREFIX_TOKENS
 from courtside.engines.kernels import layers, layers_autograd
-from courtside.engines.local import find_lm_head
+from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches import fused_layers as few
 from courtside.engines.patches import layer_ops
 

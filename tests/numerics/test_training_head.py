@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.recipe import Loss
 from courtside.training.head import autograd, fused
 from courtside.training.loss_terms import LossTerm

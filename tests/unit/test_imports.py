@@ -54,7 +54,10 @@ def test_every_verb_is_covered_here() -> None:
     assert sorted(names) == sorted(VERBS)
 
 
-@pytest.mark.parametrize("module", ["courtside.recipe", "courtside.recipe.load", "courtside.types"])
+@pytest.mark.parametrize(
+    "module",
+    ["courtside.recipe", "courtside.recipe.load", "courtside.types", "courtside.engines.stateless"],
+)
 def test_recipes_and_records_load_no_torch(module: str) -> None:
     assert "torch" not in loaded(f"import {module}")
 

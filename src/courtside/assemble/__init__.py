@@ -85,7 +85,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
 
     engine = engine_for(weights.model, name, weights.autocast)
     renderer = ChatTemplate(tokenizer, name=name, eos_ids=engine.eos_ids)
-    student = Student(weights, engine.head, recipe, pad_id=engine.pad_id)
+    student = Student(weights, recipe, vocab_size=vocab_size, pad_id=engine.pad_id)
     recomputed = choose_gradient_checkpointing(student, free, context_length=engine.context_length)
     new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
     room = PromptLimit(
@@ -150,7 +150,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
             context=config.context,
             context_length=its.context_length,
             overlong=recipe.tasks.overlong,
-            hidden=hidden,
+            want="hidden" if hidden else "logp",
             hints=None
             if recipe.reader is None
             else HintScorer(
@@ -202,12 +202,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
         rollout = _agent(recipe, environment, engine, turns)
         if turns.note is not None:
             notes.append(turns.note)
-    if engine.passes.padding_reason is not None:
-        notes.append(f"{name}: passes are padded ({engine.passes.padding_reason})")
-    elif engine.passes.unshared_reason is not None:
-        notes.append(f"{name}: every sample reads its own prompt ({engine.passes.unshared_reason})")
-    if engine.device.type == "cuda" and not engine.uses_continuous_batching:
-        notes.append(f"{name}: samples token by token, without a graph ({engine.stateless_reason})")
+    notes += engine.notes()
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
     if scored_before is not None and "self:live" in teacher_sizes:

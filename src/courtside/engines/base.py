@@ -1,22 +1,30 @@
-"""What an engine takes and gives. Requests in, results in the same order out."""
+"""The engine protocol: requests in, results in the same order out. Imports no torch.
+
+`Engine` is all that a rollout, a reader or a teacher may ask for, so that a server can stand in for
+the in-process model. `LocalEngine` in `engines/local.py` gives more (`InProcessEngine`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from courtside.types import Branch, Sample
 
-from courtside.types import Branch, LowRank, Sample
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from courtside.engines.lm_head import LMHead
+
+Want = Literal["logp", "top_k", "hidden"]
+"""What `score` gives in addition to the log-probs of the scored tokens: nothing, the k likeliest
+tokens at each position, or the hidden states, of which an LM head makes whole distributions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -28,7 +36,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some words cannot be drawn although the model gives them a chance."""
+        """Whether some tokens cannot be sampled although the model gives them probability."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -36,14 +44,14 @@ class Sampling:
 class SampleRequest:
     prompt_ids: tuple[int, ...]
     seed: int
-    """The random numbers of the sample; they do not depend on what else is in the batch."""
+    """Seed of this sample alone: it does not depend on what else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     token_ids: tuple[int, ...]
     scored: tuple[bool, ...]
-    """T of them are True; never the first, which nothing predicts."""
+    """True for T tokens; never for the first, which nothing predicts."""
     temperature: float = 1.0
 
 
@@ -53,20 +61,20 @@ class Scores:
 
     logp_T: Tensor
     hidden_TD: Tensor | None = None
-    """Hidden state that predicts each token: `Engine.head` makes logits of it."""
+    """Hidden state that predicts each token; `LMHead` makes logits of it."""
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRequest:
-    """A trajectory and the turns of it that are scored again, each with its own hint above it."""
+    """A trajectory and those of its turns that are scored again, each with a hint before it."""
 
     token_ids: tuple[int, ...]
-    """The trunk: the trajectory as it was."""
+    """The trunk: the trajectory without hints."""
     branches: tuple[Branch, ...]
     scored: tuple[bool, ...] | None = None
-    """What of the trunk itself is scored in the same pass; None: nothing."""
+    """Tokens of the trunk that are scored in the same pass; None: none."""
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -79,9 +87,9 @@ class BranchRequest:
 
     @property
     def num_read(self) -> int:
-        """How much of the trunk any branch or scored token looks at."""
-        scored = [i for i, wanted in enumerate(self.scored or ()) if wanted]
-        return max([1, *scored[-1:], *(branch.splice for branch in self.branches)])
+        """Length of the trunk's prefix that any branch or scored token attends to."""
+        last_scored = [i for i, is_scored in enumerate(self.scored or ()) if is_scored][-1:]
+        return max([1, *last_scored, *(branch.splice for branch in self.branches)])
 
     def trunk(self) -> ScoreRequest:
         assert self.scored is not None
@@ -90,7 +98,7 @@ class BranchRequest:
         )
 
     def sequence(self, branch: Branch, *, start: int = 0) -> ScoreRequest:
-        """The branch as a sequence of its own: the trunk from `start` to its splice, and it."""
+        """The branch as a separate sequence, after the trunk from `start` to the splice."""
         return ScoreRequest(
             token_ids=self.token_ids[start : branch.splice] + branch.token_ids,
             scored=(False,) * (branch.splice - start) + branch.scored,
@@ -101,127 +109,77 @@ class BranchRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchScores:
     trunk: Scores | None
-    """None: not asked for."""
+    """None: not requested."""
     branches: tuple[Scores, ...]
-    """In the order of the request's."""
+    """In the order of the request."""
     note: str | None = None
-    """Why the branches took a pass each; None: they shared one."""
-
-
-class LMHead:
-    """Last hidden states to logits over the first `vocab_size` words, in float32 or better.
-
-    A linear map, to which a LoRA adapter of the model may add another of low rank.
-    """
-
-    def __init__(self, module: nn.Module, *, vocab_size: int, softcap: float | None, scale: float):
-        self.module = module
-        self.vocab_size = vocab_size
-        self.softcap = softcap
-        self.scale = scale
-        self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        self._fixed_low_rank: tuple[LowRank | None] | None = None
-        """None: `low_rank` follows the module's adapter."""
-
-    def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the words that count."""
-        weight: Any = self.module.weight
-        bias: Any = getattr(self.module, "bias", None)
-        return weight[: self.vocab_size], None if bias is None else bias[: self.vocab_size]
-
-    @property
-    def adapter(self) -> LowRank | None:
-        """On or off: its parameters, of all words. None: the head has none."""
-        layer: Any = self.module
-        if not hasattr(layer, "lora_A"):
-            return None
-        (name,) = layer.active_adapters
-        return LowRank(
-            down_RD=layer.lora_A[name].weight,
-            up_VR=layer.lora_B[name].weight,
-            scale=float(layer.scaling[name]),
-        )
-
-    def low_rank(self) -> LowRank | None:
-        """What the adapter adds to the words that count; None: it is off, or there is none."""
-        if self._fixed_low_rank is not None:
-            return self._fixed_low_rank[0]
-        adapter: Any = None if getattr(self.module, "disable_adapters", False) else self.adapter
-        return None if adapter is None else replace(adapter, up_VR=adapter.up_VR[: self.vocab_size])
-
-    def as_now(self) -> LMHead:
-        """This head with the adapter that is in place now, or without one while it is off,
-        whatever is in place later: for a teacher whose words are looked at when it has spoken."""
-        if self.adapter is None:
-            return self
-        now = self.low_rank()
-        if now is not None:
-            now = replace(now, down_RD=now.down_RD.detach(), up_VR=now.up_VR.detach())
-        head = copy(self)
-        head._fixed_low_rank = (now,)
-        return head
-
-    def products(self, hidden_ND: Tensor) -> Tensor:
-        """Logits before scale and cap, in the numbers that they are multiplied in."""
-        weight, bias = self.parameters()
-        logits_NV = self.linear(hidden_ND.to(weight.dtype), weight, bias)
-        low = self.low_rank()
-        return logits_NV if low is None else _added(logits_NV, hidden_ND, low)
-
-    def __call__(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV = self.products(hidden_ND)
-        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        if self.scale != 1.0:
-            logits_NV = logits_NV * self.scale
-        if self.softcap is not None:
-            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
-        return logits_NV
-
-
-def _added(logits_NV: Tensor, hidden_ND: Tensor, low: LowRank) -> Tensor:
-    """In the numbers that the model's own adapters are multiplied in, and rounded once."""
-    dtype = logits_NV.dtype
-    if not torch.is_autocast_enabled(logits_NV.device.type):
-        dtype = torch.promote_types(dtype, low.up_VR.dtype)
-    # Turned into them here: autocast would keep what it first rounded without a graph.
-    down_RD, up_VR = low.down_RD.to(dtype), low.up_VR.to(dtype)
-    reduced_NR = F.linear(hidden_ND.to(dtype), down_RD) * low.scale
-    return torch.addmm(logits_NV.to(dtype), reduced_NR, up_VR.t())
+    """Why each branch took a separate pass; None: tree scoring."""
 
 
 class Session(Protocol):
-    """Conversations of one model that go on over several calls, one a row."""
+    """Conversations that continue over several calls, one per row."""
 
     def sample(
         self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
     ) -> list[Sample]:
-        """Each row reads `prompt_ids` behind what it has read and written, and writes on.
+        """Append `prompt_ids` to each row's context and sample.
 
-        The last token that a row wrote nobody has read yet: its next prompt begins with that.
+        The last token of a row's previous sample has not been through the model yet: the row's next
+        prompt begins with it.
         """
 
     def restart(self, row: int) -> None:
-        """Its conversation is over; its next prompt begins another."""
+        """End the row's conversation; its next prompt begins another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can give. Recipes that need more are refused when a run is assembled."""
+
+    top_k: int
+    """The largest k of `want="top_k"`; 0: none."""
+    hidden_states: bool
+    """Whether it is an `InProcessEngine`: `want="hidden"` and `head`."""
+    branches: bool
+    """Whether it has `score_branches`, which scores all hints of a trajectory in one pass."""
+    weight_updates: bool
+    """Whether `load_weights` makes it follow the student."""
 
 
 class Engine(Protocol):
-    """A model that can write and that can say how likely a text is."""
+    """A model that samples and scores, in this process or elsewhere."""
 
     name: str
-    head: LMHead
     num_parameters: int
+    eos_ids: frozenset[int]
+    context_length: int
     max_batch_tokens: int
-    """Places of keys and values that it holds at once."""
+    """Tokens that its KV cache holds at once."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]: ...
 
     def score(
-        self, requests: Sequence[ScoreRequest], *, hidden: bool = False, top_k: int = 0
+        self, requests: Sequence[ScoreRequest], *, want: Want = "logp", top_k: int = 0
     ) -> list[Scores]: ...
-
-    def score_branches(
-        self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
-    ) -> list[BranchScores]: ...
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """`row_capacity`: KV cache positions that a row is expected to need, if that is known."""
+
+    def load_weights(self, version: int) -> None:
+        """Take over the student's weights after `version` optimizer steps."""
+
+    def notes(self) -> Sequence[str]:
+        """What a user should know: which optimizations this model does without, and why."""
+
+
+class InProcessEngine(Engine, Protocol):
+    """An engine whose hidden states and LM head are tensors of this process."""
+
+    head: LMHead
+
+    def score_branches(
+        self, requests: Sequence[BranchRequest], *, want: Want = "logp", top_k: int = 0
+    ) -> list[BranchScores]: ...

@@ -21,12 +21,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from courtside.engines.base import (
     BranchRequest,
     BranchScores,
-    LMHead,
+    Capabilities,
     SampleRequest,
     Sampling,
     ScoreRequest,
     Scores,
     Session,
+    Want,
 )
 from courtside.engines.forward.batching import batch_by_length, default_pass_tokens, pad_left
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
@@ -35,7 +36,6 @@ from courtside.engines.forward.padded_tree_scoring import (
     Read,
     branching_problem,
     read_padded,
-    score_branches_separately,
 )
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_packed_branches
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
@@ -43,10 +43,12 @@ from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
-from courtside.engines.generation.session import CachedSession, StatelessSession
+from courtside.engines.generation.session import CachedSession
+from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.probes import windows_of
+from courtside.engines.stateless import StatelessSession, score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Sample
 
@@ -76,6 +78,29 @@ class LocalEngine:
         self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
         self.eos_ids = find_eos_ids(model, tokenizer)
         self.pad_id = min(self.eos_ids)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            top_k=self.head.vocab_size, hidden_states=True, branches=True, weight_updates=True
+        )
+
+    def load_weights(self, version: int) -> None:
+        """Nothing to copy: the model is the trainer's own module."""
+
+    def notes(self) -> list[str]:
+        notes = []
+        if self.passes.padding_reason is not None:
+            notes.append(f"{self.name}: passes are padded ({self.passes.padding_reason})")
+        elif self.passes.unshared_reason is not None:
+            notes.append(
+                f"{self.name}: every sample reads its own prompt ({self.passes.unshared_reason})"
+            )
+        if self.device.type == "cuda" and not self.uses_continuous_batching:
+            notes.append(
+                f"{self.name}: samples token by token, without a graph ({self.stateless_reason})"
+            )
+        return notes
 
     def autocast_context(self) -> Any:
         if self.autocast is None:
@@ -166,9 +191,9 @@ class LocalEngine:
 
     @torch.no_grad()
     def score(
-        self, requests: Sequence[ScoreRequest], *, hidden: bool = False, top_k: int = 0
+        self, requests: Sequence[ScoreRequest], *, want: Want = "logp", top_k: int = 0
     ) -> list[Scores]:
-        """Log-probs of the scored tokens; on request their hidden states or the k best words."""
+        """Log-probs of the scored tokens and what else is wanted, in packed passes."""
         for request in requests:
             assert not request.scored[0], "nothing predicts the first token"
             self._check_length(len(request.token_ids))
@@ -182,9 +207,7 @@ class LocalEngine:
             ):
                 asked = [requests[i] for i in batch]
                 hidden_ND, lying = passes.forward([request.token_ids for request in asked])
-                found = score_positions(
-                    self.head, hidden_ND, lying, asked, hidden=hidden, top_k=top_k
-                )
+                found = score_positions(self.head, hidden_ND, lying, asked, want=want, top_k=top_k)
                 results.update(zip(batch, found, strict=True))
         return [results[i] for i in range(len(requests))]
 
@@ -256,12 +279,12 @@ class LocalEngine:
 
     @torch.no_grad()
     def score_branches(
-        self, requests: Sequence[BranchRequest], *, hidden: bool = False, top_k: int = 0
+        self, requests: Sequence[BranchRequest], *, want: Want = "logp", top_k: int = 0
     ) -> list[BranchScores]:
         """Turns again, with hints above them: each trajectory is read once for all of its own."""
         if self.branching_problem is not None:
             return score_branches_separately(
-                self, requests, hidden=hidden, top_k=top_k, note=self.branching_problem
+                self, requests, want=want, top_k=top_k, note=self.branching_problem
             )
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
@@ -270,11 +293,7 @@ class LocalEngine:
             for read in self._read_branches(requests):
                 # Apart: whoever keeps hidden states of branches need not keep those of trunks.
                 trunks, branches = (
-                    iter(
-                        score_positions(
-                            self.head, read.hidden_ND, *asked, hidden=hidden, top_k=top_k
-                        )
-                    )
+                    iter(score_positions(self.head, read.hidden_ND, *asked, want=want, top_k=top_k))
                     for asked in (read.trunks, read.branches)
                 )
                 for index in read.indices:
@@ -305,33 +324,6 @@ class LocalEngine:
                 f"{length} tokens do not fit the context of {self.name} ({self.context_length}). "
                 "Shorten the prompts or rollout.max_new_tokens; nothing is cut silently"
             )
-
-
-def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
-    """The map from last hidden states to logits, checked against the model's own logits."""
-    module = model.get_output_embeddings()
-    if module is None or not hasattr(module, "weight"):
-        raise ModelError(f"{type(model).__name__} has no linear output head that can be used")
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    head = LMHead(
-        module,
-        vocab_size=module.weight.shape[0],
-        softcap=getattr(config, "final_logit_softcapping", None),
-        scale=scale,
-    )
-    probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
-    with torch.no_grad():
-        ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
-        theirs = model(input_ids=probe, use_cache=False).logits[0].to(ours.dtype)
-    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
-        raise ModelError(
-            f"{type(model).__name__} does more between hidden states and logits than a linear map, "
-            "a soft cap and a scale; it cannot be used here yet"
-        )
-    head.vocab_size = vocab_size or head.vocab_size
-    return head
 
 
 def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from courtside.engines.base import Engine, ScoreRequest
+from courtside.engines.base import InProcessEngine, ScoreRequest
 from courtside.losses.divergences import entropy
 from courtside.types import Trajectory
 
@@ -15,7 +15,7 @@ CHUNK = 256
 
 
 @torch.no_grad()
-def surprise(trajectories: Sequence[Trajectory], engine: Engine) -> float:
+def surprise(trajectories: Sequence[Trajectory], engine: InProcessEngine) -> float:
     """Nats a token by which the text surprises the student more than its own words would.
 
     The cross-entropy of the text minus the student's entropy in the same places: 0 in the mean for
@@ -26,7 +26,7 @@ def surprise(trajectories: Sequence[Trajectory], engine: Engine) -> float:
         for t in trajectories
     ]
     total, count = 0.0, 0
-    for request, scores in zip(requests, engine.score(requests, hidden=True), strict=True):
+    for request, scores in zip(requests, engine.score(requests, want="hidden"), strict=True):
         assert scores.hidden_TD is not None
         unsure = sum(
             float(entropy((engine.head(part_ND) / request.temperature).log_softmax(-1)).sum())

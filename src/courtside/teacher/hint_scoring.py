@@ -7,8 +7,10 @@ under which they are hardly less likely would teach nothing; it is kept for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,9 @@ from courtside.engines.base import (
     Sampling,
     ScoreRequest,
     Scores,
+    Want,
 )
+from courtside.engines.stateless import score_branches
 from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
 from courtside.types import Branch, Hint, HintOutcome, Scored, Trajectory
@@ -90,7 +94,12 @@ class HintScorer:
         """Whether branches are left for the update to read; `measured` then says what hints did."""
 
     def __call__(
-        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], *, hidden: bool
+        self,
+        trajectories: Sequence[Trajectory],
+        hints: Sequence[Hint],
+        *,
+        want: Want,
+        top_k: int = 0,
     ) -> dict[str, HintedTurns]:
         """By trajectory id; those without a hint are left out."""
         by_id: dict[str, list[Hint]] = {}
@@ -100,7 +109,7 @@ class HintScorer:
         if self.in_update:
             return {trajectory.id: self._left(trajectory, its) for trajectory, its in hinted}
         score = self._together if self.settings.cumulative else self._apart
-        return score(hinted, hidden)
+        return score(hinted, want, top_k)
 
     def _left(self, trajectory: Trajectory, hints: Sequence[Hint]) -> HintedTurns:
         """For the update to read. Nothing is known of the hints but that they can be put in."""
@@ -117,7 +126,7 @@ class HintScorer:
     # ── each hint alone ──────────────────────────────────────────────────────────────────────────
 
     def _apart(
-        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
+        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], want: Want, top_k: int
     ) -> dict[str, HintedTurns]:
         found: dict[str, HintedTurns] = {}
         asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], BranchRequest]] = []
@@ -134,7 +143,7 @@ class HintScorer:
                 temperature=trajectory.temperature,
             )
             asked.append((trajectory, dropped, kept, request))
-        scores = self.engine.score_branches([r for *_, r in asked], hidden=hidden)
+        scores = score_branches(self.engine, [r for *_, r in asked], want=want, top_k=top_k)
         passed = self._try({t.id: (t, request.branches) for t, _, _, request in asked})
         for (trajectory, dropped, kept, request), score in zip(asked, scores, strict=True):
             assert score.trunk is not None
@@ -194,7 +203,7 @@ class HintScorer:
     # ── all hints of a trajectory in one sequence ────────────────────────────────────────────────
 
     def _together(
-        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], hidden: bool
+        self, hinted: Sequence[tuple[Trajectory, list[Hint]]], want: Want, top_k: int
     ) -> dict[str, HintedTurns]:
         found: dict[str, HintedTurns] = {}
         asked: list[tuple[Trajectory, list[HintOutcome], dict[int, Hint], SplicedTrajectory]] = []
@@ -213,7 +222,7 @@ class HintScorer:
                 requests.append(
                     ScoreRequest(token_ids=ids, scored=scored, temperature=trajectory.temperature)
                 )
-        scores = iter(self.engine.score(requests, hidden=hidden))
+        scores = iter(self.engine.score(requests, want=want, top_k=top_k))
         for trajectory, dropped, kept, whole in asked:
             plain = _by_turn(trajectory, kept, next(scores).logp_T)
             under = next(scores)
@@ -223,10 +232,7 @@ class HintScorer:
             spoken = {}
             for (turn, _), start, size in zip(whole.scored, starts, sizes, strict=False):
                 own = slice(start, start + size)
-                part = Scores(
-                    logp_T=under.logp_T[own],
-                    hidden_TD=None if under.hidden_TD is None else under.hidden_TD[own],
-                )
+                part = _map_scores(itemgetter(own), under)
                 spoken[turn] = ScoredTurn(plain_T=plain[turn], hinted=part, num_tokens=extra)
                 extra = 0  # the sequence is read once for all of its turns
             found[trajectory.id] = self._judge(trajectory, dropped, kept, spoken, {})
@@ -265,9 +271,9 @@ class HintScorer:
         """What hints did that the update read, from the log-probs it found: of all chosen tokens
         as they were, and of those that the target names under their hints."""
         trajectory, target = scored.trajectory, scored.target
-        assert target is not None and target.where is not None
+        assert target is not None and target.token_indices is not None
         hints = {j.hint.turn: j.hint for j in scored.hints if j.dropped is None}
-        plain_T = torch.tensor(student_logp, dtype=torch.float64)[list(target.where)]
+        plain_T = torch.tensor(student_logp, dtype=torch.float64)[list(target.token_indices)]
         plain = _by_turn(trajectory, hints, plain_T)
         under = _by_turn(trajectory, hints, torch.tensor(teacher_logp, dtype=torch.float64))
         spoken = {
@@ -333,6 +339,17 @@ def tokens_of_span(pieces: Sequence[str], span: str) -> list[int]:
         for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         if piece and end > start and end - len(piece) < stop
     ]
+
+
+def concat_scores(parts: Sequence[Scores]) -> Scores:
+    return _map_scores(lambda *columns: torch.cat(columns), *parts)
+
+
+def _map_scores(function: Callable[..., Tensor], *parts: Scores) -> Scores:
+    """Applied to each field that the scores have."""
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Scores)}
+    mapped: dict[str, Any] = {k: v[0] if v[0] is None else function(*v) for k, v in columns.items()}
+    return Scores(**mapped)
 
 
 def _tokens_in(trajectory: Trajectory, turns: Mapping[int, Hint]) -> tuple[bool, ...]:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, LMHead, SampleRequest, Sampling, ScoreRequest
+from courtside.engines.base import (
+    Engine,
+    InProcessEngine,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Want,
+)
+from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe import Context
 from courtside.teacher.context import choose_contexts, privileged_messages, task_context
-from courtside.teacher.hint_scoring import HintedTurns, HintScorer
+from courtside.teacher.hint_scoring import HintedTurns, HintScorer, concat_scores
 from courtside.types import Hint, HintOutcome, Sample, Scored, Target, Task, Trajectory, Update
 
 
@@ -28,7 +36,8 @@ class Teacher:
         context: Context | None = None,
         context_length: int,
         overlong: Literal["error", "drop"] = "error",
-        hidden: bool,
+        want: Want,
+        top_k: int = 0,
         hints: HintScorer | None = None,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         follow: Callable[[], None] = lambda: None,
@@ -39,8 +48,8 @@ class Teacher:
         self.context = context
         self.context_length = context_length
         self.overlong = overlong
-        self.hidden = hidden
-        """Whether a loss needs whole distributions, not only the sampled tokens' log-probs."""
+        self.want, self.top_k = want, top_k
+        """What the losses need of its distributions."""
         self.hints = hints
         """With a reader: it speaks on hinted turns only."""
         self.weights = weights
@@ -61,7 +70,7 @@ class Teacher:
                 continue
             requests[trajectory.id], extra[trajectory.id] = request, num_extra
         with self.weights():
-            scores = self.engine.score(list(requests.values()), hidden=self.hidden)
+            scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
         return {
             id: Target(
@@ -69,6 +78,8 @@ class Teacher:
                 context=texts[id],
                 logp_T=score.logp_T,
                 hidden_TD=score.hidden_TD,
+                top_ids_TK=score.top_ids_TK,
+                top_logp_TK=score.top_logp_TK,
                 head=head,
                 num_context_tokens=extra[id],
             )
@@ -81,7 +92,7 @@ class Teacher:
         """By trajectory id: what it says of the turns whose hints train, and of every hint."""
         assert self.hints is not None
         with self.weights():
-            found = self.hints(trajectories, hints, hidden=self.hidden)
+            found = self.hints(trajectories, hints, want=self.want, top_k=self.top_k)
             head = self._head()
         targets = {
             t.id: self._hinted_target(t, found[t.id], head)
@@ -93,9 +104,10 @@ class Teacher:
     def _head(self) -> LMHead | None:
         """Of the targets, where a loss needs whole distributions. They are looked at in the update,
         when these weights are no longer in place: what of them is in the head is taken along."""
-        if not self.hidden:
+        if self.want != "hidden":
             return None
-        return self.engine.head if self.weights is nullcontext else self.engine.head.as_now()
+        head = cast(InProcessEngine, self.engine).head
+        return head if self.weights is nullcontext else head.with_current_adapter()
 
     def _hinted_target(
         self, trajectory: Trajectory, hinted: HintedTurns, head: LMHead | None
@@ -104,14 +116,15 @@ class Teacher:
             return self._unread_target(trajectory, hinted, head)
         turns = sorted(hinted.spoken)
         parts = [hinted.spoken[turn].hinted for turn in turns]
+        scores = concat_scores(parts)
         return Target(
             teacher=self.name,
             context=_texts(hinted),
-            where=_chosen_in(trajectory, turns),
-            logp_T=torch.cat([part.logp_T for part in parts]),
-            hidden_TD=torch.cat([part.hidden_TD for part in parts if part.hidden_TD is not None])
-            if self.hidden
-            else None,
+            token_indices=_chosen_in(trajectory, turns),
+            logp_T=scores.logp_T,
+            hidden_TD=scores.hidden_TD,
+            top_ids_TK=scores.top_ids_TK,
+            top_logp_TK=scores.top_logp_TK,
             head=head,
             num_context_tokens=sum(hinted.spoken[turn].num_tokens for turn in turns),
         )
@@ -120,12 +133,12 @@ class Teacher:
         self, trajectory: Trajectory, hinted: HintedTurns, head: LMHead | None
     ) -> Target:
         """Everything but what the update will find."""
-        where = _chosen_in(trajectory, [one.turn for one in hinted.unread])
+        indices = _chosen_in(trajectory, [one.turn for one in hinted.unread])
         return Target(
             teacher=self.name,
             context=_texts(hinted),
-            where=where,
-            logp_T=torch.full((len(where),), torch.nan),
+            token_indices=indices,
+            logp_T=torch.full((len(indices),), torch.nan),
             head=head,
             num_context_tokens=sum(len(one.token_ids) for one in hinted.unread),
             branches=hinted.unread,

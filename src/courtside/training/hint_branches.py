@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from courtside.engines.base import LMHead, ScoreRequest, Scores
+from courtside.engines.base import ScoreRequest, Scores
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
+from courtside.engines.lm_head import LMHead
 from courtside.recipe import Recipe, SelfTeacherConfig
 from courtside.types import Scored
 
@@ -102,7 +103,7 @@ def fill_targets(
     assert not any(request.scored[0] for request in requests), "a hint stands above every turn"
     begins = [0, *accumulate(len(part_ND) for part_ND in hidden)][:-1]
     own = [SequenceSpan(start=start) for start in begins]
-    found = iter(score_positions(head, torch.cat(hidden), own, requests, hidden=True, top_k=0))
+    found = iter(score_positions(head, torch.cat(hidden), own, requests, want="hidden"))
     return [_filled(s, [next(found) for _ in s.target.branches]) if s.target else s for s in scored]
 
 

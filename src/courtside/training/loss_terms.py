@@ -84,7 +84,7 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     ):
         if target is None:
             return none
-        spoken = all_ if target.where is None else _marked(target.where, len(all_))
+        spoken = all_ if target.token_indices is None else _marked(target.token_indices, len(all_))
         return tuple(a and b for a, b in zip(where, spoken, strict=True))
     return where
 

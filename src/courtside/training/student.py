@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from courtside.engines.base import LMHead
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.forward.tree_scoring import make_trunk_cache
+from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers, find_lean_layers
 from courtside.engines.patches.patch import Patch, apply_patches
 from courtside.engines.transfer import tensor_on
@@ -48,16 +48,14 @@ from courtside.types import Scored, Trajectory, Update
 
 
 class Student:
-    def __init__(self, weights: StudentWeights, head: LMHead, recipe: Recipe, *, pad_id: int):
+    def __init__(self, weights: StudentWeights, recipe: Recipe, *, vocab_size: int, pad_id: int):
         self.weights = weights
-        self.head = head
+        self.head = find_lm_head(weights.model, vocab_size=vocab_size)
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained(), recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
-        self.chunk = recipe.train.chunk_tokens or default_chunk_size(
-            head.vocab_size, weights.device
-        )
+        self.chunk = recipe.train.chunk_tokens or default_chunk_size(vocab_size, weights.device)
         self._heads: Heads | None = None
         """Rounded once a step, where rounding takes long: on a CPU."""
 

@@ -141,7 +141,7 @@ def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torc
         [
             torch.full((count,), float("nan"), device=device)
             if target is None
-            else _spread(target.logp_T.to(device), target.where, count, float("nan"))
+            else _spread(target.logp_T.to(device), target.token_indices, count, float("nan"))
             for target, count in zip(targets, counts, strict=True)
         ]
     )
@@ -160,7 +160,7 @@ def _hiddens(
         return None
     # Zeros where the teacher says nothing: finite, and no loss looks there.
     return torch.cat(
-        [_spread(t.hidden_TD.to(device), t.where, n, 0.0) for t, n in parts]  # type: ignore[union-attr]
+        [_spread(t.hidden_TD.to(device), t.token_indices, n, 0.0) for t, n in parts]  # type: ignore[union-attr]
     )
 
 

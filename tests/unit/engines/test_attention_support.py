@@ -14,11 +14,11 @@ from courtside.engines.forward import padded_tree_scoring as module
 from courtside.engines.forward.padded_tree_scoring import (
     branch_hidden,
     branching_problem,
-    score_branches_separately,
     trunk_cache,
 )
 from courtside.engines.local import LocalEngine
 from courtside.engines.probes import WINDOWED, find_unsupported_attention, windows_of
+from courtside.engines.stateless import score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -72,9 +72,9 @@ def test_windows_are_exactly_those_of_a_pass_for_each_branch(kind: str, attentio
     model = build(kind, **OWN.get(kind, MIXED), attn_implementation=attention)
     assert windows_of(model)["sliding_attention"] == 5
     engine = LocalEngine(model, tiny_tokenizer(), name=kind)
-    (one,) = engine.score_branches([REQUEST], hidden=True)
+    (one,) = engine.score_branches([REQUEST], want="hidden")
     assert one.note is None
-    (other,) = score_branches_separately(engine, [REQUEST], hidden=True)
+    (other,) = score_branches_separately(engine, [REQUEST], want="hidden")
     for x, y in zip(one.branches, other.branches, strict=True):
         torch.testing.assert_close(x.logp_T, y.logp_T, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(x.hidden_TD, y.hidden_TD, rtol=1e-4, atol=1e-4)

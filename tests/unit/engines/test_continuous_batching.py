@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3
 
-from courtside.engines.base import LMHead, SampleRequest, Sampling
+from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.generation import continuous_batching as slots_engine
 from courtside.engines.generation import kv_cache
 from courtside.engines.generation.cuda_graphs import STEPS_PER_SYNC, DecodeStep, sample_from_hidden
@@ -29,7 +29,8 @@ from courtside.engines.generation.decode_weights import DecodeWeights, FusedLine
 from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS
 from courtside.engines.generation.sampler import sample_tokens
 from courtside.engines.kernels import layers
-from courtside.engines.local import LocalEngine, find_lm_head
+from courtside.engines.lm_head import LMHead, find_lm_head
+from courtside.engines.local import LocalEngine
 from courtside.engines.patches import layer_ops
 from courtside.types import Sample
 

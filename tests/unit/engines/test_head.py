@@ -12,7 +12,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from courtside.engines.local import LocalEngine, find_lm_head
+from courtside.engines.lm_head import find_lm_head
+from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 
 SIZES = dict(
@@ -132,18 +133,18 @@ def test_a_head_as_it_was_keeps_its_adapter() -> None:
         on = head(hidden_ND)
         with peft.disable_adapter():
             off = head(hidden_ND)
-            without = head.as_now()
+            without = head.with_current_adapter()
         assert head.adapter is not None
         own = head.adapter.up_VR.data
         head.adapter.up_VR.data = torch.zeros_like(own)
-        nothing = head.as_now()
+        nothing = head.with_current_adapter()
         head.adapter.up_VR.data = own
         assert torch.equal(head(hidden_ND), on) and not torch.equal(on, off)
         assert torch.equal(without(hidden_ND), off)
         torch.testing.assert_close(nothing(hidden_ND), off)
     assert not nothing(hidden_ND).requires_grad
     plain = find_lm_head(built("Llama"))
-    assert plain.as_now() is plain
+    assert plain.with_current_adapter() is plain
 
 
 def test_autocast_does_not_take_the_adapters_gradient_away() -> None:

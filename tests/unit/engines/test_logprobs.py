@@ -57,7 +57,7 @@ def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyP
     for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
     assert called
-    assert engine.score(VARIOUS, top_k=3)[0].top_ids_TK is not None
+    assert engine.score(VARIOUS, want="top_k", top_k=3)[0].top_ids_TK is not None
 
 
 @pytest.mark.parametrize("budget", [1, 30, 65536])
@@ -67,18 +67,21 @@ def test_scores_are_those_of_a_pass_of_its_own(
 ) -> None:
     monkeypatch.setattr(logprobs, "default_chunk_size", lambda *_: chunk)
     engine = make_engine(max_batch_tokens=budget)
-    for request, scores in zip(VARIOUS, engine.score(VARIOUS, hidden=True, top_k=5), strict=True):
+    hidden = engine.score(VARIOUS, want="hidden")
+    top = engine.score(VARIOUS, want="top_k", top_k=5)
+    for request, scores, best_scores in zip(VARIOUS, hidden, top, strict=True):
         logp_T, logp_TV = naive(engine, request)
         torch.testing.assert_close(scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
+        torch.testing.assert_close(best_scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
 
         assert scores.hidden_TD is not None
         mine_TV = torch.log_softmax(engine.head(scores.hidden_TD) / request.temperature, -1)
         torch.testing.assert_close(mine_TV.double(), logp_TV, rtol=0, atol=1e-6)
 
         best = logp_TV.topk(5, dim=-1)
-        assert scores.top_ids_TK is not None and scores.top_logp_TK is not None
-        assert torch.equal(scores.top_ids_TK, best.indices)
-        torch.testing.assert_close(scores.top_logp_TK.double(), best.values, rtol=0, atol=1e-6)
+        assert best_scores.top_ids_TK is not None and best_scores.top_logp_TK is not None
+        assert torch.equal(best_scores.top_ids_TK, best.indices)
+        torch.testing.assert_close(best_scores.top_logp_TK.double(), best.values, rtol=0, atol=1e-6)
 
 
 def test_only_what_was_asked_for_comes_back(make_engine: Make) -> None:
@@ -131,7 +134,7 @@ def test_no_pass_is_larger_than_the_budget(make_engine: Make) -> None:
 def test_a_request_may_score_nothing(make_engine: Make) -> None:
     nothing = ScoreRequest(token_ids=(5, 6, 7), scored=(False,) * 3)
     engine = make_engine()
-    first, second = engine.score([nothing, VARIOUS[0]], hidden=True)
+    first, second = engine.score([nothing, VARIOUS[0]], want="hidden")
     assert first.logp_T.shape == (0,)
     torch.testing.assert_close(
         second.logp_T.double(), naive(engine, VARIOUS[0])[0], rtol=0, atol=1e-6
@@ -156,7 +159,7 @@ def test_what_does_not_fit_the_context_is_refused(make_engine: Make) -> None:
 def test_scoring_builds_no_graph_and_leaves_no_mark(make_engine: Make) -> None:
     engine = make_engine()
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
-    scores = engine.score(VARIOUS, hidden=True)
+    scores = engine.score(VARIOUS, want="hidden")
     assert not any(s.logp_T.requires_grad for s in scores)
     assert not any(s.hidden_TD.requires_grad for s in scores if s.hidden_TD is not None)
     assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())

@@ -16,8 +16,9 @@ from transformers import MistralConfig, MistralForCausalLM
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.generation import continuous_batching
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
-from courtside.engines.generation.session import CachedSession, StatelessSession
+from courtside.engines.generation.session import CachedSession
 from courtside.engines.local import LocalEngine
+from courtside.engines.stateless import StatelessSession
 from courtside.types import Sample
 
 

@@ -16,8 +16,8 @@ from courtside.engines import local
 from courtside.engines.base import BranchRequest, BranchScores
 from courtside.engines.forward import padded_tree_scoring as module
 from courtside.engines.forward import tree_scoring as kept
-from courtside.engines.forward.padded_tree_scoring import score_branches_separately
 from courtside.engines.local import LocalEngine
+from courtside.engines.stateless import score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -111,15 +111,17 @@ def test_scores_are_those_of_a_pass_for_each_branch(
         assert engine.tree_padding_reason is None
         engine.tree_padding_reason = padded
     assert padded is None or padded in str(engine.tree_padding_reason)
-    found = engine.score_branches(VARIOUS, hidden=True, top_k=5)
+    found = engine.score_branches(VARIOUS, want="hidden")
     assert all(scores.note is None for scores in found)
     check(engine, VARIOUS, found)
+    check(engine, VARIOUS, engine.score_branches(VARIOUS, want="top_k", top_k=5))
     assert engine.score_branches([]) == []
 
 
 def test_the_reference_gives_the_same_with_any_engine(make_engine: Make) -> None:
     engine = make_engine()
-    check(engine, VARIOUS, score_branches_separately(engine, VARIOUS, hidden=True, top_k=3))
+    check(engine, VARIOUS, score_branches_separately(engine, VARIOUS, want="hidden"))
+    check(engine, VARIOUS, score_branches_separately(engine, VARIOUS, want="top_k", top_k=3))
     plain = engine.score_branches(VARIOUS)[0].branches[0]
     assert plain.hidden_TD is None and plain.top_ids_TK is None
 
@@ -163,8 +165,8 @@ def test_any_layout(
         )
         for length, its in layout
     ]
-    one = engine.score_branches(requests, hidden=True)
-    other = score_branches_separately(engine, requests, hidden=True)
+    one = engine.score_branches(requests, want="hidden")
+    other = score_branches_separately(engine, requests, want="hidden")
     for a, b in zip(one, other, strict=True):
         for x, y in zip(a.branches, b.branches, strict=True):
             torch.testing.assert_close(x.logp_T, y.logp_T, rtol=1e-5, atol=1e-5)
@@ -239,7 +241,7 @@ def test_samples_of_a_prompt_share_it_under_hints_too(make_engine: Make) -> None
         for n in range(2, 6)
     ]
     seen = passes_of(engine)
-    check(engine, requests, found := engine.score_branches(requests, hidden=True))
+    check(engine, requests, found := engine.score_branches(requests, want="hidden"))
     assert len(found) == 4 and [tokens for tokens, _ in seen[:2]] == [40 + 4 * 19, 4 * 10]
 
 
@@ -274,7 +276,7 @@ def test_a_mask_too_large_for_memory_is_taken_in_parts(
     request = BranchRequest(
         token_ids=trunk(40), branches=tuple(branch(35 - 5 * n, trunk(8, step=n)) for n in range(8))
     )
-    check(engine, [request], engine.score_branches([request], hidden=True))
+    check(engine, [request], engine.score_branches([request], want="hidden"))
     assert len(masks) > 2
     assert max(shape.numel() for shape in masks) < 1600  # up to 7 more places make rows even
     assert masks[0][-1] < masks[-1][-1], "early branches are spared the end of the trunk"
@@ -295,12 +297,12 @@ def test_with_lora(make_engine: Make, adapter: str, padded: str | None) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
     engine = make_engine(model)
     engine.tree_padding_reason = padded
-    adapted = engine.score_branches(VARIOUS, hidden=True)
+    adapted = engine.score_branches(VARIOUS, want="hidden")
     if adapter == "on":
         check(engine, VARIOUS, adapted)
         return
     with peft.disable_adapter():
-        bare = engine.score_branches(VARIOUS, hidden=True)
+        bare = engine.score_branches(VARIOUS, want="hidden")
         check(engine, VARIOUS, bare)
     assert not torch.allclose(bare[0].branches[0].logp_T, adapted[0].branches[0].logp_T, atol=1e-2)
 
@@ -313,9 +315,9 @@ def test_in_sixteen_bits(autocast: torch.dtype | None, padded: str | None) -> No
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
     engine = LocalEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)
     engine.tree_padding_reason = padded
-    one = engine.score_branches(VARIOUS, hidden=True)
+    one = engine.score_branches(VARIOUS, want="hidden")
     assert one[0].note is None
-    other = score_branches_separately(engine, VARIOUS, hidden=True)
+    other = score_branches_separately(engine, VARIOUS, want="hidden")
     for a, b in zip(one, other, strict=True):
         for x, y in zip(a.branches, b.branches, strict=True):
             x_TD, y_TD = x.hidden_TD.float(), y.hidden_TD.float()
@@ -347,7 +349,7 @@ def test_hidden_states_of_branches_do_not_keep_those_of_trunks(
 ) -> None:
     engine = make_engine()
     engine.tree_padding_reason = padded
-    (found,) = engine.score_branches(VARIOUS[:1], hidden=True)
+    (found,) = engine.score_branches(VARIOUS[:1], want="hidden")
     (kept,) = {part.hidden_TD.untyped_storage().nbytes() for part in found.branches}
     rows = sum(sum(branch.scored) for branch in VARIOUS[0].branches)
     assert kept == rows * found.branches[0].hidden_TD.shape[1] * 8
@@ -360,4 +362,4 @@ def test_a_model_whose_branches_cannot_be_read_off_a_packed_row_has_padded_ones(
     engine = make_engine()
     assert engine.passes.padding_reason is None and engine.tree_padding_reason == "it does not"
     monkeypatch.setattr(local, "score_packed_branches", None)
-    check(engine, VARIOUS, engine.score_branches(VARIOUS, hidden=True))
+    check(engine, VARIOUS, engine.score_branches(VARIOUS, want="hidden"))

@@ -145,12 +145,15 @@ def test_scores_do_not_depend_on_the_passes(make_engine: Make, name: str) -> Non
         for ids in sequences_of(*lengths)
     ]
     whole = make_engine(MODELS[name]())
-    expected = [whole.score([request], hidden=True, top_k=3)[0] for request in requests]
+    hidden = [whole.score([request], want="hidden")[0] for request in requests]
+    best = [whole.score([request], want="top_k", top_k=3)[0] for request in requests]
     for budget in (1, 40, 65536):
         engine = make_engine(MODELS[name](), max_batch_tokens=budget)
-        for one, other in zip(engine.score(requests, hidden=True, top_k=3), expected, strict=True):
+        for one, other in zip(engine.score(requests, want="hidden"), hidden, strict=True):
             torch.testing.assert_close(one.logp_T, other.logp_T, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(one.hidden_TD, other.hidden_TD, rtol=1e-9, atol=1e-10)
+        for one, other in zip(engine.score(requests, want="top_k", top_k=3), best, strict=True):
+            torch.testing.assert_close(one.logp_T, other.logp_T, rtol=1e-9, atol=1e-12)
             assert torch.equal(one.top_ids_TK, other.top_ids_TK)  # type: ignore[arg-type]
 
 

@@ -164,7 +164,7 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
         teacher="self:live",
         context=None,
         logp_T=Logps(logps),  # type: ignore[arg-type]
-        where=tuple(where),
+        token_indices=tuple(where),
     )
     return Scored(
         trajectory=trajectory, target=target if where else None, hints=tuple(hint_outcomes)
@@ -196,7 +196,9 @@ def make_hinted_update(step: int, scored: Sequence[Scored]) -> Update:
         loss=0.9 / (step + 1),
         components={"hints": 0.9 / (step + 1)},
         metrics={"kl": 0.4 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-4},
-        num_tokens={"hints": sum(len(one.target.where or ()) for one in scored if one.target)},
+        num_tokens={
+            "hints": sum(len(one.target.token_indices or ()) for one in scored if one.target)
+        },
         student_logp={
             one.trajectory.id: one.trajectory.sampler_logp or ()
             for one in scored

@@ -196,7 +196,9 @@ def test_tokens_that_moved_are_the_largest_gaps_of_turns_that_train(tmp_path):
     student, teacher = moved[0].gap.student, moved[0].gap.teacher
     place = kept.trajectory.chosen_ids.index(_id(kept, "calculator"))
     assert student == kept.trajectory.sampler_logp[place]
-    assert teacher == pytest.approx(kept.target.logp_T.tolist()[kept.target.where.index(place)])
+    assert teacher == pytest.approx(
+        kept.target.logp_T.tolist()[kept.target.token_indices.index(place)]
+    )
     assert not any(one.token == "weather" for one in moved)
     sizes = [abs(one.gap.nats) for one in moved]
     assert sizes == sorted(sizes, reverse=True) and min(sizes) > 0.375
@@ -252,7 +254,7 @@ def test_a_transcript_has_roles_events_and_hints_in_place(build):
     ]
     # Colours stand on the tokens that the teacher spoke of, and on no others.
     titles = re.findall(r'title="(teacher [^"]*)"', card)
-    assert len(titles) == len(one.target.where)
+    assert len(titles) == len(one.target.token_indices)
     assert card.count('<span class="badge failed" title="Tool not found: weather">') == 1
 
 

@@ -75,7 +75,7 @@ def scored(draw):
         teacher="self:live",
         context=None,
         logp_T=Logps(draw(st.lists(exact, min_size=count, max_size=count))),
-        where=where,
+        token_indices=where,
     )
     return Scored(
         trajectory=trajectory,
@@ -97,7 +97,7 @@ def test_everything_comes_back(tmp_path_factory, one):
         assert (back.teacher_logp, back.where) == (None, None)
     else:
         assert repr(list(back.teacher_logp)) == repr(one.target.logp_T.tolist())
-        assert back.where == one.target.where
+        assert back.where == one.target.token_indices
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_tokenizer
 
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import SampleRequest, Sampling, ScoreRequest, Scores
+from courtside.engines.base import SampleRequest, Sampling, ScoreRequest, Scores, Want
 from courtside.types import Grade, Message, Sample, Task, Trajectory, Turn
 
 
@@ -21,16 +21,20 @@ class Listener:
     def __init__(self) -> None:
         self.scored: list[ScoreRequest] = []
         self.sampled: list[SampleRequest] = []
-        self.hidden: bool | None = None
+        self.want: Want | None = None
 
-    def score(self, requests: Sequence[ScoreRequest], *, hidden: bool = False) -> list[Scores]:
+    def score(
+        self, requests: Sequence[ScoreRequest], *, want: Want = "logp", top_k: int = 0
+    ) -> list[Scores]:
         self.scored += requests
-        self.hidden = hidden
+        self.want = want
         out = []
         for r in requests:
             ids = [i for i, scored in zip(r.token_ids, r.scored, strict=True) if scored]
             ids_T = torch.tensor(ids, dtype=torch.float32)
-            out.append(Scores(logp_T=-ids_T, hidden_TD=ids_T[:, None] if hidden else None))
+            out.append(
+                Scores(logp_T=-ids_T, hidden_TD=ids_T[:, None] if want == "hidden" else None)
+            )
         return out
 
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:

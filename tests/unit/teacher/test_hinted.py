@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.base import SampleRequest, Sampling, Want
 from courtside.engines.local import LocalEngine
 from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
@@ -63,7 +63,7 @@ def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any
 
 
 def teacher(
-    *, hidden: bool = True, context_length: int = 512, in_update: bool = False, **settings: Any
+    *, want: Want = "hidden", context_length: int = 512, in_update: bool = False, **settings: Any
 ) -> Teacher:
     chosen = HintsConfig(**settings)
     return Teacher(
@@ -71,7 +71,7 @@ def teacher(
         engine=ENGINE,
         renderer=RENDERER,
         context_length=context_length,
-        hidden=hidden,
+        want=want,
         hints=HintScorer(ENGINE, TURNS, chosen, context_length=context_length, in_update=in_update),
     )
 
@@ -102,7 +102,7 @@ def test_a_target_is_the_turn_under_its_hint() -> None:
     first = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
     # The first hint is nowhere in the context of the second.
     third = naive_logps(f"{FIRST}{told(role=role)}{OPEN}", "get_weather(Rome)")
-    assert target.where == tuple(range(12 + 18))
+    assert target.token_indices == tuple(range(12 + 18))
     assert torch.allclose(target.logp_T, torch.cat([first, third]), atol=1e-4)
     assert target.hidden_TD is not None and target.head is ENGINE.head
     rebuilt = (target.head(target.hidden_TD) / 0.8).log_softmax(-1)
@@ -126,7 +126,7 @@ def test_cumulative_hints_stay_in_view() -> None:
 
 def test_where_counts_chosen_tokens() -> None:
     targets, _ = teacher().score_hints([trajectory()], [hint(5)])
-    assert targets["e"].where == tuple(range(30, 34))
+    assert targets["e"].token_indices == tuple(range(30, 34))
     last = naive_logps(f"{SECOND}{told()}{OPEN}", "sun")
     assert torch.allclose(targets["e"].logp_T, last, atol=1e-4)
 
@@ -144,7 +144,7 @@ def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> Non
     kept = {j.hint.turn for j in again["e"] if j.dropped is None}
     assert len(kept) == 2
     turns = trajectory().turn_of
-    assert {turns[i] for i in targets["e"].where or ()} == kept
+    assert {turns[i] for i in targets["e"].token_indices or ()} == kept
     nothing, all_dropped = teacher(min_shift=1e9).score_hints([trajectory()], hints)
     assert not nothing and [j.dropped for j in all_dropped["e"]] == ["shift"] * 3
 
@@ -155,7 +155,7 @@ def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
     why = {j.hint.turn: j.dropped for j in hint_outcomes["e"]}
     assert why == {1: None, 2: "no_assistant_turn", 9: "no_assistant_turn", 3: "too_long",
                    5: "empty"}  # fmt: skip
-    assert {trajectory().turn_of[i] for i in targets["e"].where or ()} == {1}
+    assert {trajectory().turn_of[i] for i in targets["e"].token_indices or ()} == {1}
     together, hint_outcomes = teacher(context_length=160, cumulative=True).score_hints(
         [trajectory()], hints
     )
@@ -166,14 +166,14 @@ def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
 HINTS = [hint(5), hint(1, bad_span="meteo"), hint(2), hint(3, "   ")]
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_branches_can_be_left_for_the_update(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets, hint_outcomes = teacher(hidden=hidden).score_hints([trajectory()], HINTS)
+@pytest.mark.parametrize("want", ["hidden", "logp"])
+def test_branches_can_be_left_for_the_update(want: Want, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets, hint_outcomes = teacher(want=want).score_hints([trajectory()], HINTS)
     monkeypatch.setattr(ENGINE, "score_branches", None)  # nobody is asked
-    left, unjudged = teacher(hidden=hidden, in_update=True).score_hints([trajectory()], HINTS)
+    left, unjudged = teacher(want=want, in_update=True).score_hints([trajectory()], HINTS)
     one, other = left["e"], targets["e"]
-    assert (one.where, one.context, one.head, one.num_context_tokens, one.teacher) == (
-        other.where, other.context, other.head, other.num_context_tokens, other.teacher
+    assert (one.token_indices, one.context, one.head, one.num_context_tokens, one.teacher) == (
+        other.token_indices, other.context, other.head, other.num_context_tokens, other.teacher
     )  # fmt: skip
     assert one.hidden_TD is None and len(one.logp_T) == 12 + 4 and bool(one.logp_T.isnan().all())
     assert [b.turn for b in one.branches] == [1, 5] and not other.branches
@@ -258,7 +258,7 @@ def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
 
 
 def test_sampled_losses_need_no_hidden_states() -> None:
-    targets, _ = teacher(hidden=False).score_hints([trajectory()], [hint(1)])
+    targets, _ = teacher(want="logp").score_hints([trajectory()], [hint(1)])
     assert targets["e"].hidden_TD is None and targets["e"].head is None
 
 
@@ -298,7 +298,7 @@ def test_replies_under_a_hint_are_tried() -> None:
         chosen = HintsConfig(resamples=3, **settings)
         trial = HintTrial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
         scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
-        return scorer([trajectory()], [hint(1), hint(3)], hidden=False)["e"]
+        return scorer([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
     found = judge()
     assert [(j.hint.turn, j.passed, j.dropped) for j in found.hint_outcomes] == [

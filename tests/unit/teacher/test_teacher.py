@@ -32,7 +32,7 @@ def context(**options: str) -> Context:
 @pytest.fixture
 def make_teacher(listener: Any, renderer: ChatTemplate) -> Callable[..., Teacher]:
     def make(**options: Any) -> Teacher:
-        settings = {"context_length": 512, "hidden": False, **options}
+        settings = {"context_length": 512, "want": "logp", **options}
         return Teacher(name="teacher", engine=listener, renderer=renderer, **settings)
 
     return make
@@ -137,11 +137,11 @@ def test_hidden_states_and_head_come_only_where_a_loss_needs_them(
     make_teacher: Make, listener: Any, make_trajectory: Make
 ) -> None:
     t = make_trajectory("a")
-    plain = make_teacher(hidden=False).score([t])["a"]
-    assert plain.hidden_TD is None and plain.head is None and listener.hidden is False
-    whole = make_teacher(hidden=True).score([t])["a"]
+    plain = make_teacher(want="logp").score([t])["a"]
+    assert plain.hidden_TD is None and plain.head is None and listener.want == "logp"
+    whole = make_teacher(want="hidden").score([t])["a"]
     assert torch.equal(whole.hidden_TD, torch.tensor([[40.0], [41.0], [1.0]]))
-    assert whole.head is listener.head and listener.hidden is True
+    assert whole.head is listener.head and listener.want == "hidden"
 
 
 # ── who gets no teacher ──────────────────────────────────────────────────────────────────────────

@@ -165,7 +165,7 @@ def episode(
         grade=Grade(score=reward, passed=False, feedback=""),
     )
     where = tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in hinted)
-    target = Target(teacher="q", context=None, logp_T=torch.zeros(len(where)), where=where)
+    target = Target(teacher="q", context=None, logp_T=torch.zeros(len(where)), token_indices=where)
     hint_outcomes = [(turn, None) for turn in hinted] + [(turn, "shift") for turn in dropped]
     return Scored(
         trajectory=trajectory,

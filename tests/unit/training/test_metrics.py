@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.training.head import autograd as autograd
 from courtside.training.loss_terms import LossTerm

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.base import LMHead, ScoreRequest, Scores
+from courtside.engines.base import ScoreRequest, Scores, Want
 from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches import layer_ops
 from courtside.engines.transfer import tensor_on
 
@@ -27,8 +28,8 @@ def score_positions(
     lying: Sequence[SequenceSpan],
     requests: Sequence[ScoreRequest],
     *,
-    hidden: bool,
-    top_k: int,
+    want: Want,
+    top_k: int = 0,
 ) -> list[Scores]:
     """Of each request; `lying` says where in `hidden_ND` its sequence lies.
 
@@ -36,6 +37,7 @@ def score_positions(
     """
     if not requests:
         return []
+    assert (want == "top_k") == (top_k > 0), "k belongs to want = 'top_k'"
     device = hidden_ND.device
     places = [[i for i, scored in enumerate(r.scored) if scored] for r in requests]
     counts = [len(its) for its in places]
@@ -63,7 +65,7 @@ def score_positions(
             from courtside.engines.kernels.decode import token_logps  # needs Triton
 
             scale_N = head.scale / temperature_N
-            logps.append(token_logps(head.products(part_ND), ids_N, scale_N))
+            logps.append(token_logps(head.raw_logits(part_ND), ids_N, scale_N))
             continue
         logits_NV = head(part_ND) / temperature_N[:, None]
         total_N1 = logits_NV.logsumexp(-1, keepdim=True)
@@ -73,7 +75,7 @@ def score_positions(
             top.append((best.indices, best.values - total_N1))
     columns = [
         torch.cat(logps).split(counts),
-        hidden_TD.split(counts) if hidden else [None] * len(counts),
+        hidden_TD.split(counts) if want == "hidden" else [None] * len(counts),
         torch.cat([ids for ids, _ in top]).split(counts) if top else [None] * len(counts),
         torch.cat([values for _, values in top]).split(counts) if top else [None] * len(counts),
     ]

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from courtside.engines.attention_masks import format_mask
-from courtside.engines.base import BranchRequest, BranchScores, Engine, ScoreRequest, Scores
+from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.forward.batching import batch_by_length, default_pass_tokens, pad_right
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.patches.gqa_cpu import use_gqa_attention
@@ -352,27 +352,3 @@ def read_padded(
         del out, cache  # the keys and values, before there are logits
         places = [SequenceSpan(start=row * ids_BL.shape[1]) for row in range(len(batch))]
         yield read_together(batch, chosen, trunk_ND, places, found)
-
-
-def score_branches_separately(
-    engine: Engine,
-    requests: Sequence[BranchRequest],
-    *,
-    hidden: bool = False,
-    top_k: int = 0,
-    note: str | None = None,
-) -> list[BranchScores]:
-    """The same numbers, each branch as a sequence of its own: for any engine and any model."""
-    alone: list[ScoreRequest] = []
-    for request in requests:
-        alone += [request.trunk()] if request.scored is not None else []
-        alone += [request.sequence(branch) for branch in request.branches]
-    scores: Iterator[Scores] = iter(engine.score(alone, hidden=hidden, top_k=top_k))
-    return [
-        BranchScores(
-            trunk=next(scores) if request.scored is not None else None,
-            branches=tuple(next(scores) for _ in request.branches),
-            note=note,
-        )
-        for request in requests
-    ]

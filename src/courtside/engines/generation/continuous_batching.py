@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from courtside.engines.attention_masks import format_mask
-from courtside.engines.base import LMHead, SampleRequest, Sampling
+from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.forward.batching import default_pass_tokens, pad_right
 from courtside.engines.generation.cuda_graphs import DecodeStep, PrefillStep
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, KVCachePool, round_up
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.session import split_prefill
+from courtside.engines.lm_head import LMHead
 from courtside.types import Sample
 
 PREFILL_STEP = 32

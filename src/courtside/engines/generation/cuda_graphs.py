@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from courtside.engines.attention_masks import format_mask
-from courtside.engines.base import LMHead, Sampling
+from courtside.engines.base import Sampling
 from courtside.engines.generation.decode_attention import use_decode_attention
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches import layer_ops
 from courtside.engines.transfer import tensor_on
 
@@ -230,6 +231,6 @@ def sample_from_hidden(
 
         if head.softcap is None:
             temperature = sampling.temperature / head.scale
-            return sample_from_logits(head.products(hidden_BD), uniform_B, temperature)
+            return sample_from_logits(head.raw_logits(hidden_BD), uniform_B, temperature)
         return sample_from_logits(head(hidden_BD), uniform_B, sampling.temperature)
     return sample_tokens(head(hidden_BD), uniform_B, sampling)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.dataflow import Trace
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.attention_masks import format_mask
-from courtside.engines.base import LMHead, SampleRequest, Sampling
+from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.forward.batching import default_pass_tokens, pad_right
 from courtside.engines.generation.outputs import SampleBuffer
 from courtside.engines.generation.sampler import sample_tokens, uniforms_for
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.gqa_cpu import use_gqa_attention
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.precision import cast_attention_inputs
@@ -280,35 +281,3 @@ def split_prefill(
             first, longest = place, length
     if rows:
         yield first, rows[first:]
-
-
-class StatelessSession:
-    """The same for models whose keys and values cannot be continued like that: every turn reads
-    its conversation again. Slower, and exact."""
-
-    def __init__(
-        self,
-        sample: Callable[[Sequence[SampleRequest], Sampling], list[Sample]],
-        *,
-        num_rows: int,
-        note: str,
-    ):
-        self._sample = sample
-        self.note = note
-        """Why."""
-        self.read: list[tuple[int, ...]] = [()] * num_rows
-
-    def sample(
-        self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
-    ) -> list[Sample]:
-        whole = [
-            SampleRequest(prompt_ids=self.read[row] + request.prompt_ids, seed=request.seed)
-            for row, request in zip(rows, requests, strict=True)
-        ]
-        written = self._sample(whole, sampling)
-        for row, request, sample in zip(rows, whole, written, strict=True):
-            self.read[row] = request.prompt_ids + sample.token_ids[:-1]
-        return written
-
-    def restart(self, row: int) -> None:
-        self.read[row] = ()

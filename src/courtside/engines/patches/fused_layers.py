@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches import layer_ops
 from courtside.engines.patches.dataflow import Trace
 from courtside.engines.patches.layer_ops import (

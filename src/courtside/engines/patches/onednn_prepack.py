@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.patch import Patch, apply_patches
 
 MIN_DECODE_STEPS = 12

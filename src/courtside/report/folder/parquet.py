@@ -189,7 +189,7 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
         "teacher": target and target.teacher,
         "context": target and target.context,
         "teacher_logp": target and target.logp_T.tolist(),
-        "where": target and target.where,
+        "where": target and target.token_indices,
         "student_logp": student_logp,
         "hints": [hint_outcome_tree(hint_outcomes) for hint_outcomes in scored.hints],
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from courtside.engines.base import LMHead
+from courtside.engines.lm_head import LMHead
 from courtside.engines.transfer import tensor_on
 from courtside.losses.divergences import (
     divergence,

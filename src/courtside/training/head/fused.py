@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.base import LMHead
 from courtside.engines.forward.logprobs import default_chunk_size
+from courtside.engines.lm_head import LMHead
 from courtside.engines.transfer import tensor_on
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
 from courtside.losses.fused.types import (

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from courtside.engines.base import LMHead
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.generation.kv_cache import MAX_IDLE_CACHE_BYTES
+from courtside.engines.lm_head import LMHead
 from courtside.losses.fused.linear_divergence import plan_chunks
 from courtside.losses.fused.matmuls import padded_vocab_size
 from courtside.losses.fused.types import Projection
