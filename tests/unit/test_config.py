@@ -505,4 +505,4 @@ def test_the_json_schema_is_whole_and_knows_every_key() -> None:
     assert schema["properties"].keys() == Recipe.model_fields.keys()
     assert schema["required"] == ["student", "tasks", "losses"]
     assert schema["additionalProperties"] is False
-    assert "Per step." in definitions["Train"]["properties"]["prompts"]["description"]
+    assert "Per step." in definitions["TrainConfig"]["properties"]["prompts"]["description"]

@@ -35,7 +35,7 @@ def test_an_installed_package_carries_its_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site-packages" / "courtside"
-    package.mkdir(parents=True)
+    (package / "recipe").mkdir(parents=True)
     monkeypatch.setattr(builtin, "__file__", str(package / "recipe/builtin.py"))
     with pytest.raises(UserError, match="the built-in recipes are missing"):
         recipes_folder()
