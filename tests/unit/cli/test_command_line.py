@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         setattr(verbs, name, verb)
     monkeypatch.setitem(sys.modules, "courtside.api", verbs)
-    monkeypatch.setattr(courtside, "verbs", verbs, raising=False)
+    monkeypatch.setattr(courtside, "api", verbs, raising=False)
     return seen
 
 
