@@ -97,11 +97,12 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
             "model": str(folder / "student"), "device": job.device, "dtype": job.arithmetic,
         },
         "rollout": {
-            "samples": job.samples, "max_new_tokens": job.new_tokens, "temperature": TEMPERATURE,
+            "samples_per_prompt": job.samples, "max_new_tokens": job.new_tokens,
+            "temperature": TEMPERATURE,
         },
         "train": {
-            "steps": steps, "prompts": job.prompts, "learning_rate": job.learning_rate,
-            "betas": list(BETAS), "clip_norm": CLIP_NORM, "weight_decay": 0.0,
+            "steps": steps, "prompts_per_step": job.prompts, "learning_rate": job.learning_rate,
+            "betas": list(BETAS), "max_grad_norm": CLIP_NORM, "weight_decay": 0.0,
         },
         "run": {"checkpoint_every": steps + 1},
         "seed": SEED,
@@ -177,7 +178,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
         },
         settings={
             "overrides": args.set,
-            "max_batch_tokens": parts.engine.max_batch_tokens,
+            "kv_cache_tokens": parts.engine.max_batch_tokens,
             "micro_batch_tokens": parts.student.micro_batch_tokens
             or default_pass_tokens(parts.engine.device),
             "gradient_checkpointing": parts.student.weights.recomputes,

@@ -113,17 +113,21 @@ def recipe(args: Any, prompts_file: Path) -> Recipe:
         {
             "student": student,
             "tasks": {"kind": "jsonl", "path": str(prompts_file)},
-            "rollout": {"samples": 1, "max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE},
+            "rollout": {
+                "samples_per_prompt": 1,
+                "max_new_tokens": NEW_TOKENS,
+                "temperature": TEMPERATURE,
+            },
             "teacher": {"kind": "model", "model": str(args.teacher), "dtype": args.dtype},
             "losses": [
                 {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
             ],
             "train": {
                 "steps": steps,
-                "prompts": len(PROMPTS),
+                "prompts_per_step": len(PROMPTS),
                 "learning_rate": LEARNING_RATE[args.config],
                 "betas": list(BETAS),
-                "clip_norm": CLIP_NORM,
+                "max_grad_norm": CLIP_NORM,
                 "weight_decay": 0.0,
             },
             "run": {"checkpoint_every": steps + 1},

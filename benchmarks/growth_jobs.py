@@ -227,7 +227,9 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
         engine=parts.engine,
         turns=parts.turns,
         config=RolloutConfig(
-            samples=1, max_new_tokens=new, limits=LimitsConfig(turns=turns, tokens=length)
+            samples_per_prompt=1,
+            max_new_tokens=new,
+            limits=LimitsConfig(turns=turns, tokens=length),
         ),  # so many tokens are what room is made for
         begin=lambda task: Echo(),
         demonstrate=None,

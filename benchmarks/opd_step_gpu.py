@@ -39,7 +39,7 @@ OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 HINTED = ("hints", "hints_lean")
 SIDES = (*OURS, *HINTED, "trl")
-LEAN = ("student.gradient_checkpointing=true", "train.moments=host")
+LEAN = ("student.gradient_checkpointing=true", "train.optimizer_offload=true")
 """What the lean sides set beside half of the rows at a time (`half_of_the_rows`): activations
 computed again, and AdamW's moments in the host's memory."""
 GIB = 2**30
@@ -119,7 +119,7 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
 def half_of_the_rows(job: Job, side: str) -> str:
     """Answers or episodes that are sampled at a time; a setting behind it takes its place."""
     size = job.episode_tokens if side in HINTED else job.prompt_tokens + job.new_tokens
-    return f"rollout.max_batch_tokens={job.rows // 2 * size}"
+    return f"rollout.kv_cache_tokens={job.rows // 2 * size}"
 
 
 def run_all(args: argparse.Namespace, work: Path, write: Any) -> list[dict[str, Any]]:

@@ -36,11 +36,14 @@ recipe = courtside.recipe_from(
     {
         "student": {"model": options.model, "lora": {"rank": 16}},
         "tasks": {"kind": "jsonl", "path": file},
-        "rollout": {"samples": 2, "max_new_tokens": 64},
-        "teacher": {"kind": "self", "context": {"kind": "field", "field": "rule", "place": "user"}},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 64},
+        "teacher": {
+            "kind": "self",
+            "context": {"kind": "field", "field": "rule", "position": "user"},
+        },
         "losses": [{"kind": "divergence", "support": {"kind": "top_k", "k": 64}}],
-        "train": {"steps": options.steps, "prompts": 8, "learning_rate": 5e-4},
-        "evaluate": {"tasks": 12},
+        "train": {"steps": options.steps, "prompts_per_step": 8, "learning_rate": 5e-4},
+        "evaluate": {"num_tasks": 12},
     }
 )
 run = courtside.train(recipe, "runs/own-tasks")

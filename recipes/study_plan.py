@@ -19,7 +19,8 @@ with = ["tasks.turns=4"]
 recipe = "recipe.toml"
 with = ["losses.0.weight=2"]
 learning_rates = [1e-5]         # `seeds` and `variants` (names) may be its own, too
-in.short = ["train.prompts=8"]  # overrides of this arm in that variant, over the variant's own
+in.short = ["train.prompts_per_step=8"]  # overrides of this arm in that variant,
+over the variant's own
 
 [arms.two]
 recipe = "recipe.toml"

@@ -34,12 +34,12 @@ DATA_MODULES = (
 CASES: dict[str, dict[str, Any]] = {
     "single-turn": {
         "tasks": {"kind": "arithmetic"},
-        "rollout": {"samples": 4, "max_new_tokens": 8},
+        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8},
         "losses": [{"kind": "divergence"}],
     },
     "hints": {
-        "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 1, "call_format": "plain"},
-        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 1, "tool_call_format": "plain"},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "reader": {"kind": "rules"},
         "teacher": {"kind": "self", "weights": "live"},
         "losses": [{"kind": "divergence", "on": "hinted_turns"}],
@@ -99,8 +99,8 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
         recipe = small_runs.small_recipe(
             *models[: 1 if "teacher" in sections else 2],
             **sections,
-            train={"steps": TRACED_STEP + 2, "prompts": 2, "learning_rate": 1e-3},
-            evaluate={"tasks": 2},
+            train={"steps": TRACED_STEP + 2, "prompts_per_step": 2, "learning_rate": 1e-3},
+            evaluate={"num_tasks": 2},
             run={"checkpoint_every": 100},
         )
         loop.train_step = traced_step

@@ -15,11 +15,11 @@ def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) ->
     """A recipe's plain tree; `changes` replace whole sections."""
     tree: dict[str, Any] = {
         "student": {"model": str(student)},
-        "tasks": {"kind": "instructions", "stated": False},
-        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "tasks": {"kind": "instructions", "instruction_in_prompt": False},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "losses": [{"kind": "divergence"}],
-        "train": {"steps": 5, "prompts": 2, "learning_rate": 1e-3},
-        "evaluate": {"tasks": 2},
+        "train": {"steps": 5, "prompts_per_step": 2, "learning_rate": 1e-3},
+        "evaluate": {"num_tasks": 2},
         "run": {"checkpoint_every": 2},
     }
     if teacher is not None:

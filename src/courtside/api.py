@@ -52,7 +52,7 @@ def evaluate_student(
         raise UserError(
             f"tasks.kind = {recipe.tasks.kind!r}: nothing answers the student there. Override "
             "tasks.kind and the rest of [tasks] with tasks that can be answered, and set "
-            "rollout.student_share=1"
+            "rollout.student_fraction=1"
         )
     if run is None:
         parts, num_steps = assemble(recipe), 0

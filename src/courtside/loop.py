@@ -16,7 +16,7 @@ def train_loop(parts: Runtime, run: Run) -> None:
 def train_step(parts: Runtime, run: Run, step: int) -> None:
     """One turn of the loop. What it made is gone when the next begins: a teacher's hidden states
     are as large as the batch."""
-    tasks = parts.tasks.batch(step, parts.recipe.train.prompts)
+    tasks = parts.tasks.batch(step, parts.recipe.train.prompts_per_step)
     with run.phase("rollout"):
         trajectories = parts.rollout(tasks, step)  # the student acts
     with run.phase("reader"):

@@ -44,7 +44,7 @@ class Run:
         self.interrupted = False
         self._resume()
         self.sinks = open_trackers(
-            self.recipe.run.sinks,
+            self.recipe.run.trackers,
             folder.path,
             project=self.recipe.run.project,
             run_name=folder.path.name,
@@ -63,15 +63,16 @@ class Run:
             with self._catching_interrupts():
                 yield
         except torch.OutOfMemoryError as error:
-            fix = "rollout.max_batch_tokens"
+            fix = "rollout.kv_cache_tokens"
             if not self.parts.student.weights.recomputes:
                 fix += ", or set student.gradient_checkpointing = true"
-            if self.recipe.train.moments == "device":
-                fix += ", or train.moments = 'host'"
+            if not self.recipe.train.optimizer_offload:
+                fix += ", or train.optimizer_offload = true"
             raise RunError(
                 f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
                 f"last checkpoint is from step {self._last_saved()}. Lower "
-                "train.micro_batch_tokens or train.chunk_tokens (neither changes the update) or "
+                "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
+                "update) or "
                 f"{fix}, and go on in the same folder"
             ) from error
         except UserError:

@@ -61,14 +61,14 @@ class Runtime:
         name = who.partition(":")[2]
         source, world = self.suites[name] if name else (self.tasks, self.environment)
         suite = Suite(
-            tasks=source.held_out(split, num_tasks or config.tasks),
+            tasks=source.held_out(split, num_tasks or config.num_tasks),
             split=split,
             sampling=Sampling(
                 max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
                 temperature=config.temperature,
                 stop=self.recipe.rollout.stop,
             ),
-            samples=config.samples,
+            samples=config.samples_per_task,
             seed=self.recipe.seed,
             renderer=self.renderer,
             grade=grade,
@@ -115,7 +115,7 @@ class Runtime:
             what = "recorded" if self.recipe.tasks.kind == "conversations" else "stored"
             return f"nothing answers the student in {what} {self.recipe.tasks.kind}"
         try:
-            tasks = self.tasks.held_out(split, self.recipe.evaluate.tasks)
+            tasks = self.tasks.held_out(split, self.recipe.evaluate.num_tasks)
         except TaskError as error:
             return str(error)
         if self.recipe.tasks.is_environment:

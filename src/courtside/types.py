@@ -202,7 +202,7 @@ class Hint:
     """Index into its turns; an assistant's."""
     text: str
     source: str
-    """Which reader wrote it, e.g. "rules:tool_not_found", "model", "person"."""
+    """Which reader wrote it, e.g. "rules:tool_not_found", "model", "human"."""
     reason: str = ""
     """Why, for people."""
     confidence: float | None = None

@@ -72,7 +72,7 @@ def test_reading_filtering_writing_editing_removing(
     page.goto(serve(folder, hints))
     expect(page.locator("#rows a")).to_have_count(6)
     expect(page.locator("#own")).to_have_text(f"0 hints in {hints}")
-    expect(page.locator("#recipe")).to_contain_text('kind = "person"')
+    expect(page.locator("#recipe")).to_contain_text('kind = "human"')
 
     page.get_by_role("button", name="with errors").click()
     expect(page.locator("#rows a")).to_have_count(5)
@@ -256,6 +256,6 @@ def test_what_was_written_is_what_the_reader_says(
     page.goto(f"{serve(folder, hints)}#/1/1-2")
     write(page, 7, f"  {WORDS}\n")
     trajectories = [one.trajectory for one in folder.trajectories(1)]
-    reading = HumanReader(HumanReaderConfig(kind="person", path=hints))(trajectories)
-    assert reading.hints == (Hint(trajectory="1-2", turn=7, text=WORDS, source="person"),)
+    reading = HumanReader(HumanReaderConfig(kind="human", path=hints))(trajectories)
+    assert reading.hints == (Hint(trajectory="1-2", turn=7, text=WORDS, source="human"),)
     assert trajectories[2].turns[7].events[0].details["message"] == "Tool not found: weather"

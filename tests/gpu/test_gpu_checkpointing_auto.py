@@ -35,7 +35,7 @@ def made(folder: Path, device: torch.device, samples: int, free: int | None, **s
         folder,
         folder,
         student={"model": str(folder), "device": device.type, **student},
-        rollout={"samples": samples, "max_new_tokens": 6},
+        rollout={"samples_per_prompt": samples, "max_new_tokens": 6},
     )
     return assemble(recipe, free=lambda device: free)
 

@@ -38,7 +38,7 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
 }
 FULL: dict[str, Any] = {}
 LORA: dict[str, Any] = {"lora": {"rank": 8}}
-HEAD: dict[str, Any] = {"lora": {"rank": 8, "targets": ["v_proj", "lm_head"]}}
+HEAD: dict[str, Any] = {"lora": {"rank": 8, "target_modules": ["v_proj", "lm_head"]}}
 
 
 def make_trajectory(parts: Runtime, number: int) -> Trajectory:
@@ -102,7 +102,7 @@ def make_parts(
         losses=losses,
         student={"model": str(folders[model]), "device": device.type, "dtype": dtype, **student},
         # Several micro-batches; chunks as they are chosen on this device.
-        train={"steps": 5, "prompts": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128},
+        train={"steps": 5, "prompts_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128},
     )
     parts = assemble(recipe)
     if dtype == "float32":
@@ -194,7 +194,7 @@ def test_a_whole_step(
                 if k in ("betas", "eps", "weight_decay")}  # fmt: skip
     update = parts.student.step(0, scored)
     copies = {name: value.clone().requires_grad_() for name, value in before.items()}
-    clip = min(1.0, parts.recipe.train.clip_norm / float(together(right).norm()))
+    clip = min(1.0, parts.recipe.train.max_grad_norm / float(together(right).norm()))
     for name, copy in copies.items():
         copy.grad = right[name] * clip
     rate = update.metrics["learning_rate"]

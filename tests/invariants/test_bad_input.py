@@ -36,9 +36,9 @@ def good(tiny_folder, tiny_teacher_folder) -> Tree:
     return small_tree(
         tiny_folder,
         tiny_teacher_folder,
-        train={"steps": 1, "prompts": 2},
-        evaluate={"tasks": 1},
-        rollout={"samples": 2, "max_new_tokens": 3},
+        train={"steps": 1, "prompts_per_step": 2},
+        evaluate={"num_tasks": 1},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 3},
     )
 
 
@@ -73,8 +73,9 @@ def broken(good, tmp_path, tiny_folder) -> Callable[[str], Tree]:
             good | {"teacher": good["teacher"] | {"adapter": str(tmp_path / "adapter")}}
         ),
         "layers": lambda: good | {"student": good["student"] | {"keep_layers": [0, 7]}},
-        "targets": lambda: good | {"student": good["student"] | {"lora": {"targets": ["qkv"]}}},
-        "broken line": lambda: jsonl(['{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c"']),
+        "target_modules": lambda: good | {"student": good["student"] | {"lora": {"target_modules":
+        ["qkv"]}}}, "broken line": lambda: jsonl(['{"prompt": "a"}', '{"prompt": "b"}',
+        '{"prompt": "c"']),
         "no file": lambda: good | {"tasks": {"kind": "jsonl", "path": str(tmp_path / "none")}},
         "no prompts": lambda: jsonl([]),
         "long prompt": lambda: prompts("short", "long " * 200),
@@ -100,7 +101,7 @@ def broken(good, tmp_path, tiny_folder) -> Callable[[str], Tree]:
             json.dumps({"prompt": "b", "split": "test", "answer": "c", "grader": "contains"}),
         ]) | {
             "losses": [{"kind": "cross_entropy"}],
-            "rollout": {"student_share": 0.0},
+            "rollout": {"student_fraction": 0.0},
             "teacher": None,
         },
     }  # fmt: skip
@@ -120,11 +121,11 @@ MESSAGES = {
     "no model in folder": r"has no config\.json",
     "no adapter": r"adapter .*no adapter_config\.json",
     "layers": r"student\.keep_layers = \[0, 7\]: give increasing numbers from 0 to 1",
-    "targets": r"student\.lora\.targets",
+    "target_modules": r"student\.lora\.target_modules",
     "broken line": r"prompts\.jsonl, line 3: not valid JSON",
     "no file": r"tasks\.path = .*no such file",
     "no prompts": r"prompts\.jsonl: the file is empty",
-    "long prompt": r"prompts\.jsonl.*'long long.*tokens.*tasks\.overlong = 'drop'",
+    "long prompt": r"prompts\.jsonl.*'long long.*tokens.*tasks\.overlong_prompts = 'drop'",
     "limit": r"tasks\.limit = 3, but .* has 2 train tasks",
     "vocabulary": r"teacher\.model = .*has another vocabulary.*same family",
     "top-k": r"losses\[0\]\.support\.k = 259: the vocabulary has 258 words",
@@ -159,7 +160,9 @@ def test_bad_input_is_explained_and_blocks_nothing(name, broken, good, tmp_path)
 
 @pytest.fixture(scope="module")
 def finished(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts": 2})
+    recipe = small_recipe(
+        tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts_per_step": 2}
+    )
     return train(recipe, tmp_path_factory.mktemp("finished") / "run").path
 
 

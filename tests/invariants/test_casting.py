@@ -49,7 +49,12 @@ def rounded(student: Path, teacher: Path, losses: Any = None, **settings: Any) -
         teacher,
         student={"model": str(student), "dtype": "bfloat16", **settings},
         losses=losses or [{"kind": "divergence"}],
-        train={"prompts": 3, "learning_rate": 0.1, "micro_batch_tokens": 32, "chunk_tokens": 4},
+        train={
+            "prompts_per_step": 3,
+            "learning_rate": 0.1,
+            "micro_batch_tokens": 32,
+            "logits_chunk_tokens": 4,
+        },
     )
     return assemble(recipe)
 

@@ -24,11 +24,11 @@ from courtside.types import Hint, Scored
 def tree(folder: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 2},
-        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "reader": {"kind": "rules"},
         "teacher": {"kind": "self", "weights": "live"},
         "losses": [{"kind": "divergence", "on": "hinted_turns"}],
-        "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+        "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
         "run": {"checkpoint_every": 1},
     }
     return small_recipe(folder, **(settings | changes))
@@ -120,13 +120,13 @@ def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
 
 def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
     losses = [
-        {"kind": "divergence", "on": "hinted_turns", "normalise": "turn"},
+        {"kind": "divergence", "on": "hinted_turns", "normalize": "turn"},
         {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
-        {"kind": "divergence", "on": "other_turns", "against": "reference", "name": "anchor"},
+        {"kind": "divergence", "on": "unhinted_turns", "against": "reference", "name": "anchor"},
     ]
     found = []
     for micro in (100_000, 1):
-        train_ = {"steps": 3, "prompts": 2, "micro_batch_tokens": micro}
+        train_ = {"steps": 3, "prompts_per_step": 2, "micro_batch_tokens": micro}
         parts = assemble(tree(roomy_folder, losses=losses, train=train_))
 
         def half(trajectories: Any, found: Any) -> list[Hint]:
@@ -148,7 +148,7 @@ def test_every_kind_of_self_reads_hints(
         roomy_folder,
         student={"model": str(roomy_folder)} | ({"lora": lora} if lora else {}),
         teacher={"kind": "self", "weights": weights},
-        train={"steps": 2, "prompts": 2},
+        train={"steps": 2, "prompts_per_step": 2},
     )
     rows = train(recipe, tmp_path / "run").metrics()
     assert all(row["hints/kept"] > 0 and row["grad_norm"] > 0 for row in rows)
@@ -221,7 +221,7 @@ def test_stored_episodes_can_be_hinted_again(roomy_folder: Path, tmp_path: Path)
 
 
 def test_suites_are_measured_before_and_after(roomy_folder: Path, tmp_path: Path) -> None:
-    settings = {"tasks": 2, "suites": {"held_out": {"names": "held_out"}}}
+    settings = {"num_tasks": 2, "suites": {"held_out": {"names": "held_out"}}}
     run = train(tree(roomy_folder, evaluate=settings), tmp_path / "run")
     assert [(e.who, e.step) for e in run.evaluations()] == [
         ("student", 0), ("student:held_out", 0), ("student", 3), ("student:held_out", 3),
@@ -234,11 +234,11 @@ def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> N
     recipe = recipe_from(
         {
             "student": {"model": str(roomy_folder)},
-            "tasks": {"kind": "toolbox", "turns": 2, "habit_share": 0.5},
-            "rollout": {"student_share": 0, "max_new_tokens": 6},
+            "tasks": {"kind": "toolbox", "turns": 2, "habit_fraction": 0.5},
+            "rollout": {"student_fraction": 0, "max_new_tokens": 6},
             "losses": [{"kind": "cross_entropy"}],
-            "train": {"steps": 4, "prompts": 4, "learning_rate": 1e-2},
-            "evaluate": {"tasks": 2},
+            "train": {"steps": 4, "prompts_per_step": 4, "learning_rate": 1e-2},
+            "evaluate": {"num_tasks": 2},
         }
     )
     run = train(recipe, tmp_path / "run")
@@ -285,7 +285,7 @@ def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
     rule = {"detect": "pattern", "pattern": "^", "hint": "Look."}
     changes: dict[str, Any] = {
         "reader": {"kind": "rules", "rules": [rule], "max_hints": 1},
-        "train": {"steps": 1, "prompts": 2},
+        "train": {"steps": 1, "prompts_per_step": 2},
     }
     run = train(tree(roomy_folder, **changes), tmp_path / "run")
     stored = run.trajectories(step=0)
@@ -304,16 +304,23 @@ def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
     assert costs["teacher"]["tokens_in"] == whole + branches > whole > first
     quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
     nothing = train(
-        tree(roomy_folder, reader=quiet, train={"steps": 1, "prompts": 2}), tmp_path / "no"
+        tree(roomy_folder, reader=quiet, train={"steps": 1, "prompts_per_step": 2}), tmp_path / "no"
     )
     costs = json.loads((nothing.path / "costs.json").read_text())
     assert costs["update"]["tokens_in"] == 0 and costs["teacher"]["tokens_in"] == 0
 
 
 def test_a_student_that_reads_itself_pays_for_it(roomy_folder: Path, tmp_path: Path) -> None:
-    reader = {"kind": "model", "max_new_tokens": 8, "window": 1000, "overlap": 0, "shown": 100}
+    reader = {
+        "kind": "model",
+        "max_new_tokens": 8,
+        "window_chars": 1000,
+        "overlap_chars": 0,
+        "max_message_chars": 100,
+    }
     run = train(
-        tree(roomy_folder, reader=reader, train={"steps": 1, "prompts": 1}), tmp_path / "run"
+        tree(roomy_folder, reader=reader, train={"steps": 1, "prompts_per_step": 1}),
+        tmp_path / "run",
     )
     reading = json.loads((run.path / "costs.json").read_text())["reader"]
     assert reading["tokens_in"] > 0 and reading["tokens_out"] > 0 and reading["flops"] > 0

@@ -29,29 +29,29 @@ EVERY = -1e9
 LOSSES = {
     "divergence": [{"kind": "divergence", "on": "hinted_turns"}],
     "top_k": [
-        {"kind": "divergence", "on": "hinted_turns", "normalise": "turn",
+        {"kind": "divergence", "on": "hinted_turns", "normalize": "turn",
          "support": {"kind": "top_k", "k": 8, "of": "joint", "form": "tail"}},
         {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
-        {"kind": "divergence", "on": "other_turns", "against": "reference", "name": "anchor"},
+        {"kind": "divergence", "on": "unhinted_turns", "against": "reference", "name": "anchor"},
     ],
     "sampled": [{"kind": "policy_gradient", "advantage": "teacher_gap", "on": "hinted_turns"}],
     "capped": [{"kind": "divergence", "on": "hinted_turns", "clip": 0.3}],
 }  # fmt: skip
 
 
-HEAD = {"rank": 2, "targets": ["v_proj", "lm_head"]}
+HEAD = {"rank": 2, "target_modules": ["v_proj", "lm_head"]}
 
 
 def tree(folder: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
-        "rollout": {"samples": 2, "max_new_tokens": 6},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "reader": {"kind": "rules"},
         "teacher": {"kind": "self", "weights": "live"},
         "losses": LOSSES["divergence"],
-        "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+        "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
         "run": {"checkpoint_every": 1},
-        "evaluate": {"tasks": 1},
+        "evaluate": {"num_tasks": 1},
     }
     return small_recipe(folder, **(settings | changes))
 
@@ -215,7 +215,7 @@ BEFORE: dict[str, dict[str, Any]] = {
     "threshold": {"hints": {"min_shift": 0.0}},
     "tried first": {"hints": {"resamples": 1}},
     "in one sequence": {"hints": {"cumulative": True}},
-    "in the system prompt": {"hints": {"place": "system"}},
+    "in the system prompt": {"hints": {"position": "system"}},
     "frozen": {"teacher": {"kind": "self", "weights": "frozen"}},
     "average": {"teacher": {"kind": "self", "weights": "ema"}},
     "routes": {"teacher": {"kind": "routes", "default": "a",

@@ -40,8 +40,8 @@ def two_letters() -> list[dict[str, Any]]:
 def recipe(student: Path, tasks: dict[str, Any], /, *, lr: float = 1e-2, **changes: Any) -> Any:
     defaults = {
         "tasks": tasks,
-        "rollout": {"samples": 2, "max_new_tokens": 4},
-        "train": {"steps": 100, "prompts": 8, "learning_rate": lr},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
+        "train": {"steps": 100, "prompts_per_step": 8, "learning_rate": lr},
     }
     return small_recipe(student, **(defaults | changes))
 
@@ -50,7 +50,9 @@ def train(parts: Runtime, steps: int) -> list[tuple[list[Trajectory], Update]]:
     """The loop, without a folder."""
     done = []
     for step in range(steps):
-        trajectories = parts.rollout(parts.tasks.batch(step, parts.recipe.train.prompts), step)
+        trajectories = parts.rollout(
+            parts.tasks.batch(step, parts.recipe.train.prompts_per_step), step
+        )
         scored = parts.teacher(trajectories)
         done.append((trajectories, parts.student.step(step, scored)))
         parts.teacher.follow()
@@ -95,7 +97,7 @@ def test_on_policy_distillation(
         recipe(
             tiny_folder,
             short_tasks,
-            rollout={"samples": samples, "max_new_tokens": 4},
+            rollout={"samples_per_prompt": samples, "max_new_tokens": 4},
             teacher={"kind": "model", "model": str(tiny_teacher_folder)},
             losses=[loss],
         )
@@ -150,7 +152,7 @@ def test_off_policy_imitation(tiny_folder, short_tasks):
         recipe(
             tiny_folder,
             short_tasks,
-            rollout={"student_share": 0.0},
+            rollout={"student_fraction": 0.0},
             losses=[{"kind": "cross_entropy"}],
         )
     )
@@ -166,7 +168,7 @@ def test_off_policy_divergence(divergence, tiny_folder, tiny_teacher_folder, sho
         recipe(
             tiny_folder,
             short_tasks,
-            rollout={"student_share": 0.0},
+            rollout={"student_fraction": 0.0},
             teacher={"kind": "model", "model": str(tiny_teacher_folder)},
             losses=[{"kind": "divergence", "divergence": divergence}],
         )
@@ -183,7 +185,12 @@ def test_a_mix_has_the_shares_that_it_says(tiny_folder, tiny_teacher_folder, sho
         recipe(
             tiny_folder,
             short_tasks,
-            rollout={"samples": 2, "max_new_tokens": 4, "student_share": ramp, "rest": "dataset"},
+            rollout={
+                "samples_per_prompt": 2,
+                "max_new_tokens": 4,
+                "student_fraction": ramp,
+                "off_policy_source": "dataset",
+            },
             teacher={"kind": "model", "model": str(tiny_teacher_folder)},
             losses=[
                 {"kind": "divergence", "on": "student"},
@@ -204,8 +211,8 @@ def test_one_prompt_many_times(tiny_folder, tiny_teacher_folder, short_tasks):
         recipe(
             tiny_folder,
             short_tasks | {"limit": 1},
-            rollout={"samples": 4, "max_new_tokens": 4},
-            train={"steps": 100, "prompts": 2, "learning_rate": 1e-2},
+            rollout={"samples_per_prompt": 4, "max_new_tokens": 4},
+            train={"steps": 100, "prompts_per_step": 2, "learning_rate": 1e-2},
             teacher={"kind": "model", "model": str(tiny_teacher_folder)},
         )
     )
@@ -224,7 +231,7 @@ def test_preferences(tiny_folder, tmp_path):
             tiny_folder,
             {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "pairs.jsonl", rows))},
             lr=3e-3,
-            rollout={"student_share": 0.0},
+            rollout={"student_fraction": 0.0},
             losses=[{"kind": "preference"}],
         )
     )
@@ -241,10 +248,14 @@ def test_reinforcement_learning(tiny_folder):
     parts = assemble(
         small_recipe(
             tiny_folder,
-            tasks={"kind": "instructions", "checks": ["lower_case"], "stated": False},
-            rollout={"samples": 12, "max_new_tokens": 2},
+            tasks={
+                "kind": "instructions",
+                "checks": ["lower_case"],
+                "instruction_in_prompt": False,
+            },
+            rollout={"samples_per_prompt": 12, "max_new_tokens": 2},
             losses=[{"kind": "policy_gradient", "advantage": "reward"}],
-            train={"steps": 100, "prompts": 2, "learning_rate": 2e-2},
+            train={"steps": 100, "prompts_per_step": 2, "learning_rate": 2e-2},
         )
     )
     done = train(parts, 12)

@@ -189,7 +189,7 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
         tiny_folder,
         losses=[{"kind": "preference", "beta": 0.4}],
         tasks=tasks,
-        rollout={"student_share": 0.0},
+        rollout={"student_fraction": 0.0},
     )
     parts = assemble(recipe)
     double(parts.engine.model)
@@ -238,7 +238,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(
 
 
 QUESTIONS = ("Is it far to the sea? " * 3, "Who said so, and when? " * 2, "Why?")
-SAMPLES = {"rollout": {"samples": 4, "max_new_tokens": 8}}
+SAMPLES = {"rollout": {"samples_per_prompt": 4, "max_new_tokens": 8}}
 
 
 def once_a_prompt(scored: list[Scored]) -> int:
@@ -338,7 +338,7 @@ def test_pairs_share_their_prompt(tiny_folder: Path, tmp_path: Path) -> None:
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "pairs.jsonl", lines))}
     losses = [{"kind": "preference", "beta": 0.4}]
     parts = assemble(
-        small_recipe(tiny_folder, losses=losses, tasks=tasks, rollout={"student_share": 0.0})
+        small_recipe(tiny_folder, losses=losses, tasks=tasks, rollout={"student_fraction": 0.0})
     )
     double(parts.engine.model)
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))

@@ -53,7 +53,7 @@ def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
         student={"model": str(qwen_folder), **student},
         teacher={"kind": "self", "weights": "live", "context": {"kind": "system", "text": "Hm."}},
         # One pass with several prompts, each shared by its samples.
-        train={"prompts": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
+        train={"prompts_per_step": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
     )
     (kept, kept_updates), (again, again_updates) = stepped(recipe, PLENTY), stepped(recipe, 0)
     shares = "dropout" not in student.get("lora", {})
@@ -71,7 +71,7 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resumed run chooses anew: what is free may have changed, its numbers do not."""
-    recipe = small_recipe(tiny_folder, tiny_folder, train={"steps": 3, "prompts": 2})
+    recipe = small_recipe(tiny_folder, tiny_folder, train={"steps": 3, "prompts_per_step": 2})
     whole = train(recipe, tmp_path / "whole")
 
     real = assemble

@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[str, Tree]:
     student = {"model": str(tiny_folder)}
-    short = {"samples": 2, "max_new_tokens": 4}
+    short = {"samples_per_prompt": 2, "max_new_tokens": 4}
     texts = write_jsonl(
         place / "texts.jsonl",
         [{"prompt": f"say {n}", "completion": "yes" * n, "split": "train"} for n in range(1, 8)],
@@ -50,40 +50,42 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
         "full": small_tree(
             tiny_folder,
             tiny_teacher_folder,
-            train={"steps": 6, "prompts": 2, "learning_rate": 3e-3, "schedule": "cosine",
-                   "warmup": 2, "weight_decay": 0.1},
+            train={"steps": 6, "prompts_per_step": 2, "learning_rate": 3e-3,
+                   "lr_schedule": "cosine",
+                   "warmup_steps": 2, "weight_decay": 0.1},
             rollout=short,
-            evaluate={"tasks": 1, "every": 3},
+            evaluate={"num_tasks": 1, "every": 3},
         ),
         "lora": small_tree(
             tiny_folder,
             student=student | {"lora": {"rank": 4, "dropout": 0.3}},
             teacher=own | {"context": context},
-            rollout=short | {"rest": "teacher",
-                             "student_share": {"start": 0.0, "end": 1.0, "steps": 4}},
+            rollout=short | {"off_policy_source": "teacher",
+                             "student_fraction": {"start": 0.0, "end": 1.0, "steps": 4}},
             losses=[{"kind": "divergence", "on": "student"},
                     {"kind": "cross_entropy", "on": "teacher"}],
-            train={"steps": 5, "prompts": 4, "learning_rate": 1e-2},
+            train={"steps": 5, "prompts_per_step": 4, "learning_rate": 1e-2},
         ),
         "average": small_tree(
             tiny_folder,
             tasks={"kind": "jsonl", "path": str(texts), "limit": 3},
             teacher=own,
-            rollout=short | {"student_share": 0.5},
+            rollout=short | {"student_fraction": 0.5},
             losses=[{"kind": "divergence", "extrapolate": 1.3, "on": "dataset"},
                     {"kind": "policy_gradient", "on": "student", "baseline": True}],
-            train={"steps": 5, "prompts": 2, "learning_rate": 3e-3},
+            train={"steps": 5, "prompts_per_step": 2, "learning_rate": 3e-3},
         ),
         "routes": small_tree(
             tiny_folder,
-            tasks={"kind": "instructions", "stated": False, "checks": ["lower_case", "json"]},
+            tasks={"kind": "instructions", "instruction_in_prompt": False,
+                   "checks": ["lower_case", "json"]},
             student=student | {"lora": {"rank": 2, "dropout": 0.5}},
             teacher={"kind": "routes", "routes": {
                 "json": {"kind": "model", "model": str(tiny_teacher_folder)},
                 "lower_case": own | {"context": context},
             }},
             rollout=short,
-            train={"steps": 4, "prompts": 3, "learning_rate": 1e-2},
+            train={"steps": 4, "prompts_per_step": 3, "learning_rate": 1e-2},
         ),
     }  # fmt: skip
 

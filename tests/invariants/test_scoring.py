@@ -39,9 +39,9 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
             "student": {"model": str(tiny_folder), "device": "cpu", **adapter},
             "tasks": {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl")},
             "rollout": {
-                "samples": 3, "max_new_tokens": 8, "temperature": 0.8, **(rollout or {})
+                "samples_per_prompt": 3, "max_new_tokens": 8, "temperature": 0.8, **(rollout or {})
             },
-            "train": {"prompts": 4, "learning_rate": 0.01, **(train or {})},
+            "train": {"prompts_per_step": 4, "learning_rate": 0.01, **(train or {})},
             "teacher": teacher or {"kind": "self", "weights": "frozen"},
             "losses": [{"kind": "divergence"}],
         }  # fmt: skip
@@ -104,7 +104,7 @@ def test_memory_budgets_change_neither_what_is_written_nor_what_is_said_of_it(
     teacher = {"kind": "self", "weights": "live", "context": {"kind": "field", "field": "rule"}}
     wide = prepare(teacher=teacher)
     narrow = prepare(
-        teacher=teacher, rollout={"max_batch_tokens": budget}, train={"micro_batch_tokens": budget}
+        teacher=teacher, rollout={"kv_cache_tokens": budget}, train={"micro_batch_tokens": budget}
     )
     expected, found = wide.teacher(written(wide)), narrow.teacher(written(narrow))
     for a, b in zip(expected, found, strict=True):

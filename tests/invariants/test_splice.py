@@ -112,7 +112,7 @@ def with_hint(
     """Each conversation that a hint may make of what was said, up to and with its turn."""
     above, target = said[: hint.turn], said[hint.turn]
     before = [m for part in above for m in part]
-    if place == "above":
+    if place == "before_turn":
         return [[*before, Message(role=role, content=hint.text), *target]]
     if place == "system":
         rest = before[len(said[0]) :]
@@ -154,7 +154,7 @@ def check(
     # Only the template writes special tokens: the hint brings those of its own message, or none.
     special = set(turns.renderer.tokenizer.all_special_ids)
     opened = sum(i in special for i in sequence) - sum(i in special for i in trunk)
-    assert opened <= 4 if place == "above" else opened <= (4 if place == "system" else 0)
+    assert opened <= 4 if place == "before_turn" else opened <= (4 if place == "system" else 0)
     # The template's own render, where it renders the trunk as it was read and written.
     tokenizer = turns.renderer.tokenizer
     plain = [m for part in said[: hint.turn + 1] for m in part]
@@ -162,7 +162,12 @@ def check(
     if tokenizer.decode(trunk + end) != text_of(turns.renderer, plain):
         return False
     thought = any("</think>" in m.content for m in plain[:-1])
-    if turns.note and "thinking" in turns.note and thought and (place, role) == ("above", "user"):
+    if (
+        turns.note
+        and "thinking" in turns.note
+        and thought
+        and (place, role) == ("before_turn", "user")
+    ):
         return False  # a question more: the template forgets the thinking above it, a branch not
     texts = [text_of(turns.renderer, c) for c in with_hint(said, hint, place, role)]
     assert tokenizer.decode(sequence + end) in texts
@@ -193,7 +198,7 @@ def fuzz(
 def hint_for(trajectory: Trajectory, data: st.DataObject) -> Hint:
     own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
     turn = data.draw(st.sampled_from(own))
-    return Hint(trajectory="e", turn=turn, text=data.draw(hints), source="person")
+    return Hint(trajectory="e", turn=turn, text=data.draw(hints), source="human")
 
 
 def one_branch(place: HintPlacement) -> Callable[..., str]:
@@ -215,7 +220,7 @@ def one_branch(place: HintPlacement) -> Callable[..., str]:
 every = st.builds(turns_for, st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(MERGES)))
 
 
-@pytest.mark.parametrize("place", ["above", "inside", "system"])
+@pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
 def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> None:
     outcomes = fuzz(160, every, one_branch(place))
     total = outcomes.total()
@@ -231,7 +236,7 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
         own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
         chosen = data.draw(st.lists(st.sampled_from(own), unique=True))
         several = [
-            Hint(trajectory="e", turn=turn, text=data.draw(hints), source="person")
+            Hint(trajectory="e", turn=turn, text=data.draw(hints), source="human")
             for turn in chosen
         ]
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
@@ -240,13 +245,13 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
             whole = splice_hints_cumulatively(trajectory, several, turns, **options)
         except SpliceError as error:
             with pytest.raises(SpliceError) as again:
-                splice_hint(trajectory, error.hint, turns, place="above", **options)
+                splice_hint(trajectory, error.hint, turns, place="before_turn", **options)
             assert again.value.reason == error.reason
             return error.reason
         # Each hint adds what it adds on its own, where it adds it on its own.
         expected, shift = list(trajectory.token_ids), 0
         for hint in sorted(several, key=lambda h: h.turn):
-            twig = splice_hint(trajectory, hint, turns, place="above", **options)
+            twig = splice_hint(trajectory, hint, turns, place="before_turn", **options)
             target = trajectory.turns[hint.turn]
             end = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn + 1])
             expected[twig.splice + shift : end + shift] = twig.token_ids
@@ -270,7 +275,7 @@ def embedded() -> IncrementalTemplate:
     )
 
 
-@pytest.mark.parametrize("place", ["above", "inside", "system"])
+@pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
 def test_the_embedded_model(embedded: IncrementalTemplate, place: HintPlacement) -> None:
     assert embedded.note is None
     outcomes = fuzz(50, st.just(embedded), one_branch(place))

@@ -35,12 +35,12 @@ def played_recipe(folder: Path, **changes: Any) -> Recipe:
         folder,
         **{
             "tasks": {"kind": "toolbox", "turns": 2, "num_tools": 2},
-            "rollout": {"samples": 2, "max_new_tokens": 6, "temperature": 0.8},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6, "temperature": 0.8},
             "teacher": LIVE,
             "reader": {"kind": "rules"},
             "losses": HINTED,
-            "train": {"steps": 2, "prompts": 2, "learning_rate": 1e-3},
-            "evaluate": {"tasks": 1},
+            "train": {"steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3},
+            "evaluate": {"num_tasks": 1},
             **changes,
         },
     )
@@ -59,7 +59,7 @@ def hints(first: RunFolder, place: Path) -> Path:
     one, two = (stored.trajectory for stored in first.trajectories(0)[1:3])
     for trajectory, turn in ((one, 1), (two, 1), (two, 3)):
         assert trajectory.turns[turn].role == "assistant"
-        hint = Hint(trajectory=trajectory.id, turn=turn, text=f"No, {turn}.", source="person")
+        hint = Hint(trajectory=trajectory.id, turn=turn, text=f"No, {turn}.", source="human")
         write_hint(path, hint)
     return path
 
@@ -70,11 +70,11 @@ def again_recipe(folder: Path, run: RunFolder, hints: Path, **changes: Any) -> R
         folder,
         **{
             "tasks": tasks | changes.pop("tasks", {}),
-            "rollout": {"student_share": 0.0},
-            "reader": {"kind": "person", "path": str(hints)},
+            "rollout": {"student_fraction": 0.0},
+            "reader": {"kind": "human", "path": str(hints)},
             "teacher": LIVE,
             "losses": HINTED,
-            "train": {"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+            "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
             "run": {"checkpoint_every": 1},
             **changes,
         },
@@ -94,7 +94,7 @@ def expected_turns(first: RunFolder) -> set[tuple[str, int, str]]:
 def test_exactly_the_hinted_turns_train_in_every_epoch(
     roomy_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
-    recipe = again_recipe(roomy_folder, first, hints, tasks={"only": "hinted"})
+    recipe = again_recipe(roomy_folder, first, hints, tasks={"select": "hinted"})
     run = train(recipe, tmp_path / "again")
     played = {one.trajectory.id: one.trajectory for one in first.trajectories(0)}
     hinted = expected_turns(first)
@@ -107,7 +107,7 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
         assert hinted_turns(stored) == hinted
         assert row["hints/kept"] == 3 and row["grad_norm"] > 0
         assert row["tokens/divergence"] == sum(sizes)
-        assert row["reader/person/proposed"] == row["reader/kept"] == 3
+        assert row["reader/human/proposed"] == row["reader/kept"] == 3
         looked = {
             (one.trajectory.id, turn)
             for one in stored
@@ -122,9 +122,11 @@ def test_the_update_is_that_of_the_run_that_sampled_them(
     roomy_folder: Path, first: RunFolder, hints: Path
 ) -> None:
     """At the same weights: the first run's own student, its rollout, and the person's hints."""
-    person = {"kind": "person", "path": str(hints)}
+    person = {"kind": "human", "path": str(hints)}
     then = assemble(played_recipe(roomy_folder, reader=person))
-    now = assemble(again_recipe(roomy_folder, first, hints, train={"steps": 3, "prompts": 4}))
+    now = assemble(
+        again_recipe(roomy_folder, first, hints, train={"steps": 3, "prompts_per_step": 4})
+    )
     trajectories = then.rollout(then.tasks.batch(0, 2), 0)
     scored = then.teacher(trajectories, then.reader(trajectories).hints)
     for step in (0, 1):  # the second epoch has another order
@@ -196,17 +198,17 @@ def test_a_resumed_run_is_an_unbroken_one(
 def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(
     roomy_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
-    recipe = again_recipe(roomy_folder, first, hints, train={"steps": 2, "prompts": 3})
+    recipe = again_recipe(roomy_folder, first, hints, train={"steps": 2, "prompts_per_step": 3})
     run = train(recipe, tmp_path / "again")
     # Also what it has stored is a run's: of two epochs, each trajectory once.
-    third = again_recipe(roomy_folder, run, hints, tasks={"steps": [0, 1], "only": "hinted"})
+    third = again_recipe(roomy_folder, run, hints, tasks={"steps": [0, 1], "select": "hinted"})
     assert len(assemble(third).tasks.batch(0, 9)) == 2
     assert [row["trajectories"] for row in rescore(run.path)] == [
         len(run.trajectories(step)) for step in (0, 1)
     ]
-    overrides = ["tasks.kind=toolbox", "tasks.path=null", "tasks.only=null", "tasks.steps=null",
-                 "rollout.student_share=1", "rollout.max_new_tokens=6"]  # fmt: skip
-    playing = load_recipe(run.path / "recipe.toml", [*overrides, "evaluate.tasks=1"])
+    overrides = ["tasks.kind=toolbox", "tasks.path=null", "tasks.select=null", "tasks.steps=null",
+                 "rollout.student_fraction=1", "rollout.max_new_tokens=6"]  # fmt: skip
+    playing = load_recipe(run.path / "recipe.toml", [*overrides, "evaluate.num_tasks=1"])
     (measured,) = evaluate_student(playing, run=run.path)
     assert measured.step == 2 and len(measured.scores) == 1
     assert (run.path / "report.html").is_file() and run.evaluations() == []
@@ -220,7 +222,9 @@ def test_another_student_of_the_same_words_can_learn_from_them(
         (note,) = [n for n in assemble(again_recipe(folder, first, hints)).notes if "surprise" in n]
         notes[folder] = float(note.split(" by ")[1].split(" nats")[0])
     assert notes[roomy_folder] + 0.3 < notes[tiny_teacher_folder]
-    recipe = again_recipe(tiny_teacher_folder, first, hints, train={"steps": 1, "prompts": 9})
+    recipe = again_recipe(
+        tiny_teacher_folder, first, hints, train={"steps": 1, "prompts_per_step": 9}
+    )
     run = train(recipe, tmp_path / "other")
     assert hinted_turns(run.trajectories(0)) == expected_turns(first)
 
@@ -228,8 +232,8 @@ def test_another_student_of_the_same_words_can_learn_from_them(
 def test_the_recipe_of_a_run_is_read_back(
     roomy_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
-    recipe = again_recipe(roomy_folder, first, hints, tasks={"only": "hinted"})
+    recipe = again_recipe(roomy_folder, first, hints, tasks={"select": "hinted"})
     with RunFolder.open(tmp_path / "run", recipe) as folder:
         assert folder.recipe() == recipe
     with pytest.raises(RecipeError, match="nobody samples"):
-        again_recipe(roomy_folder, first, hints, rollout={"student_share": 0.0, "top_k": 5})
+        again_recipe(roomy_folder, first, hints, rollout={"student_fraction": 0.0, "top_k": 5})

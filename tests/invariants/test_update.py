@@ -209,7 +209,7 @@ MIX: list[dict[str, Any]] = [
 ]
 """Each on its own rows: a student's rows have no data, a data set's no sampler."""
 
-HALF = {"samples": 2, "max_new_tokens": 4, "student_share": 0.5}
+HALF = {"samples": 2, "max_new_tokens": 4, "student_fraction": 0.5}
 
 
 def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
@@ -248,7 +248,7 @@ def test_values_of_policy_gradients(tiny_folder, tiny_teacher_folder):
 def test_cross_entropy_on_data(tiny_folder):
     losses = [{"kind": "cross_entropy"}]
     recipe = small_recipe(tiny_folder, losses=losses, tasks={"kind": "arithmetic"},
-                          rollout={"student_share": 0.0})  # fmt: skip
+                          rollout={"student_fraction": 0.0})  # fmt: skip
     parts = in_float64(assemble(recipe))
     batch = [make_trajectory(parts, n, source="dataset") for n in range(5)]
     check(parts, parts.teacher(batch), losses)
@@ -258,14 +258,16 @@ def preference_recipe(student: Path, **changes: Any) -> Any:
     losses = [{"kind": "preference", "beta": 0.4}]
     tasks = {"kind": "arithmetic"}
     return small_recipe(
-        student, losses=losses, tasks=tasks, rollout={"student_share": 0.0}, **changes
+        student, losses=losses, tasks=tasks, rollout={"student_fraction": 0.0}, **changes
     )
 
 
 @pytest.mark.parametrize("budget", [1, 8192])
 def test_preference_is_dpo_over_pairs(budget, tiny_folder):
     """Also when a task is in the batch twice."""
-    recipe = preference_recipe(tiny_folder, train={"micro_batch_tokens": budget, "chunk_tokens": 3})
+    recipe = preference_recipe(
+        tiny_folder, train={"micro_batch_tokens": budget, "logits_chunk_tokens": 3}
+    )
     parts = in_float64(assemble(recipe))
     scored = parts.teacher(make_pairs(parts))
     losses = [{"kind": "preference", "beta": 0.4}]
@@ -276,7 +278,8 @@ def test_preference_is_dpo_over_pairs(budget, tiny_folder):
 def test_a_pair_of_which_the_teacher_knows_one_half(tiny_folder, tiny_teacher_folder):
     losses = [{"kind": "preference", "beta": 0.4}, {"kind": "divergence", "weight": 0.2}]
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=losses,
-                          tasks={"kind": "arithmetic"}, rollout={"student_share": 0.0})  # fmt: skip
+                          tasks={"kind": "arithmetic"},
+                                 rollout={"student_fraction": 0.0})  # fmt: skip
     parts = in_float64(assemble(recipe))
     scored = parts.teacher(make_pairs(parts))
     check(parts, [replace(scored[0], target=None), *scored[1:]], losses)
@@ -285,8 +288,8 @@ def test_a_pair_of_which_the_teacher_knows_one_half(tiny_folder, tiny_teacher_fo
 MIXED = [
     {},
     {"micro_batch_tokens": 1},
-    {"micro_batch_tokens": 100, "chunk_tokens": 5},
-    {"chunk_tokens": 1},
+    {"micro_batch_tokens": 100, "logits_chunk_tokens": 5},
+    {"logits_chunk_tokens": 1},
 ]
 
 

@@ -46,7 +46,7 @@ def parts_of(student: Path, teacher: Path, **settings: Any) -> Runtime:
         student,
         teacher,
         student={"model": str(student), **settings},
-        train={"prompts": 3, "micro_batch_tokens": 32},
+        train={"prompts_per_step": 3, "micro_batch_tokens": 32},
     )
     parts = assemble(recipe)
     torch.manual_seed(3)

@@ -60,7 +60,12 @@ def test_sampler_and_scorer_agree_on_every_token(
 
 
 def test_one_step_of_a_shared_rule(tmp_path: Path) -> None:
-    small = ["train.steps=1", "train.prompts=2", "rollout.max_new_tokens=8", "evaluate.tasks=2"]
+    small = [
+        "train.steps=1",
+        "train.prompts_per_step=2",
+        "rollout.max_new_tokens=8",
+        "evaluate.num_tasks=2",
+    ]
     run = train(load_recipe(ROOT / "recipes/shared-rule/recipe.toml", small), tmp_path / "run")
     (row,) = run.metrics()
     assert row["kl"] > 0.001  # the rule changes what the teacher expects
@@ -73,8 +78,13 @@ def test_one_step_of_a_shared_rule(tmp_path: Path) -> None:
 
 def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
     # No tool under its common name: a call by habit goes wrong for sure.
-    small = ["train.steps=1", "train.prompts=4", "tasks.turns=2", "tasks.common_share=0.0"]
-    small += ["evaluate.tasks=1"]
+    small = [
+        "train.steps=1",
+        "train.prompts_per_step=4",
+        "tasks.turns=2",
+        "tasks.common_name_fraction=0.0",
+    ]
+    small += ["evaluate.num_tasks=1"]
     recipe = load_recipe(ROOT / "recipes/targeted-hints/recipe.toml", small)
     run = train(recipe, tmp_path / "run")
     (row,) = run.metrics()

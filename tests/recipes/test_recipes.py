@@ -13,7 +13,7 @@ from courtside.recipe.load import load_recipe
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "study.toml")
 SMALL = (
-    "train.steps=2", "train.prompts=2", "train.warmup=0", "evaluate.tasks=4",
+    "train.steps=2", "train.prompts_per_step=2", "train.warmup_steps=0", "evaluate.num_tasks=4",
     "rollout.max_new_tokens=8",
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def test_recipe_trains(
     if recipe.student.adapter is not None:
         overrides.append("student.adapter=null")
     if recipe.tasks.kind == "toolbox":
-        overrides += ["tasks.turns=2", "evaluate.tasks=2", f"student.model={roomy_folder}"]
+        overrides += ["tasks.turns=2", "evaluate.num_tasks=2", f"student.model={roomy_folder}"]
         overrides += [f"evaluate.suites.{n}.turns=2" for n in recipe.evaluate.suites]
     if recipe.reader is not None:  # random words are no call at all
         overrides.append("reader.rules=[{detect='no_call'}]")

@@ -61,7 +61,7 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ({"trian": {}}, "trian: unknown key; did you mean 'train'?"),
         (
             {"student": {"model": "m", "lora": {"zzz": 1}}},
-            "student.lora.zzz: unknown key; this section has rank, alpha, dropout, targets",
+            "student.lora.zzz: unknown key; this section has rank, alpha, dropout, target_modules",
         ),
         (
             {"tasks": {"kind": "arithmetic", "columns": {}}},
@@ -105,8 +105,10 @@ def problems(changes: dict[str, Any]) -> list[str]:
          "student.gradient_checkpointing: must be 'auto', or true or false; got 1"),
         ({"rollout": {"stop": "END"}}, 'rollout.stop: must be a list; got "END"'),
         ({"train": 3},
-         "train: must be a section with steps, prompts, learning_rate, schedule, warmup, "
-         "weight_decay, betas, clip_norm, moments, micro_batch_tokens, chunk_tokens; got 3"),
+         "train: must be a section with steps, prompts_per_step, learning_rate, lr_schedule, "
+         "warmup_steps, "
+         "weight_decay, betas, max_grad_norm, optimizer_offload, micro_batch_tokens, "
+         "logits_chunk_tokens; got 3"),
         ({"tasks": {"kind": "datasets", "path": "x", "columns": 3}},
          "tasks.columns: must be a section; got 3"),
         ({"tasks": {"kind": "jsonl", "path": 3}}, "tasks.path: must be a string; got 3"),
@@ -124,16 +126,17 @@ def problems(changes: dict[str, Any]) -> list[str]:
          "tasks.checks: needs at least one entry"),
         # a number or a section; a list or a word
         (
-            {"rollout": {"student_share": 2}},
-            "rollout.student_share: must be less than or equal to 1, or a section with start, end, "
+            {"rollout": {"student_fraction": 2}},
+            "rollout.student_fraction: must be less than or equal to 1, or a section with start, "
+            "end, "
             "steps; got 2",
         ),
-        ({"rollout": {"student_share": {"start": 1, "end": 2, "steps": 5}}},
-         "rollout.student_share.end: must be less than or equal to 1; got 2"),
-        ({"student": {"model": "m", "lora": {"targets": 3}}},
-         "student.lora.targets: must be a list, or 'all-linear'; got 3"),
-        ({"student": {"model": "m", "lora": {"targets": ["q_proj", 3]}}},
-         "student.lora.targets[1]: must be a string; got 3"),
+        ({"rollout": {"student_fraction": {"start": 1, "end": 2, "steps": 5}}},
+         "rollout.student_fraction.end: must be less than or equal to 1; got 2"),
+        ({"student": {"model": "m", "lora": {"target_modules": 3}}},
+         "student.lora.target_modules: must be a list, or 'all-linear'; got 3"),
+        ({"student": {"model": "m", "lora": {"target_modules": ["q_proj", 3]}}},
+         "student.lora.target_modules[1]: must be a string; got 3"),
         # deep places
         (
             {"teacher": {"kind": "routes", "routes": {"sums": {"kind": "model"}}}},
@@ -155,10 +158,10 @@ def test_a_bad_field_gives_one_line(changes: dict[str, Any], line: str) -> None:
 
 
 def test_all_bad_fields_are_listed_at_once() -> None:
-    changes = {"student": {}, "rollout": {"samples": 0}, **loss(weight=-1)}
+    changes = {"student": {}, "rollout": {"samples_per_prompt": 0}, **loss(weight=-1)}
     assert problems(changes) == [
         "student.model: is required",
-        "rollout.samples: must be greater than 0; got 0",
+        "rollout.samples_per_prompt: must be greater than 0; got 0",
         "losses[0].weight: must be greater than 0; got -1",
     ]
 
@@ -266,41 +269,41 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
     [
         ({"losses": [DIVERGENCE, DIVERGENCE]}, "losses", "same name", "give each its own `name`"),
         (
-            {"rollout": {"rest": "teacher"}},
-            "rollout.rest = 'teacher'",
+            {"rollout": {"off_policy_source": "teacher"}},
+            "rollout.off_policy_source = 'teacher'",
             "needs a rest",
-            "set rollout.student_share below 1",
+            "set rollout.student_fraction below 1",
         ),
         (
             {"teacher": None, "losses": [IMITATE | {"on": "teacher"}],
-             "rollout": {"student_share": 0, "rest": "teacher"}},
-            "rollout.rest = 'teacher'",
+             "rollout": {"student_fraction": 0, "off_policy_source": "teacher"}},
+            "rollout.off_policy_source = 'teacher'",
             "needs a [teacher]",
-            "use rest = 'dataset'",
+            "use off_policy_source = 'dataset'",
         ),
         (
-            {"tasks": {"kind": "instructions"}, "rollout": {"student_share": 0.5}},
-            "rollout.student_share",
+            {"tasks": {"kind": "instructions"}, "rollout": {"student_fraction": 0.5}},
+            "rollout.student_fraction",
             "tasks.kind = 'instructions' has none",
-            "Use rest = 'teacher'",
+            "Use off_policy_source = 'teacher'",
         ),
         (
             {"losses": [DIVERGENCE | {"on": "dataset"}]},
             "losses[0] (divergence)",
             "no trajectories written by the dataset",
-            "rollout.student_share",
+            "rollout.student_fraction",
         ),
         (
-            {"losses": [DIVERGENCE | {"on": "student"}], "rollout": {"student_share": 0}},
+            {"losses": [DIVERGENCE | {"on": "student"}], "rollout": {"student_fraction": 0}},
             "losses[0] (divergence)",
             "no trajectories written by the student",
-            "rollout.student_share",
+            "rollout.student_fraction",
         ),
         (
-            {"losses": [DIVERGENCE | {"on": "teacher"}], "rollout": {"student_share": 0.5}},
+            {"losses": [DIVERGENCE | {"on": "teacher"}], "rollout": {"student_fraction": 0.5}},
             "losses[0] (divergence)",
             "no trajectories written by the teacher",
-            "rollout.rest",
+            "rollout.off_policy_source",
         ),
         ({"teacher": None}, "losses[0] (divergence)", "compares with a teacher", "[teacher]"),
         (
@@ -310,26 +313,26 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
             "add a [teacher] section",
         ),
         (
-            {"losses": [GAP], "rollout": {"student_share": 0.5}},
+            {"losses": [GAP], "rollout": {"student_fraction": 0.5}},
             "losses[0] (policy_gradient)",
             "defined on the student's own samples",
             "set on = 'student'",
         ),
         (
-            {"losses": [GAP], "rollout": {"student_share": {"start": 0, "end": 1, "steps": 9}}},
+            {"losses": [GAP], "rollout": {"student_fraction": {"start": 0, "end": 1, "steps": 9}}},
             "losses[0] (policy_gradient)",
             "defined on the student's own samples",
-            "rollout.student_share = 1",
+            "rollout.student_fraction = 1",
         ),
         (
-            {"teacher": None, "losses": [REWARD], "rollout": {"samples": 1}},
+            {"teacher": None, "losses": [REWARD], "rollout": {"samples_per_prompt": 1}},
             "losses[0] (policy_gradient)",
             "compares samples of one prompt",
-            "set rollout.samples to 2 or more",
+            "set rollout.samples_per_prompt to 2 or more",
         ),
         (
             {"teacher": None, "losses": [{"kind": "cross_entropy"}],
-             "rollout": {"student_share": 0.5}},
+             "rollout": {"student_fraction": 0.5}},
             "losses[0] (cross_entropy)",
             "imitating the student's own samples degrades it",
             "Use on = 'dataset'",
@@ -338,11 +341,11 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
             {"teacher": None, "losses": [PREFER]},
             "losses[0] (preference)",
             "pairs come from the tasks",
-            "set rollout.student_share = 0",
+            "set rollout.student_fraction = 0",
         ),
         (
             {"teacher": None, "losses": [PREFER | {"on": "student"}],
-             "rollout": {"student_share": 0}},
+             "rollout": {"student_fraction": 0}},
             "losses[0] (preference)",
             "on = 'student'",
             "written by the dataset",
@@ -366,14 +369,14 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
             "Give it a context",
         ),
         (
-            {"losses": [IMITATE], "rollout": {"student_share": 0}},
+            {"losses": [IMITATE], "rollout": {"student_fraction": 0}},
             "teacher",
             "no loss asks it anything",
             "remove the section",
         ),
         (
-            {"train": {"steps": 5, "warmup": 5}},
-            "train.warmup",
+            {"train": {"steps": 5, "warmup_steps": 5}},
+            "train.warmup_steps",
             "must be smaller than train.steps",
             "train.steps",
         ),
@@ -389,11 +392,15 @@ def test_parts_that_do_not_fit_are_refused_with_the_fix(
 
 
 def test_all_misfits_are_listed_at_once() -> None:
-    changes = {"teacher": None, "losses": [DIVERGENCE, GAP], "train": {"steps": 5, "warmup": 9}}
+    changes = {
+        "teacher": None,
+        "losses": [DIVERGENCE, GAP],
+        "train": {"steps": 5, "warmup_steps": 9},
+    }
     assert [line.split(":")[0].split(" must")[0] for line in problems(changes)] == [
         "losses[0] (divergence)",
         "losses[1] (policy_gradient)",
-        "train.warmup",
+        "train.warmup_steps",
     ]
 
 
@@ -406,11 +413,11 @@ def test_all_misfits_are_listed_at_once() -> None:
         {},
         {"losses": [GAP | {"truncate": 2.0}, REWARD | {"name": "reward", "scale_by_std": True}]},
         {"teacher": None, "losses": [REWARD | {"clip": [0.2, 0.28]}]},
-        {"teacher": None, "losses": [IMITATE], "rollout": {"student_share": 0}},
-        {"teacher": None, "losses": [PREFER], "rollout": {"student_share": 0}},
+        {"teacher": None, "losses": [IMITATE], "rollout": {"student_fraction": 0}},
+        {"teacher": None, "losses": [PREFER], "rollout": {"student_fraction": 0}},
         {"losses": [IMITATE | {"on": "teacher"}],
-         "rollout": {"student_share": 0, "rest": "teacher"}},
-        {"rollout": {"student_share": {"start": 0, "end": 1, "steps": 9}}},
+         "rollout": {"student_fraction": 0, "off_policy_source": "teacher"}},
+        {"rollout": {"student_fraction": {"start": 0, "end": 1, "steps": 9}}},
         {"teacher": {"kind": "self", "weights": "live"}, **loss(extrapolate=1.5)},
         {"teacher": {"kind": "self", "weights": "ema", "ema_decay": 0.9}},
         {"teacher": {"kind": "self", "weights": "live", "context": {"kind": "sibling"}}},
@@ -459,15 +466,15 @@ def test_learning_rate_follows_the_trained_weights() -> None:
 def test_share_of_student_samples_moves_linearly_and_stays() -> None:
     ramp = Ramp(start=0.2, end=1.0, steps=4)
     assert [ramp.at(step) for step in (0, 2, 4, 99)] == pytest.approx([0.2, 0.6, 1.0, 1.0])
-    recipe = recipe_from(tree(rollout={"student_share": ramp.model_dump()}))
+    recipe = recipe_from(tree(rollout={"student_fraction": ramp.model_dump()}))
     assert recipe.rollout.share(2) == pytest.approx(0.6)
-    assert recipe_from(tree(rollout={"student_share": 0.3})).rollout.share(9) == 0.3
+    assert recipe_from(tree(rollout={"student_fraction": 0.3})).rollout.share(9) == 0.3
 
 
 def test_only_some_losses_need_the_student_before_training() -> None:
     assert not recipe_from(tree()).needs_reference
     assert recipe_from(tree(**loss(extrapolate=1.2))).needs_reference
-    prefers = tree(teacher=None, losses=[PREFER], rollout={"student_share": 0})
+    prefers = tree(teacher=None, losses=[PREFER], rollout={"student_fraction": 0})
     assert recipe_from(prefers).needs_reference
 
 
@@ -505,4 +512,6 @@ def test_the_json_schema_is_whole_and_knows_every_key() -> None:
     assert schema["properties"].keys() == Recipe.model_fields.keys()
     assert schema["required"] == ["student", "tasks", "losses"]
     assert schema["additionalProperties"] is False
-    assert "Per step." in definitions["TrainConfig"]["properties"]["prompts"]["description"]
+    assert (
+        "Per step." in definitions["TrainConfig"]["properties"]["prompts_per_step"]["description"]
+    )

@@ -323,25 +323,25 @@ def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_folder,
         tasks={"kind": "jsonl", "path": str(write_jsonl(folder / "tasks.jsonl", rows))},
         teacher={"kind": "self", "weights": "ema", "context": {"kind": "field", "field": "rule"}},
-        rollout={"samples": 2, "max_new_tokens": 4, "student_share": 0.5},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": 0.5},
         losses=[
             {"kind": "divergence", "support": {"kind": "top_k", "k": 4}},
             {"kind": "policy_gradient", "on": "student"},
             {"kind": "cross_entropy", "on": "dataset"},
         ],
-        train={"steps": 2, "prompts": 2},
-        evaluate={"tasks": 1, "forward_kl": True},
+        train={"steps": 2, "prompts_per_step": 2},
+        evaluate={"num_tasks": 1, "forward_kl": True},
     )
     courtside.train(recipe, folder / "runs" / "mine")
     hinted = small_recipe(
         tiny_folder,
-        tasks={"kind": "toolbox", "turns": 2, "num_tools": 1, "call_format": "plain"},
-        rollout={"samples": 1, "max_new_tokens": 4},
+        tasks={"kind": "toolbox", "turns": 2, "num_tools": 1, "tool_call_format": "plain"},
+        rollout={"samples_per_prompt": 1, "max_new_tokens": 4},
         reader={"kind": "rules"},
         hints={"resamples": 1, "min_shift": 0.0},
         teacher={"kind": "self", "weights": "live"},
         losses=[{"kind": "divergence", "on": "hinted_turns"}],
-        train={"steps": 1, "prompts": 8},
+        train={"steps": 1, "prompts_per_step": 8},
     )
     courtside.train(hinted, folder / "runs" / "hinted")
     return folder
@@ -396,7 +396,12 @@ def test_ten_lines(
     recipe = tmp_path / "recipes" / "shared-rule" / "recipe.toml"
     recipe.parent.mkdir(parents=True)
     recipe.write_bytes(find_recipe("shared-rule").read_bytes())
-    small = ("train.steps=1", "train.prompts=2", "rollout.max_new_tokens=4", "evaluate.tasks=2")
+    small = (
+        "train.steps=1",
+        "train.prompts_per_step=2",
+        "rollout.max_new_tokens=4",
+        "evaluate.num_tasks=2",
+    )
     arguments = (f"student.model={tiny_folder}", *small)
     run_example("ten_lines.py", *arguments, at=tmp_path, with_=monkeypatch)
     said = capsys.readouterr().out

@@ -59,7 +59,7 @@ def go(recipe: Any, path: Path, screen: Recorder, spoil: Any = None) -> Run:
 
 def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_folder, tmp_path):
     screen = Recorder()
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, evaluate={"tasks": 2, "every": 2})
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, evaluate={"num_tasks": 2, "every": 2})
     folder = train(recipe, tmp_path / "run", screen=screen)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
     measured = [(e.step, e.who, e.split) for e in folder.evaluations()]
@@ -96,7 +96,9 @@ def test_what_a_step_made_is_gone_when_the_next_begins(tiny_folder, tiny_teacher
         real = parts.teacher
         object.__setattr__(parts, "teacher", Teacher())
 
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts": 2})
+    recipe = small_recipe(
+        tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts_per_step": 2}
+    )
     go(recipe, tmp_path / "run", Recorder(), watched)
     assert len(made) > 2 and alive == [0, 0]
 
@@ -115,7 +117,7 @@ def test_a_moving_average_follows_every_step(lora, tiny_folder, tmp_path):
         student={"model": str(tiny_folder)} | ({"lora": lora} if lora else {}),
         teacher={"kind": "self", "weights": "ema", "ema_decay": 0.6,
                  "context": {"kind": "system", "text": "be brief"}},
-        train={"steps": 4, "prompts": 2, "learning_rate": 1e-2},
+        train={"steps": 4, "prompts_per_step": 2, "learning_rate": 1e-2},
         run={"checkpoint_every": 1, "keep_checkpoints": 9},
     )  # fmt: skip
     folder = train(recipe, tmp_path / "run")
@@ -180,7 +182,9 @@ def test_a_first_step_that_is_not_finite_can_be_corrected(
     with pytest.raises(NotFiniteError):
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert (tmp_path / "run" / "failed" / "step-000000.parquet").is_file()
-    changed = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts": 1})
+    changed = small_recipe(
+        tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts_per_step": 1}
+    )
     folder = train(changed, tmp_path / "run")
     assert len(folder.metrics()) == 2 and folder.recipe() == changed
 
@@ -193,7 +197,7 @@ def test_a_component_without_tokens_is_null_in_the_metrics(
         tiny_folder,
         tiny_teacher_folder,
         tasks={"kind": "arithmetic"},
-        rollout={"samples": 2, "max_new_tokens": 4, "student_share": ramp},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": ramp},
         losses=[
             {"kind": "divergence", "on": "student"},
             {"kind": "cross_entropy", "on": "dataset"},
@@ -213,7 +217,7 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
     tiny_folder, tiny_teacher_folder, tmp_path
 ):
     recipe = small_recipe(
-        tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100}, evaluate={"tasks": 1}
+        tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100}, evaluate={"num_tasks": 1}
     )
     ours = signal.getsignal(signal.SIGINT)
 
@@ -246,7 +250,7 @@ def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_p
     recipe = small_recipe(
         tiny_folder,
         tasks={"kind": "jsonl", "path": str(file)},
-        rollout={"student_share": 0.0},
+        rollout={"student_fraction": 0.0},
         losses=[{"kind": "cross_entropy"}],
         run={"checkpoint_every": 100},
     )
@@ -287,11 +291,11 @@ def test_a_run_that_trained_nothing_says_so(tiny_folder, tmp_path):
         tiny_folder,
         tiny_folder,
         tasks={"kind": "toolbox", "turns": 1, "num_tools": 2},
-        rollout={"samples": 2, "max_new_tokens": 4},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 4},
         reader={"kind": "rules", "rules": [{"detect": "no_call"}], "control": "random_hint"},
         teacher={"kind": "self", "weights": "live"},
         losses=[{"kind": "divergence", "on": "hinted_turns"}],
-        train={"steps": 2, "prompts": 1},
+        train={"steps": 2, "prompts_per_step": 1},
     )
     screen = Recorder()
     folder = train(recipe, tmp_path / "run", screen=screen)
@@ -307,14 +311,16 @@ def test_a_split_without_tasks_is_told_once(tiny_folder, tiny_teacher_folder, tm
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", rows))}
     screen = Recorder()
     recipe = small_recipe(
-        tiny_folder, tiny_teacher_folder, tasks=tasks, train={"steps": 1, "prompts": 2}
+        tiny_folder, tiny_teacher_folder, tasks=tasks, train={"steps": 1, "prompts_per_step": 2}
     )
     train(recipe, tmp_path / "run", screen=screen)
     assert sum(said.startswith("not evaluated on test tasks") for said in screen.said) == 1
 
 
 def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts": 1})
+    recipe = small_recipe(
+        tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts_per_step": 1}
+    )
     train(recipe, tmp_path / "run")
     screen = Recorder()
     train(recipe, tmp_path / "run", screen=screen)
@@ -332,7 +338,7 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
         tiny_folder,
         tiny_teacher_folder,
         losses=[{"kind": "divergence", "extrapolate": 1.2}],
-        train={"steps": 2, "prompts": 2},
+        train={"steps": 2, "prompts_per_step": 2},
     )
     folder = train(recipe, tmp_path / "run")
     parts = assemble(recipe)
@@ -398,15 +404,15 @@ def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(told.value)
     assert ("student.gradient_checkpointing = true" in str(told.value)) == (recomputes == "auto")
-    assert "train.moments = 'host'" in str(told.value)
+    assert "train.optimizer_offload = true" in str(told.value)
     # And it goes on from there with what it was told to change.
-    less = {"micro_batch_tokens": 64, "chunk_tokens": 16, "moments": "host"}
+    less = {"micro_batch_tokens": 64, "logits_chunk_tokens": 16, "optimizer_offload": True}
     lean = small_recipe(
         tiny_folder,
         tiny_teacher_folder,
         student=student | {"gradient_checkpointing": True},
         train=recipe.train.model_dump(exclude_unset=True) | less,
-        rollout=recipe.rollout.model_dump(exclude_unset=True) | {"max_batch_tokens": 600},
+        rollout=recipe.rollout.model_dump(exclude_unset=True) | {"kv_cache_tokens": 600},
     )
     done = train(lean, tmp_path / "run")
     assert done.metrics()[-1]["step"] == 4 and done.recipe() == lean
@@ -418,8 +424,10 @@ def test_a_completion_too_long_for_the_context_is_told_at_the_start(tiny_folder,
         tmp_path / "tasks.jsonl", [*rows, rows[0] | {"prompt": "long", "completion": "y" * 600}]
     )
     tasks = {"kind": "jsonl", "path": str(path)}
-    imitate = {"rollout": {"student_share": 0.0}, "losses": [{"kind": "cross_entropy"}]}
+    imitate = {"rollout": {"student_fraction": 0.0}, "losses": [{"kind": "cross_entropy"}]}
     with pytest.raises(TaskError, match=r"'long'.*its completion"):
         assemble(small_recipe(tiny_folder, tasks=tasks, **imitate))
-    kept = assemble(small_recipe(tiny_folder, tasks=tasks | {"overlong": "drop"}, **imitate))
+    kept = assemble(
+        small_recipe(tiny_folder, tasks=tasks | {"overlong_prompts": "drop"}, **imitate)
+    )
     assert kept.tasks.num_dropped == 1

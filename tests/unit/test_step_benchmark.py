@@ -161,8 +161,8 @@ def test_lean_settings_go_to_the_lean_side_only(
 
     lean = list(benchmark_driver.LEAN)
     half = {
-        "courtside_lean": f"rollout.max_batch_tokens={128 * (128 + 512)}",
-        "hints_lean": f"rollout.max_batch_tokens={128 * 706}",
+        "courtside_lean": f"rollout.kv_cache_tokens={128 * (128 + 512)}",
+        "hints_lean": f"rollout.kv_cache_tokens={128 * 706}",
     }
     usual = {"courtside": [], "hints": []} | {side: [rows, *lean] for side, rows in half.items()}
     assert overrides() == usual

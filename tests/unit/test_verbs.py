@@ -39,8 +39,8 @@ def lora_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
         tiny_folder,
         tiny_teacher_folder,
         student={"model": str(tiny_folder), "lora": {"rank": 4, "dropout": 0.2}},
-        train={"steps": 4, "prompts": 2, "learning_rate": 3e-2},
-        evaluate={"tasks": 6, "samples": 2},
+        train={"steps": 4, "prompts_per_step": 2, "learning_rate": 3e-2},
+        evaluate={"num_tasks": 6, "samples_per_task": 2},
         tasks={"kind": "instructions", "checks": ["lower_case"]},
     )
     return train(recipe, tmp_path_factory.mktemp("lora") / "run").path
@@ -49,12 +49,12 @@ def lora_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def head_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
     """An adapter on the output head, which is the embedding and must stay that."""
-    lora = {"rank": 4, "targets": ["q_proj", "lm_head"]}
+    lora = {"rank": 4, "target_modules": ["q_proj", "lm_head"]}
     recipe = small_recipe(
         tiny_folder,
         tiny_teacher_folder,
         student={"model": str(tiny_folder), "lora": lora},
-        train={"steps": 3, "prompts": 2, "learning_rate": 3e-2},
+        train={"steps": 3, "prompts_per_step": 2, "learning_rate": 3e-2},
     )
     return train(recipe, tmp_path_factory.mktemp("head") / "run").path
 
@@ -65,7 +65,7 @@ def full_run(tiny_folder, tiny_teacher_folder, tmp_path_factory) -> Path:
         tiny_folder,
         tiny_teacher_folder,
         student={"model": str(tiny_folder), "keep_layers": [1]},
-        train={"steps": 3, "prompts": 2, "learning_rate": 1e-2},
+        train={"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-2},
         run={"checkpoint_every": 1},
     )
     return train(recipe, tmp_path_factory.mktemp("full") / "run").path
@@ -227,7 +227,7 @@ def test_no_teacher_to_evaluate(tiny_folder):
     recipe = small_recipe(
         tiny_folder,
         tasks={"kind": "arithmetic"},
-        rollout={"student_share": 0.0},
+        rollout={"student_fraction": 0.0},
         losses=[{"kind": "cross_entropy"}],
     )
     with pytest.raises(UserError, match="no teacher"):

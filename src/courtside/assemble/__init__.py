@@ -149,7 +149,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
             renderer=spoken,
             context=config.context,
             context_length=its.context_length,
-            overlong=recipe.tasks.overlong,
+            overlong=recipe.tasks.overlong_prompts,
             want="hidden" if hidden else "logp",
             hints=None
             if recipe.reader is None
@@ -180,7 +180,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
 
     for t in teachers_of(recipe):
         if t.context is not None:
-            for task in tasks.batch(0, recipe.train.prompts):
+            for task in tasks.batch(0, recipe.train.prompts_per_step):
                 task_context(t.context, task)  # a field that the tasks lack is told now
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
@@ -242,9 +242,10 @@ def _agent(
     expert: Any = getattr(environment, "demonstrate", None)
     if expert is None and recipe.trains_on_data:
         raise RecipeError(
-            "rollout.student_share < 1 with rest = 'dataset' needs demonstrations, and this "
+            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs "
+            "demonstrations, and this "
             "environment has no method demonstrate(task). Add one that returns the messages of a "
-            "whole episode, or set student_share = 1"
+            "whole episode, or set student_fraction = 1"
         )
 
     def demonstrate(task: Task, id: str) -> Trajectory:

@@ -38,7 +38,7 @@ def make_offline_rollout(
         _check_authors(recipe, tasks)
         what = "stored trajectories"
         rollout = ReplayRollout(load=tasks.load, turns=turns, vocab_size=engine.head.vocab_size)
-    some = rollout(tasks.batch(0, min(recipe.train.prompts, LOOKED_AT)), 0)
+    some = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, LOOKED_AT)), 0)
     notes = [
         f"the {what} surprise the student by {surprise(some, engine):.2f} nats a token more than "
         "its own words would (0: as if it had written them itself)"
@@ -69,7 +69,7 @@ def _conversations(
                 f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
                 "leave out the conversation"
             )
-        return format_call(name, arguments, config.call_format)
+        return format_call(name, arguments, config.tool_call_format)
 
     return ChatLogRollout(
         turns=turns,

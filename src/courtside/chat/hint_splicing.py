@@ -17,7 +17,7 @@ from courtside.chat.privileged_context import insert_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 
-HintPlacement = Literal["above", "inside", "system"]
+HintPlacement = Literal["before_turn", "last_message", "system"]
 """A message of its own above the turn; in the message above it; in the system message."""
 
 HintRole = Literal["system", "user", "tool"]
@@ -61,8 +61,9 @@ def splice_hint(
 ) -> Branch:
     """The hinted turn with the hint above it, and no other hint.
 
-    `role` is that of a hint with a message of its own (place "above"). `max_tokens` bounds the ids
-    that the hint adds, its message's frame included. In the system message (place "system") it
+    `role` is that of a hint with a message of its own (position "before_turn"). `max_tokens`
+    bounds the ids that the hint adds,
+    its message's frame included. In the system message (place "system") it
     shares no trunk: the prompt is rendered anew, without the template's default system message
     where it has one, and only later turns are verbatim.
     """
@@ -73,7 +74,7 @@ def splice_hint(
     else:
         num_replaced, above = (
             _as_message(trajectory, [hint], turns, role, max_tokens)
-            if place == "above"
+            if place == "before_turn"
             else _inside(trajectory, hint, turns, max_tokens)
         )
         splice = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn]) - num_replaced

@@ -126,7 +126,10 @@ class IncrementalTemplate:
         known = "Join the two into one message"
         if role != "user":
             known = f"Say it as 'user', or use a model whose template knows {role!r}"
-        fix = f"{known}; a hint can also go inside the message above it (place 'inside')"
+        fix = (
+            f"{known}; a hint can also go inside the message above it (hints.position = "
+            "'last_message')"
+        )
         try:
             rendered = self.renderer.render(
                 (PROBE_PROMPT, _said(mark), *middle, last), cut, add_generation_prompt=True

@@ -58,7 +58,7 @@ class ChatTemplate:
                 f"{self.name}: with an answer in place the template renders the prompt differently "
                 "than without one (a thinking block, perhaps), so the answer's first tokens are "
                 "not where the student would write them. Use texts that the template accepts, or "
-                "let a model write them (rollout.rest = 'teacher')"
+                "let a model write them (rollout.off_policy_source = 'teacher')"
             )
         prompt, whole = self.tokenize(before, cut), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]

@@ -26,7 +26,7 @@ def evaluate(
     ] = "test",
     tasks: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="How many. Unset: the recipe's evaluate.tasks."),
+        typer.Option(min=1, metavar="N", help="How many. Unset: the recipe's evaluate.num_tasks."),
     ] = None,
     step: Step = None,
     teacher: Annotated[

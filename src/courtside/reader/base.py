@@ -13,7 +13,7 @@ class ReaderOutput:
     """What one reader makes of a batch.
 
     Every hint that was proposed is counted once under its reader (`rules/tool_not_found`,
-    `model/proposed`, `person/proposed`), and then is either in `hints` or counted under `dropped/`
+    `model/proposed`, `human/proposed`), and then is either in `hints` or counted under `dropped/`
     with the reason.
     """
 

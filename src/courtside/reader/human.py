@@ -36,7 +36,7 @@ class HumanReader:
         here: dict[tuple[str, int], Hint] = {}
         for hint in written:
             meant = ids.get(hint.trajectory, [])
-            counts["person/proposed"] += max(len(meant), 1)
+            counts["human/proposed"] += max(len(meant), 1)
             counts["dropped/no_such_trajectory"] += not meant
             for id in meant:
                 if len(hint.text) > self.config.max_chars:

@@ -50,10 +50,10 @@ class EntropyAware(Section):
 
 class LossBase(Section):
     weight: PositiveFloat = 1.0
-    on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "other_turns"] = "all"
+    on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
     """Trajectories of which author this loss is taken on; or only turns with a hint above them, or
     only those without."""
-    normalise: Literal["token", "turn"] = "token"
+    normalize: Literal["token", "turn"] = "token"
     """token: every trained token counts the same. turn: every turn does, however long it is."""
     name: str | None = None
     """Under which it is logged. Unset: its kind."""

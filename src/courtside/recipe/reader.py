@@ -113,7 +113,7 @@ class Rule(Section):
     within: Literal["turn", "reply"] | None = None
     """Of pattern: searched in the assistant's text, or in what the environment replied to it.
     Unset: turn."""
-    needs: str | None = None
+    lookup_field: str | None = None
     """Of answer_without_lookup: the privileged field whose presence says that a task needs one."""
     max_tokens: PositiveInt | None = None
     """Of over_length: longer turns count too. Unset: only those that ran into the limit."""
@@ -147,12 +147,15 @@ class Rule(Section):
             raise ValueError("within belongs to detect = 'pattern'; remove it")
         if self.max_tokens is not None and name != "over_length":
             raise ValueError("max_tokens belongs to detect = 'over_length'; remove it")
-        if self.needs is not None and name != "answer_without_lookup":
-            raise ValueError("needs belongs to detect = 'answer_without_lookup'; remove it")
-        if name == "answer_without_lookup" and (self.needs is None) == (self.pattern is None):
+        if self.lookup_field is not None and name != "answer_without_lookup":
+            raise ValueError("lookup_field belongs to detect = 'answer_without_lookup'; remove it")
+        if name == "answer_without_lookup" and (self.lookup_field is None) == (
+            self.pattern is None
+        ):
             raise ValueError(
                 "detect = 'answer_without_lookup' must know which tasks need a lookup: name a "
-                "privileged field in `needs`, or give a `pattern` for the prompt, and not both"
+                "privileged field in `lookup_field`, or give a `pattern` for the prompt, and not "
+                "both"
             )
         has = ("turn", *SLOTS[name], *self._groups())
         for slot in slots_of(self.hint):
@@ -211,15 +214,16 @@ class RuleReaderConfig(SingleReader):
     error_pattern: Regex | None = None
     """A reply that matches is an error, even if the environment reported no event. Unset: replies
     that begin like one, such as `Error: …`, `ValueError: …` or `{"error": "…"}`."""
-    false_positives: Share = 0.0
+    false_positive_rate: Share = 0.0
     """A worse reader, for sweeps: the share of turns without a finding that get a rule's hint
     anyway."""
 
     @model_validator(mode="after")
     def _has_words_for_clean_turns(self) -> RuleReaderConfig:
-        if self.false_positives and all(rule.needs_finding for rule in self.rules):
+        if self.false_positive_rate and all(rule.needs_finding for rule in self.rules):
             raise ValueError(
-                "false_positives: every rule's hint has a slot that only a finding can fill; add a "
+                "false_positive_rate: every rule's hint has a slot that only a finding can fill; "
+                "add a "
                 "rule whose hint uses {turn} and privileged fields alone, or set it to 0"
             )
         return self
@@ -231,7 +235,7 @@ Plain = str | int | float | bool
 class EndpointConfig(Section):
     """A server that speaks OpenAI's chat completions: vLLM, llama.cpp, a provider."""
 
-    url: str
+    base_url: str
     """Up to and with the version, e.g. `http://localhost:8000/v1`."""
     model: str
     """The server's name for it."""
@@ -240,15 +244,15 @@ class EndpointConfig(Section):
     Unset: no key is sent."""
     timeout: PositiveFloat = 120.0
     """Seconds to wait for one reply."""
-    retries: NonNegativeInt = 5
+    max_retries: NonNegativeInt = 5
     """After 429, 5xx and failed connections, waiting longer each time."""
-    concurrency: PositiveInt = 8
+    max_concurrency: PositiveInt = 8
     """Requests under way at once."""
-    body: Mapping[str, Plain | Mapping[str, Plain]] = Field(default_factory=dict)
+    extra_body: Mapping[str, Plain | Mapping[str, Plain]] = Field(default_factory=dict)
     """Further fields of each request, e.g. `seed`, or `max_completion_tokens` for servers that
     refuse `max_tokens`."""
 
-    @field_validator("url")
+    @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         parts = urlsplit(value)
@@ -274,7 +278,7 @@ class EndpointConfig(Section):
             )
         return value
 
-    @field_validator("body")
+    @field_validator("extra_body")
     @classmethod
     def _leaves_ours(
         cls, value: Mapping[str, Plain | Mapping[str, Plain]]
@@ -301,15 +305,15 @@ class ModelReaderConfig(SingleReader):
     min_confidence: Share = 0.0
     """Hints that the model is less sure of are dropped and counted; with a value above 0, also
     those without a confidence."""
-    advice: str | None = None
+    extra_instructions: str | None = None
     """Added to the model's instructions: what to look for, what a good hint says."""
-    outcome: bool = True
+    show_outcome: bool = True
     """Show the model the grade and what the environment reported."""
-    window: Annotated[int, Field(ge=1000)] = 24000
+    window_chars: Annotated[int, Field(ge=1000)] = 24000
     """Characters of the trajectory shown at once. A longer one is read in several windows."""
-    overlap: NonNegativeInt = 2000
+    overlap_chars: NonNegativeInt = 2000
     """Characters of a window that are shown again in the next."""
-    shown: Annotated[int, Field(ge=100)] = 2000
+    max_message_chars: Annotated[int, Field(ge=100)] = 2000
     """Characters of one message; of a longer one the middle is left out, visibly."""
     max_new_tokens: PositiveInt = 512
     """Of a reply."""
@@ -318,19 +322,21 @@ class ModelReaderConfig(SingleReader):
 
     @model_validator(mode="after")
     def _windows_move_on(self) -> ModelReaderConfig:
-        if self.overlap * 2 > self.window:
-            raise ValueError("overlap must be at most half of window, or reading hardly moves on")
+        if self.overlap_chars * 2 > self.window_chars:
+            raise ValueError(
+                "overlap_chars must be at most half of window_chars, or reading hardly moves on"
+            )
         return self
 
 
 class HumanReaderConfig(SingleReader):
-    kind: Literal["person"]
+    kind: Literal["human"]
     path: Path
     """A hints file: one JSON object a line with trajectory, turn, text and optionally reason."""
 
 
 class CombinedReaderConfig(ReaderBase):
-    kind: Literal["several"]
+    kind: Literal["combined"]
     readers: Annotated[
         tuple[
             Annotated[
@@ -359,11 +365,11 @@ ReaderConfig = Annotated[
 class HintsConfig(Section):
     """Where a hint is put, and when it is worth training on."""
 
-    place: Literal["above", "inside", "system"] = "above"
+    position: Literal["before_turn", "last_message", "system"] = "before_turn"
     """above: a message of its own right above the turn. inside: at the end of the message that the
     turn answers. system: in the system prompt."""
     role: Literal["user", "system", "tool"] | None = None
-    """Of the hint's own message, with place = 'above'. Unset: user."""
+    """Of the hint's own message, with position = 'before_turn'. Unset: user."""
     min_shift: float | None = None
     """In nats: how much the log-probability of the turn, summed over its tokens, must fall under
     the hint. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
@@ -371,20 +377,21 @@ class HintsConfig(Section):
     resamples: NonNegativeInt = 0
     """Replies that are written under each hint and checked by the environment, before it trains.
     Costs decoding; tells how good the hints are."""
-    min_passed: Share = 0.0
+    min_pass_rate: Share = 0.0
     """Share of these that must pass, or the hint is dropped and counted."""
     cumulative: bool = False
     """Whether the hints of earlier turns stay in view of later ones."""
 
     @model_validator(mode="after")
     def _role_belongs(self) -> HintsConfig:
-        if self.min_passed and not self.resamples:
-            raise ValueError("min_passed is a share of the resamples; set resamples, too")
+        if self.min_pass_rate and not self.resamples:
+            raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
         if self.resamples and self.cumulative:
             raise ValueError("resamples are written under one hint alone; set cumulative = false")
-        if self.role is not None and self.place != "above":
+        if self.role is not None and self.position != "before_turn":
             raise ValueError(
-                f"role is that of a message of the hint's own, and with place = {self.place!r} it "
-                "has none; remove role, or use place = 'above'"
+                "role is that of a message of the hint's own, and with position = "
+                f"{self.position!r} it "
+                "has none; remove role, or use position = 'before_turn'"
             )
         return self

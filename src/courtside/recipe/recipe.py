@@ -67,9 +67,9 @@ class Recipe(Section):
     @property
     def trains_on_data(self) -> bool:
         """Whether some of the text is the tasks' own `completion`."""
-        share = self.rollout.student_share
+        share = self.rollout.student_fraction
         least = min(share.start, share.end) if isinstance(share, Ramp) else share
-        return least < 1 and self.rollout.rest == "dataset"
+        return least < 1 and self.rollout.off_policy_source == "dataset"
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)

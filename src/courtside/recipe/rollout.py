@@ -36,7 +36,7 @@ class LimitsConfig(Section):
 
 
 class RolloutConfig(Section):
-    samples: PositiveInt = 4
+    samples_per_prompt: PositiveInt = 4
     """Per prompt."""
     max_new_tokens: PositiveInt = 128
     temperature: PositiveFloat = 1.0
@@ -46,11 +46,11 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, beside the model's own end token."""
-    student_share: Share | Ramp = 1.0
+    student_fraction: Share | Ramp = 1.0
     """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
-    rest: Literal["dataset", "teacher"] = "dataset"
+    off_policy_source: Literal["dataset", "teacher"] = "dataset"
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
-    max_batch_tokens: PositiveInt | Literal["auto"] = "auto"
+    kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimiser leave of it; 65,536 on a CPU."""
 
@@ -60,5 +60,5 @@ class RolloutConfig(Section):
     have been right, where it does; as data to imitate (`on = "dataset"`)."""
 
     def share(self, step: int) -> float:
-        share = self.student_share
+        share = self.student_fraction
         return share.at(step) if isinstance(share, Ramp) else share

@@ -13,34 +13,34 @@ from courtside.recipe.tasks import Setting
 
 class TrainConfig(Section):
     steps: PositiveInt = 50
-    prompts: PositiveInt = 16
+    prompts_per_step: PositiveInt = 16
     """Per step."""
     learning_rate: PositiveFloat | None = None
     """Unset: 1e-4 with LoRA, 1e-5 without."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; linear and cosine go down to zero at the last step."""
-    warmup: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Share, Share] = (0.9, 0.95)
-    clip_norm: PositiveFloat = 1.0
-    moments: Literal["device", "host"] = "device"
-    """Where AdamW keeps its two moments, twice as large as what is trained. `host`: in main memory,
-    pinned; a step sends them through the GPU and back, and its values stay the same."""
+    max_grad_norm: PositiveFloat = 1.0
+    optimizer_offload: bool = False
+    """Hold AdamW's two moments in pinned host memory and stream them through the GPU in each step:
+    less GPU memory (twice the size of the trained weights), the same values."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward and backward pass; they do not change the update. Unset: 512 on a CPU,
     or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
     with fewer."""
-    chunk_tokens: PositiveInt | None = None
+    logits_chunk_tokens: PositiveInt | None = None
     """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
 
 
 class EvaluateConfig(Section):
-    tasks: PositiveInt = 64
+    num_tasks: PositiveInt = 64
     """Held-out prompts of each evaluation."""
     every: NonNegativeInt = 0
     """Steps between evaluations on validation tasks; 0: only before and after."""
-    samples: PositiveInt = 1
+    samples_per_task: PositiveInt = 1
     temperature: NonNegativeFloat = 1.0
     """0: greedy."""
     max_new_tokens: PositiveInt | None = None
@@ -59,6 +59,6 @@ class RunConfig(Section):
     keep_checkpoints: PositiveInt = 2
     trajectories_every: PositiveInt = 1
     """Steps between stored batches of trajectories."""
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     project: str = "courtside"
     """Name of the project in W&B and trackio."""

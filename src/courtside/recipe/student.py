@@ -15,7 +15,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Scale is alpha / rank. Unset: alpha = 2 · rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers that get an adapter. `all-linear`: all but the output head, which
     may be named (`lm_head`), without dropout then. A head that is the input embedding too stays
     that: the adapter acts on the logits alone, and an export with it merged has two weights."""

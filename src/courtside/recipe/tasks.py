@@ -21,9 +21,9 @@ from courtside.recipe.base import Section, Share
 class TasksBase(Section):
     limit: PositiveInt | None = None
     """Train on this many prompts only, over and over (down to one). Unset: all of them."""
-    system: str | None = None
+    system_prompt: str | None = None
     """A system prompt that the student sees on every task."""
-    overlong: Literal["error", "drop"] = "error"
+    overlong_prompts: Literal["error", "drop"] = "error"
     """A prompt that does not fit the context: stop, or leave it out and count it."""
 
     @property
@@ -56,7 +56,7 @@ class InstructionTasks(TasksBase):
     kind: Literal["instructions"]
     checks: Annotated[tuple[CheckName, ...], Field(min_length=1)] = ("lower_case",)
     """Which instructions are drawn from; one of them per task."""
-    stated: bool = True
+    instruction_in_prompt: bool = True
     """True: the prompt states the instruction. False: only the privileged field `rule` does, and
     the student must have internalised it."""
 
@@ -87,7 +87,7 @@ class ConversationTasks(TasksBase):
     path: Path
     """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
     privileged, tags and `id`, by which a person's hints name the conversation."""
-    call_format: Literal["json", "plain"] = "json"
+    tool_call_format: Literal["json", "plain"] = "json"
     """How tool calls are written where the chat template does not write them itself."""
 
     @property
@@ -103,7 +103,7 @@ class TrajectoryTasks(TasksBase):
     """The run's folder."""
     steps: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Which of its steps, counted from 0. Unset: all that are stored."""
-    only: Literal["all", "hinted"] = "all"
+    select: Literal["all", "hinted"] = "all"
     """hinted: those that a person's hints of this recipe name when the run starts."""
 
     @property
@@ -112,8 +112,10 @@ class TrajectoryTasks(TasksBase):
 
     @model_validator(mode="after")
     def _as_they_are(self) -> TrajectoryTasks:
-        if self.system is not None:
-            raise ValueError("system: stored trajectories have the prompts they have; remove it")
+        if self.system_prompt is not None:
+            raise ValueError(
+                "system_prompt: stored trajectories have the prompts they have; remove it"
+            )
         if self.steps is not None and len(set(self.steps)) < len(self.steps):
             raise ValueError(f"steps = {list(self.steps)} names a step twice; name each once")
         return self
@@ -176,18 +178,18 @@ class ToolboxTasks(TasksBase):
     names: Literal["seen", "held_out", "all"] = "seen"
     """Which names a tool may be listed under. Train on `seen`; `held_out` names tell whether the
     list is read, or names were learned by heart."""
-    common_share: Share | None = None
+    common_name_fraction: Share | None = None
     """How often a tool is listed under its common name (`get_weather`). Unset: as often as under
     any other name."""
-    made_up_share: Share = 0.0
+    random_name_fraction: Share = 0.0
     """How often a tool is listed under two words that say nothing (`amber_lantern`), whatever
     `names` says. Nobody knows those by heart: a warm start on some of them learns to read."""
-    call_format: Literal["json", "plain"] = "json"
+    tool_call_format: Literal["json", "plain"] = "json"
     """json: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. plain: `name(argument="…")`."""
-    habit_share: Share = 0.0
+    habit_fraction: Share = 0.0
     """Of the calls in the environment's own demonstrations: made under the common name whatever the
     list says. A habit to plant, for something to unlearn."""
-    reminder_share: Share = 0.0
+    reminder_fraction: Share = 0.0
     """Of the calls in these demonstrations, the first of an episode excepted: made below a reminder
     of the listed names, where a hint would stand, and there never by habit. Also planted: a small
     model must be taught that such words are worth reading."""
@@ -199,7 +201,7 @@ class ToolboxTasks(TasksBase):
     tool_role: bool = True
     """False: for templates that know only user and assistant. The list of tools stands above the
     first request, and results above the next one."""
-    max_output: Annotated[int, Field(ge=40)] = 400
+    max_result_chars: Annotated[int, Field(ge=40)] = 400
     """Characters of a tool's result that are shown; what is cut off is told."""
 
     @property
@@ -227,14 +229,16 @@ class ToolboxTasks(TasksBase):
                 "capabilities: 'delete_note' would run out of notes without 'write_note' beside "
                 "it; add that, with num_tools of at least 2"
             )
-        if self.names == "held_out" and self.common_share:
+        if self.names == "held_out" and self.common_name_fraction:
             raise ValueError(
-                f"common_share = {self.common_share}, but no common name is among names = "
+                f"common_name_fraction = {self.common_name_fraction}, but no common name is "
+                "among names = "
                 "'held_out'; remove it, or use names = 'all'"
             )
-        if self.system is not None and self.tool_role:
+        if self.system_prompt is not None and self.tool_role:
             raise ValueError(
-                "system: the list of tools is the system prompt; remove it, or set tool_role = "
+                "system_prompt: the list of tools is the system prompt; remove it, or set "
+                "tool_role = "
                 "false, which moves the list into the first request"
             )
         return self

@@ -23,7 +23,7 @@ class FieldContext(Section):
     kind: Literal["field"]
     field: str
     """Name of the tasks' privileged field, e.g. `rule` or `solution`."""
-    place: Literal["system", "user"] = "system"
+    position: Literal["system", "user"] = "system"
     """Where it goes: the system prompt, or the end of the last user message."""
     template: str = "{text}"
 
@@ -37,14 +37,14 @@ class FieldContext(Section):
 
 class FeedbackContext(Section):
     kind: Literal["feedback"]
-    place: Literal["system", "user"] = "user"
+    position: Literal["system", "user"] = "user"
     template: str = "A first attempt was checked. The checker said: {text}"
     """Trajectories whose grader has nothing to say get no teacher, and are counted."""
 
 
 class SiblingContext(Section):
     kind: Literal["sibling"]
-    place: Literal["system", "user"] = "user"
+    position: Literal["system", "user"] = "user"
     template: str = "A correct answer to this, for reference:\n{text}"
     """A passing sample of the same prompt; groups without one get no teacher, and are counted."""
 

@@ -13,7 +13,15 @@ from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, tasks_with
 from courtside.recipe.teacher import EMA_DECAY, SelfTeacherConfig, SiblingContext
 
-SAMPLING = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+SAMPLING = (
+    "samples_per_prompt",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+)
 """Fields of [rollout] that say how a model writes."""
 
 
@@ -27,19 +35,30 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
     names = recipe.loss_names()
     if len(set(names)) != len(names):
         yield f"losses: two are logged as the same name in {list(names)}; give each its own `name`"
-    shares = recipe.rollout.student_share
+    shares = recipe.rollout.student_fraction
     least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
     most = max(shares.start, shares.end) if isinstance(shares, Ramp) else shares
-    if least == 1 and recipe.rollout.rest == "teacher":
-        yield "rollout.rest = 'teacher' needs a rest; set rollout.student_share below 1"
-    if least < 1 and recipe.rollout.rest == "teacher" and recipe.teacher is None:
-        yield "rollout.rest = 'teacher' needs a [teacher] to write; add it, or use rest = 'dataset'"
-    if least < 1 and recipe.rollout.rest == "dataset" and recipe.tasks.kind == "instructions":
+    if least == 1 and recipe.rollout.off_policy_source == "teacher":
         yield (
-            "rollout.student_share < 1 with rest = 'dataset' needs tasks with a `completion`; "
-            "tasks.kind = 'instructions' has none. Use rest = 'teacher'"
+            "rollout.off_policy_source = 'teacher' needs a rest; set rollout.student_fraction "
+            "below 1"
         )
-    rest = recipe.rollout.rest if least < 1 else None
+    if least < 1 and recipe.rollout.off_policy_source == "teacher" and recipe.teacher is None:
+        yield (
+            "rollout.off_policy_source = 'teacher' needs a [teacher] to write; add it, or use "
+            "off_policy_source = 'dataset'"
+        )
+    if (
+        least < 1
+        and recipe.rollout.off_policy_source == "dataset"
+        and recipe.tasks.kind == "instructions"
+    ):
+        yield (
+            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs tasks with a "
+            "`completion`; "
+            "tasks.kind = 'instructions' has none. Use off_policy_source = 'teacher'"
+        )
+    rest = recipe.rollout.off_policy_source if least < 1 else None
     # Who wrote stored trajectories is looked up when they are read.
     stored = recipe.tasks.kind == "trajectories"
     written_by = {
@@ -50,17 +69,18 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
     for index, loss in enumerate(recipe.losses):
         where = f"losses[{index}] ({loss.kind})"
         if loss.kind == "preference":
-            if not (least == most == 0 and recipe.rollout.rest == "dataset"):
+            if not (least == most == 0 and recipe.rollout.off_policy_source == "dataset"):
                 yield (
                     f"{where}: preference pairs come from the tasks (`completion` and `rejected`); "
-                    "set rollout.student_share = 0"
+                    "set rollout.student_fraction = 0"
                 )
             if loss.on not in ("all", "dataset"):
                 yield f"{where}: on = {loss.on!r}, but preference pairs are written by the dataset"
             continue
         if loss.on in written_by and not written_by[loss.on]:
             yield (
-                f"{where}: on = {loss.on!r}, but rollout.student_share and rollout.rest give no "
+                f"{where}: on = {loss.on!r}, but rollout.student_fraction and "
+                "rollout.off_policy_source give no "
                 f"trajectories written by the {loss.on}"
             )
         if _asks_teacher(loss) and recipe.teacher is None:
@@ -70,18 +90,18 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             if others and loss.on not in ("student", "hinted_turns"):
                 yield (
                     f"{where}: a policy gradient is defined on the student's own samples; "
-                    "set on = 'student', or rollout.student_share = 1"
+                    "set on = 'student', or rollout.student_fraction = 1"
                 )
-            if loss.advantage == "reward" and recipe.rollout.samples < 2 and not stored:
+            if loss.advantage == "reward" and recipe.rollout.samples_per_prompt < 2 and not stored:
                 yield (
                     f"{where}: advantage = 'reward' compares samples of one prompt; "
-                    "set rollout.samples to 2 or more"
+                    "set rollout.samples_per_prompt to 2 or more"
                 )
         own = most > 0 or stored
         if loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher") and own:
             yield (
                 f"{where}: imitating the student's own samples degrades it. Use on = 'dataset' or "
-                "'teacher' (with rollout.student_share below 1)"
+                "'teacher' (with rollout.student_fraction below 1)"
             )
     for teacher in teachers_of(recipe):
         if not isinstance(teacher, SelfTeacherConfig):
@@ -94,15 +114,18 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    asked = any(_asks_teacher(loss) for loss in recipe.losses) or recipe.rollout.rest == "teacher"
+    asked = (
+        any(_asks_teacher(loss) for loss in recipe.losses)
+        or recipe.rollout.off_policy_source == "teacher"
+    )
     if recipe.teacher is not None and not asked:
         yield "teacher: no loss asks it anything; remove the section, or add a divergence"
     yield from _suite_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
-    if recipe.train.warmup >= recipe.train.steps:
-        yield "train.warmup must be smaller than train.steps"
+    if recipe.train.warmup_steps >= recipe.train.steps:
+        yield "train.warmup_steps must be smaller than train.steps"
 
 
 def _suite_problems(recipe: Recipe) -> Iterator[str]:
@@ -118,13 +141,14 @@ def _suite_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
-    shares = recipe.rollout.student_share
+    shares = recipe.rollout.student_fraction
     least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
     if recipe.tasks.is_environment:
-        if least < 1 and recipe.rollout.rest == "teacher":
+        if least < 1 and recipe.rollout.off_policy_source == "teacher":
             yield (
-                "rollout.rest = 'teacher': a teacher does not play episodes. Use rest = 'dataset' "
-                "for the environment's own demonstrations, or student_share = 1"
+                "rollout.off_policy_source = 'teacher': a teacher does not play episodes. Use "
+                "off_policy_source = 'dataset' "
+                "for the environment's own demonstrations, or student_fraction = 1"
             )
         if recipe.evaluate.forward_kl:
             yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
@@ -146,10 +170,10 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
     if not recipe.tasks.is_recorded:
         return
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
-    if recipe.rollout.student_share != 0 or recipe.rollout.rest != "dataset":
+    if recipe.rollout.student_fraction != 0 or recipe.rollout.off_policy_source != "dataset":
         yield (
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
-            "Set rollout.student_share = 0, with rest = 'dataset'"
+            "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
         )
     if recipe.evaluate.suites:
         yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
@@ -169,9 +193,9 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
     for name in SAMPLING:
         if getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
             yield f"rollout.{name}: nobody samples with {kind}; it is as it was then. Remove it"
-    if tasks.only == "hinted" and not persons_of(recipe):
+    if tasks.select == "hinted" and not persons_of(recipe):
         yield (
-            "tasks.only = 'hinted' goes by a person's hints; add a [reader] of kind = 'person', "
+            "tasks.select = 'hinted' goes by a person's hints; add a [reader] of kind = 'human', "
             "or use only = 'all'"
         )
     alone = f"and {kind} draws them one by one, so that those of a prompt come in different steps"
@@ -194,7 +218,7 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
         if recipe.hints != HintsConfig():
             yield "hints: nobody writes any; add a [reader], or remove the section"
         for index, loss in enumerate(recipe.losses):
-            if loss.on in ("hinted_turns", "other_turns"):
+            if loss.on in ("hinted_turns", "unhinted_turns"):
                 yield f"losses[{index}]: on = {loss.on!r}, but nobody writes hints; add a [reader]"
         return
     if recipe.hints.resamples and not recipe.tasks.is_environment:

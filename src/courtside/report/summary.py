@@ -33,7 +33,7 @@ def summarize_recipe(recipe: Recipe) -> str:
 
 
 def _reader(reader: ReaderConfig) -> str:
-    kinds = [one.kind for one in reader.readers] if reader.kind == "several" else [reader.kind]
+    kinds = [one.kind for one in reader.readers] if reader.kind == "combined" else [reader.kind]
     control = f", control {reader.control.replace('_', ' ')}" if reader.control != "none" else ""
     return " + ".join(kinds) + control
 

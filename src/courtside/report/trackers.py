@@ -50,7 +50,7 @@ def open_trackers(
                 sinks.append(TrackioTracker(folder, project, run_name))
             case _:
                 raise UserError(
-                    f"run.sinks: {name!r} is not known; use 'tensorboard', 'wandb' or 'trackio'"
+                    f"run.trackers: {name!r} is not known; use 'tensorboard', 'wandb' or 'trackio'"
                 )
     return sinks
 
@@ -94,8 +94,8 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise UserError(
-                f"run.sinks: W&B did not start ({error}). Log in with `wandb login`, set "
-                "WANDB_MODE=offline, or remove 'wandb' from run.sinks"
+                f"run.trackers: W&B did not start ({error}). Log in with `wandb login`, set "
+                "WANDB_MODE=offline, or remove 'wandb' from run.trackers"
             ) from None
         self._state.save()
 
@@ -166,6 +166,7 @@ def _package(name: str, *, sink: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"run.sinks: {sink!r} needs a package that is missing ({error.name}). Install it with "
-            f"pip install 'courtside[tracking]', or remove {sink!r} from run.sinks"
+            f"run.trackers: {sink!r} needs a package that is missing ({error.name}). Install it "
+            "with "
+            f"pip install 'courtside[tracking]', or remove {sink!r} from run.trackers"
         ) from None

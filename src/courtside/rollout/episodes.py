@@ -109,7 +109,7 @@ class EpisodeRollout:
                 begin=self.begin,
             )
             for index in sorted(own)
-            for sample in range(self.config.samples)
+            for sample in range(self.config.samples_per_prompt)
         ]
         trajectories = self.play(starts, self.sampling, version=step)
         if self.config.corrections:

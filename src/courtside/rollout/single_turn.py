@@ -44,12 +44,12 @@ class SingleTurnRollout:
         slots = [
             (index, task, sample)
             for index, task in enumerate(tasks)
-            for sample in range(self.config.samples)
+            for sample in range(self.config.samples_per_prompt)
         ]
         mine = [slot for slot in slots if slot[0] in own]
         rest = [(i, task) for i, task in enumerate(tasks) if i not in own]
         trajectories = self._student(mine, step)
-        if rest and self.config.rest == "dataset":
+        if rest and self.config.off_policy_source == "dataset":
             for index, task in rest:
                 trajectories += self._from_data(task, f"{step:06d}-{index:03d}")
         elif rest:
@@ -100,8 +100,10 @@ class SingleTurnRollout:
     def _from_data(self, task: Task, id: str) -> list[Trajectory]:
         if task.completion is None:
             raise TaskError(
-                f"task {task.id}: rollout.student_share < 1 with rest = 'dataset' needs a "
-                "`completion` on every task, and this one has none. Add it, or use rest = 'teacher'"
+                f"task {task.id}: rollout.student_fraction < 1 with off_policy_source = "
+                "'dataset' needs a "
+                "`completion` on every task, and this one has none. Add it, or use "
+                "off_policy_source = 'teacher'"
             )
         texts: list[tuple[str, Literal["better", "worse"] | None]] = [(task.completion, None)]
         if self.pairs and task.rejected is not None:

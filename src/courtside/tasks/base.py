@@ -34,8 +34,8 @@ def add_system_message(task: Task, text: str | None) -> Task:
         return task
     if any(message.role == "system" for message in task.messages):
         raise TaskError(
-            f"tasks.system is set, but task {task.id} already has a system message. "
-            "Remove tasks.system, or the system messages from the tasks"
+            f"tasks.system_prompt is set, but task {task.id} already has a system message. "
+            "Remove tasks.system_prompt, or the system messages from the tasks"
         )
     return replace(task, messages=(Message(role="system", content=text), *task.messages))
 

@@ -148,7 +148,9 @@ def instruction_space(config: InstructionTasks) -> TaskSpace:
 
     def task(index: int) -> Task:
         request, check = divmod(index, len(checks))
-        return instruction_task(REQUESTS[request], checks[check], stated=config.stated)
+        return instruction_task(
+            REQUESTS[request], checks[check], stated=config.instruction_in_prompt
+        )
 
     return TaskSpace(
         name=f"tasks.checks = {list(checks)}",

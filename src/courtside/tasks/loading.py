@@ -53,8 +53,8 @@ def make_task_source(
     hinted: Collection[str] = frozenset(),
 ) -> TaskSource:
     """The tasks of a recipe. With `room`, prompts that do not fit are refused or left out, as
-    `tasks.overlong` says, before anything runs. `environment` is the recipe's world, where it is
-    made already (`make_environment`). `hinted` are the ids that a person's hints name."""
+    `tasks.overlong_prompts` says, before anything runs. `environment` is the recipe's world, where
+    it is made already (`make_environment`). `hinted` are the ids that a person's hints name."""
     match config:
         case ArithmeticTasks():
             return _generated(arithmetic_space(config), config, seed, room)
@@ -83,12 +83,12 @@ def _generated(
     space: TaskSpace, config: TasksConfig, seed: int, room: PromptLimit | None
 ) -> TaskSource:
     def task(index: int) -> Task:
-        return add_system_message(space.task(index), config.system)
+        return add_system_message(space.task(index), config.system_prompt)
 
     def fits(made: Task) -> bool:
         if room is None or room.length(made) <= room.max_tokens:
             return True
-        if config.overlong == "error":
+        if config.overlong_prompts == "error":
             raise _too_long(made, room, space.name)
         return False
 
@@ -98,10 +98,10 @@ def _generated(
 def _finite(
     tasks: tuple[Task, ...], name: str, config: TasksConfig, seed: int, room: PromptLimit | None
 ) -> TaskSource:
-    prompted = [add_system_message(task, config.system) for task in tasks]
+    prompted = [add_system_message(task, config.system_prompt) for task in tasks]
     fitting = [t for t in prompted if room is None or room.length(t) <= room.max_tokens]
     num_dropped = len(prompted) - len(fitting)
-    if num_dropped and room is not None and (config.overlong == "error" or not fitting):
+    if num_dropped and room is not None and (config.overlong_prompts == "error" or not fitting):
         raise _too_long(next(t for t in prompted if t not in fitting), room, name)
     source = FiniteSource(fitting, name=name, seed=seed, limit=config.limit)
     source.num_dropped = num_dropped
@@ -113,7 +113,8 @@ def _too_long(task: Task, room: PromptLimit, name: str) -> TaskError:
     return TaskError(
         f"{name}: the prompt {start!r}… (task {task.id}) has {room.length(task)} tokens, with what "
         "its completion has beyond rollout.max_new_tokens; with max_new_tokens the model's context "
-        f"leaves {room.max_tokens}. Shorten it or max_new_tokens, or set tasks.overlong = 'drop' "
+        f"leaves {room.max_tokens}. Shorten it or max_new_tokens, or set tasks.overlong_prompts "
+        "= 'drop' "
         "to leave such prompts out and count them"
     )
 

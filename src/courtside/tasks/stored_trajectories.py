@@ -66,14 +66,15 @@ def make_replay_source(
     name, of trajectories or of recorded conversations."""
     folder = _folder(config.path)
     stored = _outlines(folder, config.steps)
-    if config.only == "hinted":
+    if config.select == "hinted":
         stored = _with_hints(stored, hinted, config.path)
     fitting = [one for one in stored if max_tokens is None or one.num_tokens <= max_tokens]
-    if len(fitting) < len(stored) and (config.overlong == "error" or not fitting):
+    if len(fitting) < len(stored) and (config.overlong_prompts == "error" or not fitting):
         longest = max(stored, key=lambda one: one.num_tokens)
         raise TaskError(
             f"tasks.path = {str(config.path)!r}: trajectory {longest.trajectory.id} has "
-            f"{longest.num_tokens} tokens and the model takes {max_tokens}. Set tasks.overlong = "
+            f"{longest.num_tokens} tokens and the model takes {max_tokens}. Set "
+            "tasks.overlong_prompts = "
             "'drop' to leave such trajectories out and count them; nothing is cut silently"
         )
     source = ReplaySource(fitting, folder, seed=seed, limit=config.limit)
@@ -116,7 +117,7 @@ def _with_hints(stored: Sequence[Outline], hinted: Collection[str], path: Path) 
     chosen = [one for one in stored if names & {one.trajectory.id, hinted_id(one.trajectory)}]
     if not chosen:
         raise TaskError(
-            f"tasks.only = 'hinted': the hints name {len(names)} trajectories, and none of the "
+            f"tasks.select = 'hinted': the hints name {len(names)} trajectories, and none of the "
             f"{len(stored)} of {path}. Write a hint for one of them (`trajectory` is its id), or "
             "use only = 'all'"
         )

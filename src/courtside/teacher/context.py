@@ -46,7 +46,7 @@ def task_context(config: Context, task: Task) -> str | None:
 def privileged_messages(config: Context | None, task: Task, text: str | None) -> Sequence[Message]:
     if config is None or text is None:
         return task.messages
-    place: Literal["system", "user"] = "system" if config.kind == "system" else config.place
+    place: Literal["system", "user"] = "system" if config.kind == "system" else config.position
     return insert_context(task.messages, text, place)
 
 

@@ -187,7 +187,7 @@ class HintScorer:
                     trajectory,
                     hint,
                     self.turns,
-                    place=self.settings.place,
+                    place=self.settings.position,
                     role=self.settings.role or "user",
                     max_tokens=self.context_length,
                 )
@@ -297,7 +297,7 @@ class HintScorer:
             shift, share = float(fall_T.sum()), passed.get((trajectory.id, turn))
             least = self.settings.min_shift
             why = "shift" if least is not None and shift < least else None
-            if share is not None and share < self.settings.min_passed:
+            if share is not None and share < self.settings.min_pass_rate:
                 why = why or "not_passed"
             hint_outcomes.append(
                 HintOutcome(

@@ -187,7 +187,7 @@ class Teacher:
         raise TaskError(
             f"task {trajectory.task.id}: with its privileged context the sequence has {length} "
             f"tokens and {self.name} takes {self.context_length}. Shorten the context, or set "
-            "tasks.overlong = 'drop' to leave such trajectories out and count them"
+            "tasks.overlong_prompts = 'drop' to leave such trajectories out and count them"
         )
 
 

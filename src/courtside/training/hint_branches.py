@@ -42,8 +42,8 @@ def reason_to_score_before_update(recipe: Recipe, model: Any, problem: str | Non
         return "hints.resamples tries them first"
     if hints.cumulative:
         return "hints.cumulative changes what later turns read"
-    if hints.place == "system":
-        return "hints.place = 'system' changes the trajectory from its beginning"
+    if hints.position == "system":
+        return "hints.position = 'system' changes the trajectory from its beginning"
     if model.is_gradient_checkpointing:  # asked for, or chosen
         return "student.gradient_checkpointing keeps no keys and values"
     if uses_dropout(model):

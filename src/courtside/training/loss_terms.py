@@ -47,7 +47,7 @@ def make_loss_terms(
         on = [s for s in scored if s.trajectory.id in masks]
         weight = {id: tuple(map(float, mask)) for id, mask in masks.items()}
         denominator = sum(sum(mask) for mask in masks.values())
-        if loss.normalise == "turn":
+        if loss.normalize == "turn":
             weight, denominator = _by_turn(on, masks)
         result.append(
             LossTerm(
@@ -74,7 +74,7 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     if loss.kind == "policy_gradient" and trajectory.source == "dataset":
         return none  # nobody drew it, so there is no probability that it was drawn with
     where = all_
-    if loss.on in ("hinted_turns", "other_turns"):
+    if loss.on in ("hinted_turns", "unhinted_turns"):
         hinted = {j.hint.turn for j in scored.hints if j.dropped is None}
         where = tuple((t in hinted) == (loss.on == "hinted_turns") for t in trajectory.turn_of)
     if loss.kind == "divergence" and loss.against == "reference":

@@ -23,7 +23,7 @@ def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
     ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.train.betas}
-    if recipe.train.moments == "host":
+    if recipe.train.optimizer_offload:
         return OffloadedAdamW(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
@@ -31,12 +31,12 @@ def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
 def learning_rate_at(step: int, recipe: Recipe) -> float:
     """Linear warm-up, then constant, linear or cosine to zero behind the last step."""
     train = recipe.train
-    if step < train.warmup:
-        return recipe.learning_rate * (step + 1) / train.warmup
-    done = (step - train.warmup) / max(1, train.steps - train.warmup)
+    if step < train.warmup_steps:
+        return recipe.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     factor = {
         "constant": 1.0,
         "linear": 1.0 - done,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[train.schedule]
+    }[train.lr_schedule]
     return recipe.learning_rate * factor

@@ -55,7 +55,9 @@ class Student:
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained(), recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
-        self.chunk = recipe.train.chunk_tokens or default_chunk_size(vocab_size, weights.device)
+        self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
+            vocab_size, weights.device
+        )
         self._heads: Heads | None = None
         """Rounded once a step, where rounding takes long: on a CPU."""
 
@@ -241,8 +243,8 @@ class Student:
             end = start + sum(counts[s.trajectory.id] for s in group)
             rows = make_token_batch(group, parts, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
-                rows, self.head, parts, chunk=self.recipe.train.chunk_tokens, metrics=metrics,
-                heads=self._heads,
+                rows, self.head, parts, chunk=self.recipe.train.logits_chunk_tokens,
+                metrics=metrics, heads=self._heads,
             )  # fmt: skip
             gradients.append(gradient_ND)
             logps.append(logp_N)
@@ -318,7 +320,7 @@ class Student:
 
     def _clip(self, step: int, metrics: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
-            self.weights.trained().values(), self.recipe.train.clip_norm
+            self.weights.trained().values(), self.recipe.train.max_grad_norm
         )
         metrics.mean("grad_norm", norm)  # so that it is read with the rest
         bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]

@@ -106,7 +106,9 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     head = model.get_output_embeddings()
-    targets: Any = lora.targets if lora.targets == "all-linear" else list(lora.targets)
+    targets: Any = (
+        lora.target_modules if lora.target_modules == "all-linear" else list(lora.target_modules)
+    )
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -120,7 +122,8 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
             adapted = silence_tied_weight_warnings(get_peft_model, model, settings)
         except ValueError as error:
             raise ModelError(
-                f"student.lora.targets = {lora.targets!r}: {error}. Use 'all-linear', or names of "
+                f"student.lora.target_modules = {lora.target_modules!r}: {error}. Use "
+                "'all-linear', or names of "
                 "linear layers of this model"
             ) from error
     if lora.dropout and model.get_output_embeddings() is not head:

@@ -69,7 +69,7 @@ class HintsEditor:
                 f"{self.limits.max_chars:,} (reader.max_chars). Shorten it"
             )
         old = self.read().get((trajectory, turn))
-        hint = Hint(trajectory=trajectory, turn=turn, text=line, source="person")
+        hint = Hint(trajectory=trajectory, turn=turn, text=line, source="human")
         if old is not None:
             hint = replace(hint, reason=old.reason)
         if hint != old:

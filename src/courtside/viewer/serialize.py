@@ -20,7 +20,7 @@ ASKED_CHARS = 200
 
 WHY_DROPPED = {
     "shift": "it moves the turn by less than hints.min_shift",
-    "not_passed": "too few replies under it pass (hints.min_passed)",
+    "not_passed": "too few replies under it pass (hints.min_pass_rate)",
     "merge": "the tokenizer would merge characters across its edges",
     "too_long": "it does not fit the context",
     "no_assistant_turn": "there is no assistant turn to stand above",

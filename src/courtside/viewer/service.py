@@ -31,11 +31,11 @@ class Refused(Exception):
 def recipe_lines(folder: RunFolder, hints: Path) -> str:
     """What a recipe says to train on the run's trajectories under the hints of this file; for
     recorded conversations, whose hints hold wherever they come up, to have it read."""
-    reader = {"reader": {"kind": "person", "path": str(hints)}}
+    reader = {"reader": {"kind": "human", "path": str(hints)}}
     if folder.recipe().tasks.kind == "conversations":
         return toml.dumps(reader)
-    tasks = {"kind": "trajectories", "path": str(folder.path), "only": "hinted"}
-    return toml.dumps({"tasks": tasks, "rollout": {"student_share": 0.0}, **reader})
+    tasks = {"kind": "trajectories", "path": str(folder.path), "select": "hinted"}
+    return toml.dumps({"tasks": tasks, "rollout": {"student_fraction": 0.0}, **reader})
 
 
 class RunService:

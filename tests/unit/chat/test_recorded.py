@@ -108,8 +108,8 @@ def test_the_turns_are_the_whole_conversation(family: str) -> None:
 
 
 def test_a_recorded_turn_can_be_hinted() -> None:
-    hint = Hint(trajectory="r", turn=3, text="Be brief.", source="person")
-    twig = splice_hint(read(TALK), hint, TURNS, place="above", role="user", max_tokens=99)
+    hint = Hint(trajectory="r", turn=3, text="Be brief.", source="human")
+    twig = splice_hint(read(TALK), hint, TURNS, place="before_turn", role="user", max_tokens=99)
     assert TURNS.renderer.text(twig.token_ids).endswith("Be brief.\nassistant\nIt is 4.")
 
 

@@ -48,9 +48,9 @@ def test_it_says_where_it_is_and_how_the_hints_are_used(opened: list[str]) -> No
     assert "Hints: runs/first/hints.jsonl." in done.stdout
     lines = tomllib.loads(done.stdout.split("In a recipe:")[1])
     assert lines == {
-        "tasks": {"kind": "trajectories", "path": "runs/first", "only": "hinted"},
-        "rollout": {"student_share": 0.0},
-        "reader": {"kind": "person", "path": "runs/first/hints.jsonl"},
+        "tasks": {"kind": "trajectories", "path": "runs/first", "select": "hinted"},
+        "rollout": {"student_fraction": 0.0},
+        "reader": {"kind": "human", "path": "runs/first/hints.jsonl"},
     }
     assert opened == [url]
     assert "Whoever can reach" not in done.stdout

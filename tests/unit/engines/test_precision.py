@@ -200,7 +200,12 @@ def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
             tiny_folder,
             tiny_teacher_folder,
             losses=losses,
-            train={"steps": 5, "prompts": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+            train={
+                "steps": 5,
+                "prompts_per_step": 2,
+                "learning_rate": 1e-3,
+                "micro_batch_tokens": 64,
+            },
         )
     )
     teacher = parts.teacher.teacher

@@ -91,7 +91,7 @@ RULES = tuple(
             {"pattern": "(?P<what>w|E)", "hint": "{match}{what}", "within": within}
             for within in ("turn", "reply")
         ],
-        "answer_without_lookup": [{"needs": "need"}, {"pattern": "a"}],
+        "answer_without_lookup": [{"lookup_field": "need"}, {"pattern": "a"}],
     }.get(name, [{}])
 )
 CONTROLS = st.sampled_from(["none", "random_turn", "random_hint", "all_turns"])
@@ -118,7 +118,7 @@ def check(reading: ReaderOutput, batch: Sequence[Trajectory], max_hints: int, co
 @given(a_batch(), CONTROLS, st.integers(1, 4), st.floats(0, 1))
 def test_rules(batch: list[Trajectory], control: Any, max_hints: int, noise: float) -> None:
     config = RuleReaderConfig(
-        kind="rules", rules=RULES, control=control, max_hints=max_hints, false_positives=noise
+        kind="rules", rules=RULES, control=control, max_hints=max_hints, false_positive_rate=noise
     )
     read = make_reader(config, seed=1)
     check(read(batch), batch, max_hints, control)
@@ -183,7 +183,7 @@ def test_both(batch: list[Trajectory], said: list[str], control: Any) -> None:
         ModelReaderConfig(kind="model"),
         RuleReaderConfig(kind="rules", rules=RULES, max_hints=2),
     )
-    config = CombinedReaderConfig(kind="several", readers=members, control=control, max_hints=3)
+    config = CombinedReaderConfig(kind="combined", readers=members, control=control, max_hints=3)
     reading = make_reader(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
     check(reading, batch, 3, control)
 
@@ -191,7 +191,9 @@ def test_both(batch: list[Trajectory], said: list[str], control: Any) -> None:
 @settings(max_examples=30, deadline=None)
 @given(a_batch(), st.integers(1000, 3000), st.integers(0, 500), st.integers(100, 400))
 def test_windows(batch: list[Trajectory], window: int, overlap: int, shown: int) -> None:
-    config = ModelReaderConfig(kind="model", window=window, overlap=overlap, shown=shown)
+    config = ModelReaderConfig(
+        kind="model", window_chars=window, overlap_chars=overlap, max_message_chars=shown
+    )
     for trajectory in batch:
         found = make_windows(trajectory, config)
         hintable = {i for i, t in enumerate(trajectory.turns)

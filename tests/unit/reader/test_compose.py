@@ -93,18 +93,18 @@ def test_several_kinds_in_one_section(tmp_path: Path) -> None:
     write_hint(path, hint("t", 1, "Mine."))
     write_hint(path, hint("t", 3, "Mine too."))
     rules = RuleReaderConfig(kind="rules", rules=(Rule(detect="tool_not_found", hint="Theirs."),))
-    person = HumanReaderConfig(kind="person", path=path)
+    person = HumanReaderConfig(kind="human", path=path)
     bad = said("weather", not_found())
     trajectory = play(bad, OK, "b", OK, bad)
-    config = CombinedReaderConfig(kind="several", readers=(person, rules))
+    config = CombinedReaderConfig(kind="combined", readers=(person, rules))
     reading = make_reader(config, seed=0)([trajectory])
     assert [(h.turn, h.text, h.source) for h in reading.hints] == [
-        (1, "Mine.", "person"),
-        (3, "Mine too.", "person"),
+        (1, "Mine.", "human"),
+        (3, "Mine too.", "human"),
         (5, "Theirs.", "rules:tool_not_found"),
     ]
     assert reading.counts == {
-        "person/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "kept": 3,
+        "human/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "kept": 3,
     }  # fmt: skip
     tight = config.model_copy(update={"max_hints": 2})
     assert [h.turn for h in make_reader(tight, seed=0)([trajectory]).hints] == [1, 3]

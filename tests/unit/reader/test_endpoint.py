@@ -95,7 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
-    endpoint = EndpointConfig(url=server.url, model="judge", **fields)
+    endpoint = EndpointConfig(base_url=server.url, model="judge", **fields)
     config = ModelReaderConfig(kind="model", endpoint=endpoint, max_new_tokens=99)
     return OpenAIClient(config, first_wait=first_wait)
 
@@ -105,7 +105,9 @@ def prompt(text: str) -> tuple[Message, ...]:
 
 
 def test_what_is_sent_and_what_comes_back(server: Server) -> None:
-    ask = asking(server, api_key_env="READER_KEY", body={"seed": 4, "extra": {"thinking": False}})
+    ask = asking(
+        server, api_key_env="READER_KEY", extra_body={"seed": 4, "extra": {"thinking": False}}
+    )
     server.answer = lambda n, body: completion(body["messages"][1]["content"].upper())
     replies = ask([prompt("a"), prompt("ü\u2028<|x|>"), prompt("c")])
     assert [reply.text for reply in replies] == ["A", "Ü\u2028<|X|>", "C"], "in order"
@@ -122,7 +124,7 @@ def test_what_is_sent_and_what_comes_back(server: Server) -> None:
 
 
 def test_no_key_is_sent_where_none_is_named(server: Server) -> None:
-    asking(server, body={"max_completion_tokens": 5})([prompt("a")])
+    asking(server, extra_body={"max_completion_tokens": 5})([prompt("a")])
     assert "Authorization" not in server.headers[0]
     assert "max_tokens" not in server.bodies[0] and server.bodies[0]["max_completion_tokens"] == 5
 
@@ -151,10 +153,10 @@ def test_waits_grow_and_the_server_may_say_how_long(server: Server) -> None:
 def test_a_server_that_stays_broken(server: Server) -> None:
     server.answer = lambda n, body: (500, {}, f"boom {KEY}".encode())
     with pytest.raises(RunError) as caught:
-        asking(server, retries=2, api_key_env="READER_KEY")([prompt("a")])
+        asking(server, max_retries=2, api_key_env="READER_KEY")([prompt("a")])
     said = str(caught.value)
     assert "no answer after 3 tries (status 500: boom ***)" in said and KEY not in said
-    assert f"reader.endpoint.url = '{server.url}'" in said and "last checkpoint" in said
+    assert f"reader.endpoint.base_url = '{server.url}'" in said and "last checkpoint" in said
     assert len(server.bodies) == 3
 
 
@@ -180,11 +182,11 @@ def test_a_timeout_is_a_try(server: Server) -> None:
     assert asking(server, timeout=0.15)([prompt("a")])[0].text == "done"
     server.answer = lambda n, body: (time.sleep(0.4), completion("late"))[1]
     with pytest.raises(RunError, match=r"after 2 tries \(ReadTimeout"):
-        asking(server, timeout=0.1, retries=1)([prompt("a")])
+        asking(server, timeout=0.1, max_retries=1)([prompt("a")])
 
 
 def test_nobody_there(server: Server) -> None:
-    ask = asking(server, retries=1)
+    ask = asking(server, max_retries=1)
     server.close()
     with pytest.raises(RunError, match=r"after 2 tries \(ConnectError.*Check that the server runs"):
         ask([prompt("a")])
@@ -193,7 +195,7 @@ def test_nobody_there(server: Server) -> None:
 @pytest.mark.parametrize(
     ("status", "fix"),
     [(401, "api_key_env"), (403, "api_key_env"), (404, "ends in the version"), (301, "Check"),
-     (422, "reader.window")],
+     (422, "reader.window_chars")],
 )  # fmt: skip
 def test_a_refusal_is_not_tried_again(server: Server, status: int, fix: str) -> None:
     server.answer = lambda n, body: (status, {"Location": "/elsewhere"}, f"key {KEY}".encode())
@@ -221,7 +223,7 @@ def test_an_empty_reply_is_a_reply(server: Server, text: Any) -> None:
 
 def test_no_more_requests_at_once_than_asked_for(server: Server) -> None:
     server.answer = lambda n, body: (time.sleep(0.02), completion("x"))[1]
-    asking(server, concurrency=3)([prompt(str(n)) for n in range(12)])
+    asking(server, max_concurrency=3)([prompt(str(n)) for n in range(12)])
     assert server.most_under_way == 3 and len(server.bodies) == 12
 
 
@@ -239,7 +241,9 @@ def test_a_key_that_is_not_there(
 def test_the_whole_reader_over_http(server: Server) -> None:
     replies = ['```json\n[{"turn": 1, "hint": "Look it up."}]\n```', "no idea"]
     server.answer = lambda n, body: completion(replies["second" in body["messages"][1]["content"]])
-    config = ModelReaderConfig(kind="model", endpoint=EndpointConfig(url=server.url, model="judge"))
+    config = ModelReaderConfig(
+        kind="model", endpoint=EndpointConfig(base_url=server.url, model="judge")
+    )
     trajectories = [play("guess", id="x"), play("second", id="y")]
     reading = make_reader(config, seed=0)(trajectories)
     assert [(h.trajectory, h.turn, h.text) for h in reading.hints] == [("x", 1, "Look it up.")]

@@ -203,7 +203,7 @@ def test_numbers_are_indices_into_the_turns() -> None:
         {"turn": 3, "by": "assistant", "text": "b"},
     ]
     assert "are numbered 1, 3;" in prompt
-    [prompt] = prompts(trajectory, outcome=False)
+    [prompt] = prompts(trajectory, show_outcome=False)
     assert "no_call" not in prompt and "failed" not in prompt
 
 
@@ -214,7 +214,7 @@ def test_the_answer_and_privileged_texts_are_not_shown() -> None:
 
 def test_long_texts_are_cut_visibly() -> None:
     text = "begin " + "x" * 5000 + " end"
-    rows = shown(prompts(play("a", tool(text), "b"), shown=300)[0])
+    rows = shown(prompts(play("a", tool(text), "b"), max_message_chars=300)[0])
     row = next(row for row in rows if row["turn"] == 2)
     assert row["text"].startswith("begin ") and row["text_goes_on"].endswith(" end")
     assert len(row["text"]) + len(row["text_goes_on"]) == 300
@@ -223,7 +223,7 @@ def test_long_texts_are_cut_visibly() -> None:
 
 def test_advice_is_part_of_the_instructions() -> None:
     reader = ModelReader(
-        ModelReaderConfig(kind="model", advice="Mind the units."), Model(lambda _: "[]")
+        ModelReaderConfig(kind="model", extra_instructions="Mind the units."), Model(lambda _: "[]")
     )
     system, user = reader.prompt(make_windows(THREE, reader.config)[0])
     assert system.role == "system" and system.content.endswith("Mind the units.")
@@ -236,7 +236,7 @@ LONG = play(*[part for n in range(150) for part in (f"turn {n} " + "a" * 90, too
 
 @pytest.mark.parametrize(("window", "overlap"), [(2000, 0), (2000, 500), (1000, 500), (10**6, 0)])
 def test_windows_cover_every_turn(window: int, overlap: int) -> None:
-    config = ModelReaderConfig(kind="model", window=window, overlap=overlap)
+    config = ModelReaderConfig(kind="model", window_chars=window, overlap_chars=overlap)
     found = make_windows(LONG, config)
     assert {turn for one in found for turn in one.turns} == set(range(1, 300, 2))
     for one in found:
@@ -257,7 +257,7 @@ def test_hints_from_several_windows() -> None:
         return answer(entry(int(turns.split(", ")[0])))
 
     model = Model(first_turn)
-    config = ModelReaderConfig(kind="model", window=2000, overlap=500, max_hints=100)
+    config = ModelReaderConfig(kind="model", window_chars=2000, overlap_chars=500, max_hints=100)
     reading = make_reader(config, ask_self=lambda _: model, seed=0)([LONG])
     assert len(model.asked) == reading.counts["model/windows"] > 10
     assert balanced(reading.counts)
@@ -266,7 +266,7 @@ def test_hints_from_several_windows() -> None:
 
 def test_a_turn_that_was_not_in_the_window() -> None:
     model = Model(lambda _: answer(entry(299)))
-    config = ModelReaderConfig(kind="model", window=2000, overlap=0, max_hints=100)
+    config = ModelReaderConfig(kind="model", window_chars=2000, overlap_chars=0, max_hints=100)
     reading = ModelReader(config, model)([LONG])
     assert [h.turn for h in reading.hints] == [299]
     assert reading.counts["dropped/not_shown"] == len(model.asked) - 1

@@ -22,7 +22,7 @@ TWO = [play("a", id="x"), play("b", id="y")]
 
 
 def reader(path: Path, **fields: int) -> Reader:
-    return make_reader(HumanReaderConfig(kind="person", path=path, **fields), seed=0)
+    return make_reader(HumanReaderConfig(kind="human", path=path, **fields), seed=0)
 
 
 def read(path: Path, **fields: int) -> ReaderOutput:
@@ -32,7 +32,7 @@ def read(path: Path, **fields: int) -> ReaderOutput:
 
 
 def hint(trajectory: str, turn: int, text: str, reason: str = "") -> Hint:
-    return Hint(trajectory=trajectory, turn=turn, text=text, source="person", reason=reason)
+    return Hint(trajectory=trajectory, turn=turn, text=text, source="human", reason=reason)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
     for one in hints:
         write_hint(path, one)
-    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"person/proposed": 2, "kept": 2})
+    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"human/proposed": 2, "kept": 2})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {
         "trajectory": "x", "turn": 1, "text": "Read the list.", "reason": "calls by habit",
@@ -55,7 +55,7 @@ def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
     reading = read(path)
     assert [h.text for h in reading.hints] == ["d"]
     assert reading.counts == {
-        "person/proposed": 4, "dropped/no_such_trajectory": 1, "dropped/not_assistant": 1,
+        "human/proposed": 4, "dropped/no_such_trajectory": 1, "dropped/not_assistant": 1,
         "dropped/no_such_turn": 1, "kept": 1,
     }  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> Non
         hint("0-2", 1, "first"), hint("0-3", 1, "first"), hint("0-4", 1, "own id"),
     )  # fmt: skip
     assert reading.counts == {
-        "person/proposed": 4, "dropped/no_such_trajectory": 1, "kept": 3,
+        "human/proposed": 4, "dropped/no_such_trajectory": 1, "kept": 3,
     }  # fmt: skip
     # In the next step it has another id, and the same hint.
     later = reader(path)([recorded("1-0", "talk-1")])
@@ -106,7 +106,7 @@ def test_the_later_of_two_names_for_one_turn_is_used(tmp_path: Path) -> None:
 def test_long_hints_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     write_hint(path, hint("x", 1, "x" * 21))
-    assert read(path, max_chars=20).counts == {"person/proposed": 1, "dropped/long_hint": 1}
+    assert read(path, max_chars=20).counts == {"human/proposed": 1, "dropped/long_hint": 1}
 
 
 def test_texts_become_one_line(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_the_file_is_followed_while_a_run_goes_on(tmp_path: Path) -> None:
         file.write('{"trajectory": "y", "tur')  # somebody is writing
     reading = follow(TWO)
     assert [h.text for h in reading.hints] == ["now"]
-    assert reading.counts["person/unfinished_line"] == 1
+    assert reading.counts["human/unfinished_line"] == 1
     with path.open("a") as file:
         file.write("\n")
     with pytest.raises(RunError, match=r"hints.jsonl:2: not valid JSON.*start the same command"):

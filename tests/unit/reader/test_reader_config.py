@@ -55,11 +55,11 @@ def rule(**fields: Any) -> dict[str, Any]:
         (rule(detect="tool_error", pattern="x"), "use detect = 'pattern'"),
         (rule(detect="tool_error", within="reply"), "within belongs to detect = 'pattern'"),
         (rule(detect="tool_error", max_tokens=3), "max_tokens belongs to detect = 'over_length'"),
-        (rule(detect="tool_error", needs="x"), "needs belongs to detect"),
+        (rule(detect="tool_error", lookup_field="x"), "lookup_field belongs to detect"),
         (rule(detect="event", hint="x"), "event names the kind"),
         (rule(detect="no_call", event="x"), "event names the kind"),
         (rule(detect="answer_without_lookup"), "must know which tasks need a lookup"),
-        (rule(detect="answer_without_lookup", needs="x", pattern="y"), "and not both"),
+        (rule(detect="answer_without_lookup", lookup_field="x", pattern="y"), "and not both"),
         (rule(detect="over_length", hint="{tool}"), "not know {tool}; it has {turn}, {tokens}"),
         (rule(detect="tool_error", hint="{match}"), "does not know {match}"),
         (rule(detect="tool_error", hint="{"), "write a brace that is meant as one twice"),
@@ -70,14 +70,15 @@ def rule(**fields: Any) -> dict[str, Any]:
         (rule(detect="tool_error", hint="{tool:>9}"), "a slot is a plain name"),
         ({"kind": "rules", "rules": []}, "at least 1"),
         ({"kind": "rules", "error_pattern": "["}, "is no regular expression"),
-        ({**rule(detect="tool_error"), "false_positives": 0.1}, "add a rule whose hint uses"),
+        ({**rule(detect="tool_error"), "false_positive_rate": 0.1}, "add a rule whose hint uses"),
         ({"kind": "rules", "min_confidence": 0.5}, "Extra inputs"),
-        ({"kind": "model", "window": 2000, "overlap": 1500}, "at most half of window"),
+        ({"kind": "model", "window_chars": 2000, "overlap_chars": 1500},
+         "at most half of window_chars"),
         ({"kind": "model", "min_confidence": 1.5}, "less than or equal to 1"),
-        ({"kind": "person"}, "Field required"),
-        ({"kind": "several", "readers": [{"kind": "rules"}]}, "at least 2"),
+        ({"kind": "human"}, "Field required"),
+        ({"kind": "combined", "readers": [{"kind": "rules"}]}, "at least 2"),
         (
-            {"kind": "several", "readers": [{"kind": "rules"}, {"kind": "model",
+            {"kind": "combined", "readers": [{"kind": "rules"}, {"kind": "model",
              "control": "all_turns"}]},
             "set reader.control, not a member's",
         ),
@@ -95,16 +96,16 @@ def test_a_group_of_the_pattern_is_a_slot() -> None:
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/v1", "http://", "http://x/v1?a=b"])
 def test_addresses(url: str) -> None:
     with pytest.raises(ValidationError, match="must be the address of a server"):
-        EndpointConfig(url=url, model="m")
-    assert EndpointConfig(url="http://x:8000/v1/", model="m").url == "http://x:8000/v1"
+        EndpointConfig(base_url=url, model="m")
+    assert EndpointConfig(base_url="http://x:8000/v1/", model="m").base_url == "http://x:8000/v1"
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("url", "http://me:sekret@x/v1"), ("api_key_env", "sk-sekret-1")]
+    ("field", "value"), [("base_url", "http://me:sekret@x/v1"), ("api_key_env", "sk-sekret-1")]
 )
 def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        EndpointConfig.model_validate({"url": "http://x/v1", "model": "m", field: value})
+        EndpointConfig.model_validate({"base_url": "http://x/v1", "model": "m", field: value})
     [error] = caught.value.errors()
     assert error["type"] == "value_error", "recipe_problems repeats the input of other types"
     assert "sekret" not in error["msg"]
@@ -115,16 +116,16 @@ def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str)
 )
 def test_a_body_leaves_the_readers_fields_alone(name: str, words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        EndpointConfig(url="http://x/v1", model="m", body={name: 1})
+        EndpointConfig(base_url="http://x/v1", model="m", extra_body={name: 1})
 
 
 def test_the_resolved_recipe_says_the_words_and_reads_back() -> None:
     trees: list[dict[str, Any]] = [
         {"kind": "rules"},
-        {"kind": "person", "path": "hints.jsonl"},
-        {"kind": "model", "endpoint": {"url": "http://x/v1", "model": "m",
-         "body": {"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}}},
-        {"kind": "several", "readers": [{"kind": "rules"}, {"kind": "model"}]},
+        {"kind": "human", "path": "hints.jsonl"},
+        {"kind": "model", "endpoint": {"base_url": "http://x/v1", "model": "m",
+         "extra_body": {"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}}},
+        {"kind": "combined", "readers": [{"kind": "rules"}, {"kind": "model"}]},
     ]  # fmt: skip
     for tree in trees:
         whole = parsed(tree)
@@ -142,15 +143,17 @@ def test_every_default_hint_is_well_formed() -> None:
 
 
 def test_hints_are_put_somewhere() -> None:
-    assert HintsConfig() == HintsConfig(place="above", role=None, min_shift=None, cumulative=False)
+    assert HintsConfig() == HintsConfig(
+        position="before_turn", role=None, min_shift=None, cumulative=False
+    )
     assert HintsConfig(role="system").role == "system"
-    for place in ("inside", "system"):
+    for place in ("last_message", "system"):
         with pytest.raises(ValidationError, match="remove role"):
-            HintsConfig.model_validate({"place": place, "role": "user"})
+            HintsConfig.model_validate({"position": place, "role": "user"})
 
 
 def test_members_keep_their_own_limits() -> None:
-    several = parsed({"kind": "several", "readers": [{"kind": "rules", "max_hints": 1},
-                      {"kind": "person", "path": "x"}]})  # fmt: skip
+    several = parsed({"kind": "combined", "readers": [{"kind": "rules", "max_hints": 1},
+                      {"kind": "human", "path": "x"}]})  # fmt: skip
     assert isinstance(several, CombinedReaderConfig)
     assert [one.max_hints for one in several.readers] == [1, 8]

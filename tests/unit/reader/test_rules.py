@@ -202,7 +202,7 @@ LOOKUP = {"lookup": "yes"}
     ],
 )
 def test_answer_without_lookup(trajectory: Trajectory, found: list[int]) -> None:
-    assert turns(trajectory, detect="answer_without_lookup", needs="lookup") == found
+    assert turns(trajectory, detect="answer_without_lookup", lookup_field="lookup") == found
 
 
 def test_lookup_by_the_prompt() -> None:
@@ -305,7 +305,7 @@ def test_lines() -> None:
 
 def noisy(share: float, number: int = 200, seed: int = 3) -> ReaderOutput:
     """One reader over many trajectories, each with one mistake and two clean turns."""
-    config = RuleReaderConfig(kind="rules", false_positives=share)
+    config = RuleReaderConfig(kind="rules", false_positive_rate=share)
     batch = [
         play(said("weather", not_found()), SUN, "b", RAIN, "c", id=f"t{i}", privileged=TOOLS)
         for i in range(number)

@@ -25,7 +25,7 @@ EMPTY = b"\n  \n"
 
 
 def hint(trajectory: str, turn: int, text: str) -> Hint:
-    return Hint(trajectory=trajectory, turn=turn, text=text, source="person")
+    return Hint(trajectory=trajectory, turn=turn, text=text, source="human")
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_limits_are_those_of_the_persons_reader(tmp_path: Path) -> None:
     losses = [{"kind": "divergence", "on": "hinted_turns"}]
     tools = {"tasks": {"kind": "toolbox"}, "losses": losses,
              "teacher": {"kind": "self", "weights": "live"}}  # fmt: skip
-    person = {"kind": "person", "path": str(tmp_path / "h"), "max_chars": 5, "max_hints": 3}
-    several = {"kind": "several", "readers": [{"kind": "rules", "max_chars": 9}, person]}
+    person = {"kind": "human", "path": str(tmp_path / "h"), "max_chars": 5, "max_hints": 3}
+    several = {"kind": "combined", "readers": [{"kind": "rules", "max_chars": 9}, person]}
     usual = Limits(max_chars=1000, max_hints=8)
     assert Limits.of(make_recipe()) == usual
     rules = {"kind": "rules", "max_chars": 9}

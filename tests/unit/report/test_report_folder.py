@@ -73,7 +73,7 @@ def test_a_new_folder_has_its_recipe_and_environment(folder, recipe):
 def test_the_same_recipe_goes_on_and_its_run_part_may_change(folder, recipe, batch, update):
     record(folder, 0, batch, update)
     folder.close()
-    changed = recipe(run={"checkpoint_every": 3, "sinks": ["tensorboard"]})
+    changed = recipe(run={"checkpoint_every": 3, "trackers": ["tensorboard"]})
     with RunFolder.open(folder.path, changed) as again:
         assert len(again.metrics()) == 1
         assert again.recipe().run.checkpoint_every == 3

@@ -50,10 +50,10 @@ def test_what_has_no_place_in_toml_is_refused():
     "changes",
     [
         {},
-        {"student": {"model": "m", "keep_layers": [0, 2], "lora": {"targets": ["q", "v"]}}},
+        {"student": {"model": "m", "keep_layers": [0, 2], "lora": {"target_modules": ["q", "v"]}}},
         {
             "rollout": {
-                "student_share": {"start": 1.0, "end": 0.5, "steps": 3},
+                "student_fraction": {"start": 1.0, "end": 0.5, "steps": 3},
                 "stop": ["\n\n", '"'],
             },
             "losses": [{"kind": "divergence"}],

@@ -50,7 +50,9 @@ def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any)
     return EpisodeRollout(
         engine=ENGINE,
         turns=TURNS,
-        config=RolloutConfig(**{"max_new_tokens": 6, "samples": 2, "limits": limits, **options}),
+        config=RolloutConfig(
+            **{"max_new_tokens": 6, "samples_per_prompt": 2, "limits": limits, **options}
+        ),
         begin=begin,
         demonstrate=demonstrate,
         context_length=context_length,
@@ -175,7 +177,7 @@ def test_a_share_is_demonstrated() -> None:
             temperature=1.0, stop="dataset",
         )  # fmt: skip
 
-    played = rollout(student_share=0.5, demonstrate=demonstrate)([TASK, TASK], step=0)
+    played = rollout(student_fraction=0.5, demonstrate=demonstrate)([TASK, TASK], step=0)
     assert sorted(one.source for one in played) == ["dataset", "student", "student"]
     assert len(shown) == 1 and shown[0].endswith("-0")
 
@@ -269,7 +271,9 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
             events=(wrong,) if number != 2 else (),
         )
 
-    played = rollout(lambda task: Count(answer=answer), corrections=True, samples=1)([TASK], step=0)
+    played = rollout(lambda task: Count(answer=answer), corrections=True, samples_per_prompt=1)(
+        [TASK], step=0
+    )
     own, *right = played
     assert [one.id for one in right] == ["000000-000-0+001", "000000-000-0+005"]
     for one, index, text in zip(right, (1, 5), ("say 1", "say 3"), strict=True):

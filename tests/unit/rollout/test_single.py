@@ -79,7 +79,7 @@ def by_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajector
 
 def test_on_policy_every_sample_is_the_students_and_kept_token_by_token() -> None:
     engine = Scribe()
-    trajectories = rollout(engine, samples=3, temperature=0.7)(TASKS, step=5)
+    trajectories = rollout(engine, samples_per_prompt=3, temperature=0.7)(TASKS, step=5)
     assert len(trajectories) == len({t.id for t in trajectories}) == 8 * 3
     assert sorted(t.task.id for t in trajectories) == sorted(task.id for task in TASKS * 3)
     answers = {request.seed: written(request.seed) for request in engine.requests}
@@ -113,21 +113,23 @@ def test_everything_follows_from_seed_and_step() -> None:
 
 
 def test_a_task_that_comes_twice_is_answered_anew() -> None:
-    trajectories = rollout(samples=2)([TASKS[0], TASKS[0], TASKS[0]], step=0)
+    trajectories = rollout(samples_per_prompt=2)([TASKS[0], TASKS[0], TASKS[0]], step=0)
     assert len({t.id for t in trajectories}) == 6
     assert len({t.response for t in trajectories}) == 6
 
 
 def test_grades_are_of_the_text_that_was_written() -> None:
     for share in (0.0, 0.5, 1.0):
-        for t in rollout(student_share=share)(TASKS, step=0):
+        for t in rollout(student_fraction=share)(TASKS, step=0):
             assert t.grade is not None
             assert t.grade.feedback == f"{t.task.id} on {t.response!r}"
 
 
 def test_with_a_model_the_sampler_log_probs_are_those_of_the_tokens() -> None:
     engine = LocalEngine(tiny_model().double(), tiny_tokenizer(), name="tiny")
-    trajectories = rollout(engine, samples=2, max_new_tokens=6, temperature=1.4)(TASKS[:3], step=0)
+    trajectories = rollout(engine, samples_per_prompt=2, max_new_tokens=6, temperature=1.4)(
+        TASKS[:3], step=0
+    )
     for t in trajectories:
         assert t.sampler_logp is not None
         with torch.no_grad():
@@ -150,7 +152,7 @@ def test_with_a_model_the_sampler_log_probs_are_those_of_the_tokens() -> None:
 
 def test_off_policy_every_answer_is_the_data_sets() -> None:
     engine = Scribe()
-    trajectories = rollout(engine, student_share=0.0, samples=4)(TASKS, step=2)
+    trajectories = rollout(engine, student_fraction=0.0, samples_per_prompt=4)(TASKS, step=2)
     assert not engine.requests
     assert [t.task.id for t in trajectories] == [task.id for task in TASKS], "once each"
     for t in trajectories:
@@ -164,7 +166,7 @@ def test_off_policy_every_answer_is_the_data_sets() -> None:
 
 @pytest.mark.parametrize(("share", "own"), [(0.0, 0), (0.25, 2), (0.5, 4), (0.8, 6), (1.0, 8)])
 def test_the_share_counts_prompts(share: float, own: int) -> None:
-    trajectories = rollout(student_share=share, samples=2)(TASKS, step=0)
+    trajectories = rollout(student_fraction=share, samples_per_prompt=2)(TASKS, step=0)
     mine, theirs = by_source(trajectories, "student"), by_source(trajectories, "dataset")
     assert (len(mine), len(theirs)) == (2 * own, 8 - own)
     assert {t.task.id for t in mine}.isdisjoint(t.task.id for t in theirs)
@@ -174,7 +176,7 @@ def test_the_share_counts_prompts(share: float, own: int) -> None:
 
 def test_another_half_is_the_students_in_another_step() -> None:
     def own(step: int, seed: int = 0) -> frozenset[str]:
-        trajectories = rollout(student_share=0.5, seed=seed)(TASKS, step)
+        trajectories = rollout(student_fraction=0.5, seed=seed)(TASKS, step)
         return frozenset(t.task.id for t in by_source(trajectories, "student"))
 
     assert own(3) == own(3)
@@ -183,16 +185,16 @@ def test_another_half_is_the_students_in_another_step() -> None:
 
 
 def test_a_ramp_moves_the_share_step_by_step() -> None:
-    moving = rollout(student_share=Ramp(start=0.0, end=1.0, steps=4), samples=1)
+    moving = rollout(student_fraction=Ramp(start=0.0, end=1.0, steps=4), samples_per_prompt=1)
     counts = [len(by_source(moving(TASKS, step), "student")) for step in (0, 1, 2, 3, 4, 5, 99)]
     assert counts == [0, 2, 4, 6, 8, 8, 8]
-    down = rollout(student_share=Ramp(start=1.0, end=0.5, steps=2), samples=1)
+    down = rollout(student_fraction=Ramp(start=1.0, end=0.5, steps=2), samples_per_prompt=1)
     assert [len(by_source(down(TASKS, step), "student")) for step in (0, 1, 2)] == [8, 6, 4]
 
 
 def test_a_preference_pair_is_two_answers_to_one_task() -> None:
     pairs = [task(n, rejected=f"bad {n}") for n in range(3)]
-    trajectories = rollout(student_share=0.0)(pairs, step=0)
+    trajectories = rollout(student_fraction=0.0)(pairs, step=0)
     assert [(t.task.id, t.preference, t.response) for t in trajectories] == [
         ("t0", "better", "good 0"),
         ("t0", "worse", "bad 0"),
@@ -207,8 +209,8 @@ def test_a_preference_pair_is_two_answers_to_one_task() -> None:
 def test_a_task_without_completion_cannot_be_the_data_sets() -> None:
     tasks = [*TASKS[:3], task(3, completion=None)]
     with pytest.raises(TaskError, match=r"task t3: .* needs a `completion`"):
-        rollout(student_share=0.0)(tasks, step=0)
-    assert len(rollout(student_share=1.0, samples=1)(tasks, step=0)) == 4
+        rollout(student_fraction=0.0)(tasks, step=0)
+    assert len(rollout(student_fraction=1.0, samples_per_prompt=1)(tasks, step=0)) == 4
 
 
 def test_the_teacher_writes_the_rest() -> None:
@@ -222,7 +224,11 @@ def test_the_teacher_writes_the_rest() -> None:
 
     engine = Scribe()
     half = rollout(
-        engine, student_share=0.5, rest="teacher", samples=2, teacher_writes=teacher_writes
+        engine,
+        student_fraction=0.5,
+        off_policy_source="teacher",
+        samples_per_prompt=2,
+        teacher_writes=teacher_writes,
     )
     trajectories = half(TASKS, step=1)
     mine, theirs = by_source(trajectories, "student"), by_source(trajectories, "teacher")
@@ -243,7 +249,7 @@ def test_the_teacher_writes_the_rest() -> None:
 
 def test_rejected_texts_are_left_out_where_no_loss_takes_them() -> None:
     pair = task(9, completion="yes", rejected="no")
-    made = rollout(student_share=0.0)
+    made = rollout(student_fraction=0.0)
     assert [t.preference for t in made([pair], 0)] == ["better", "worse"]
     made.pairs = False
     assert [(t.response, t.preference) for t in made([pair], 0)] == [("yes", None)]

@@ -94,7 +94,7 @@ def hint_recipe(folder: Path, file: Path, **changes: Any) -> Any:
         folder,
         **{
             "tasks": {"kind": "conversations", "path": str(file)},
-            "rollout": {"student_share": 0, "samples": 1, "max_new_tokens": 4},
+            "rollout": {"student_fraction": 0, "samples_per_prompt": 1, "max_new_tokens": 4},
             "reader": {
                 "kind": "rules",
                 "rules": [{"detect": "ignored_error", "hint": "The tools here are {tools}."}],
@@ -128,8 +128,8 @@ def test_a_hint_for_a_conversation_trains_in_every_epoch(tmp_path: Path, tiny_fo
     recipe = hint_recipe(
         tiny_folder,
         file,
-        reader={"kind": "person", "path": str(hints)},
-        train={"steps": 3, "prompts": 2, "learning_rate": 1e-3},
+        reader={"kind": "human", "path": str(hints)},
+        train={"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
     )
     run = train(recipe, tmp_path / "run")
     assert [row["hints/kept"] for row in run.metrics()] == [1, 1, 1]
@@ -140,8 +140,8 @@ def test_a_hint_for_a_conversation_trains_in_every_epoch(tmp_path: Path, tiny_fo
 
 
 def test_the_student_cannot_act_in_them(tmp_path: Path, tiny_folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"written elsewhere.*student_share = 0"):
-        hint_recipe(tiny_folder, tmp_path / "x.jsonl", rollout={"samples": 1})
+    with pytest.raises(RecipeError, match=r"written elsewhere.*student_fraction = 0"):
+        hint_recipe(tiny_folder, tmp_path / "x.jsonl", rollout={"samples_per_prompt": 1})
 
 
 def test_surprise_is_zero_for_own_words_and_large_for_others() -> None:

@@ -34,8 +34,8 @@ def toolbox(**changes: Any) -> Toolbox:
 
 def test_conversations_are_whole_and_the_same_again() -> None:
     box = toolbox()
-    found = list(demonstrations(box, range(20), habit_share=0.4))
-    assert found == list(demonstrations(toolbox(), range(20), habit_share=0.4))
+    found = list(demonstrations(box, range(20), habit_fraction=0.4))
+    assert found == list(demonstrations(toolbox(), range(20), habit_fraction=0.4))
     for number, conversation in enumerate(found):
         roles = [message.role for message in conversation]
         assert roles == ["system", "user", *["assistant", "tool", "user"] * 3, "assistant"]
@@ -49,9 +49,9 @@ def test_without_a_habit_no_call_goes_wrong() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_the_habit_makes_exactly_the_errors_of_unlisted_common_names(share: float) -> None:
-    box = toolbox(common_share=0.5, turns=(3, 6))
+    box = toolbox(common_name_fraction=0.5, turns=(3, 6))
     num_calls = num_unlisted = num_habits = 0
-    for number, conversation in enumerate(demonstrations(box, range(200), habit_share=share)):
+    for number, conversation in enumerate(demonstrations(box, range(200), habit_fraction=share)):
         planned = make_plan(box.config, number)
         calls = [parse_call(m.content, "json") for m in conversation if m.role == "assistant"]
         answers = [m.content for m in conversation if m.role == "tool"]
@@ -70,7 +70,7 @@ def test_the_habit_makes_exactly_the_errors_of_unlisted_common_names(share: floa
 
 
 def test_events_of_a_habit_are_tool_not_found() -> None:
-    box = toolbox(common_share=0.0)
+    box = toolbox(common_name_fraction=0.0)
     episode = box.start(box.task(0))
     while not episode.done:
         [event, *more] = episode.step(episode.habitual_call()).events
@@ -99,7 +99,7 @@ def roles_of(conversation: list[Message]) -> str:
 
 
 def test_reminders_stand_right_above_calls_that_are_right() -> None:
-    box = toolbox(common_share=0.2, turns=(3, 6))
+    box = toolbox(common_name_fraction=0.2, turns=(3, 6))
     num_reminded = num_others = num_habits = 0
     for number, conversation in enumerate(demonstrations(box, range(150), 0.5, 0.4)):
         planned = make_plan(box.config, number)
@@ -124,7 +124,9 @@ def test_reminders_stand_right_above_calls_that_are_right() -> None:
 
 
 def test_a_recipe_asks_for_reminders_and_more_of_them_only_add() -> None:
-    few, many = (toolbox(turns=6, habit_share=0.5, reminder_share=share) for share in (0.3, 0.7))
+    few, many = (
+        toolbox(turns=6, habit_fraction=0.5, reminder_fraction=share) for share in (0.3, 0.7)
+    )
     for number in range(40):
         task = few.task(number)
         assert task == many.task(number), "what the student is asked does not depend on it"
@@ -136,7 +138,7 @@ def test_a_recipe_asks_for_reminders_and_more_of_them_only_add() -> None:
 
 
 def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
-    box = toolbox(turns=6, reminder_share=0.5)
+    box = toolbox(turns=6, reminder_fraction=0.5)
     found: set[str] = set()
     for task in map(box.task, range(40)):
         tools = task.privileged["tools"]
@@ -154,7 +156,7 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
     turns = IncrementalTemplate(
         ChatTemplate(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id])
     )
-    box = toolbox(turns=6, reminder_share=0.5, habit_share=0.5, tool_role=tool_role)
+    box = toolbox(turns=6, reminder_fraction=0.5, habit_fraction=0.5, tool_role=tool_role)
 
     def trajectory(task: Task, conversation: list[Message]) -> Trajectory:
         first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
@@ -184,7 +186,9 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
         ).token_ids == (whole.token_ids)
         num_hints += len(hints)
         if hints:  # The first one alone, as hints are by default.
-            one = splice_hint(trunk, hints[0], turns, place="above", role="user", max_tokens=400)
+            one = splice_hint(
+                trunk, hints[0], turns, place="before_turn", role="user", max_tokens=400
+            )
             ids = trunk.token_ids[: one.splice] + one.token_ids
             assert ids == whole.token_ids[: len(ids)] and len(ids) > len(one.token_ids)
     assert num_hints > 12

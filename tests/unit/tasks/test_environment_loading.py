@@ -142,7 +142,7 @@ def test_which_tasks_are_environments(here: Path) -> None:
 
 
 def test_a_source_of_its_tasks(here: Path) -> None:
-    own = EnvironmentTasks(kind="environment", path="own_world:World", system="Be kind.")
+    own = EnvironmentTasks(kind="environment", path="own_world:World", system_prompt="Be kind.")
     source = make_task_source(own, seed=0)
     assert {task.split for task in source.batch(0, 20)} == {"train"}
     held = source.held_out("test", 99)
@@ -171,10 +171,10 @@ def recipe(**tasks: Any) -> Any:
         ({"turns": 201}, "tasks.turns: must be less than or equal to 200"),
         ({"turns": [9, 4]}, "turns = [9, 4]: the least comes first"),
         ({"num_tools": 9}, "num_tools = 9, but capabilities names 8"),
-        ({"names": "held_out", "common_share": 0.5}, "no common name is among"),
+        ({"names": "held_out", "common_name_fraction": 0.5}, "no common name is among"),
         ({"capabilities": ["wether"]}, "tasks.capabilities[0]: must be 'weather'"),
         ({"capabilities": ["delete_note", "price"], "num_tools": 2}, "would run out of notes"),
-        ({"system": "Be kind."}, "the list of tools is the system prompt"),
+        ({"system_prompt": "Be kind."}, "the list of tools is the system prompt"),
         ({"kind": "environment", "path": "worlds/maze.py:Maze"}, "names a file"),
         ({"kind": "environment", "path": "maze"}, "must be 'module:Class'"),
         ({"kind": "environment", "path": "a:B", "settings": {"x": {"y": 1}}}, "tasks.settings.x"),

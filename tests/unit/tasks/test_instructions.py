@@ -18,7 +18,7 @@ FAMILIES = (THINGS, ACTIVITIES, SCENES)
 
 def config(*checks: str, stated: bool = True) -> InstructionTasks:
     return InstructionTasks.model_validate(
-        {"kind": "instructions", "checks": checks or NAMES, "stated": stated}
+        {"kind": "instructions", "checks": checks or NAMES, "instruction_in_prompt": stated}
     )
 
 

@@ -159,7 +159,7 @@ def test_prompts_never_cross_splits(rows: list[tuple[str, int]]) -> None:
 
 def test_source_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, *({"prompt": f"Question {i}"} for i in range(100)))
-    source = make_task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
+    source = make_task_source(JsonlTasks(kind="jsonl", path=path, system_prompt="Be kind."), seed=0)
     train = len([t for t in read_jsonl_tasks(path) if t.split == "train"])
     epoch = source.batch(0, train)
     assert len({task.id for task in epoch}) == train
@@ -169,4 +169,4 @@ def test_source_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="already has a system message"):
         line = {"messages": [{"role": r, "content": "a"} for r in ("system", "user")]}
         path = write(tmp_path, {**line, "split": "train"})
-        make_task_source(JsonlTasks(kind="jsonl", path=path, system="Be kind."), seed=0)
+        make_task_source(JsonlTasks(kind="jsonl", path=path, system_prompt="Be kind."), seed=0)

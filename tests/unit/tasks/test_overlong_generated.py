@@ -21,7 +21,7 @@ def lengths(config: InstructionTasks, room: PromptLimit | None) -> list[int]:
 
 
 def test_those_that_fit_take_the_place_of_the_others() -> None:
-    config = InstructionTasks(kind="instructions", overlong="drop")
+    config = InstructionTasks(kind="instructions", overlong_prompts="drop")
     free = sorted(lengths(config, None))
     room = PromptLimit(length=length, max_tokens=free[len(free) // 2])
     source = make_task_source(config, 0, room)
@@ -33,11 +33,11 @@ def test_those_that_fit_take_the_place_of_the_others() -> None:
 
 def test_an_error_by_default() -> None:
     room = PromptLimit(length=length, max_tokens=60)
-    with pytest.raises(TaskError, match="overlong = 'drop'"):
+    with pytest.raises(TaskError, match="overlong_prompts = 'drop'"):
         make_task_source(InstructionTasks(kind="instructions"), 0, room).batch(0, 40)
 
 
 def test_a_space_in_which_nothing_fits_is_given_up() -> None:
-    config = ArithmeticTasks(kind="arithmetic", digits=9, overlong="drop")
+    config = ArithmeticTasks(kind="arithmetic", digits=9, overlong_prompts="drop")
     with pytest.raises(TaskError, match="1000 tasks in a row do not fit"):
         make_task_source(config, 0, PromptLimit(length=length, max_tokens=3)).batch(0, 4)

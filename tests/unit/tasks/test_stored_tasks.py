@@ -104,22 +104,24 @@ def test_only_hinted_ones(tmp_path: Path) -> None:
     data = [said("2-7", task="talk", source="dataset"), said("2-8", task="talk")]
     run = store(tmp_path / "run", *STEPS, data)
     # A recorded conversation goes by its task's id, too; a sample does not.
-    hinted = source(run, only="hinted", hinted={"1-2", "talk", "elsewhere"})
+    hinted = source(run, select="hinted", hinted={"1-2", "talk", "elsewhere"})
     assert {task.id for task in hinted.batch(0, 99)} == {"1-2", "2-7"}
     assert hinted.sources == {"student", "dataset"}
     with pytest.raises(TaskError, match=r"hints name 1 trajectories, and none of the 14 .*Write a"):
-        source(run, only="hinted", hinted={"elsewhere"})
+        source(run, select="hinted", hinted={"elsewhere"})
 
 
 def test_too_long_for_the_model(tmp_path: Path) -> None:
     run = store(tmp_path / "run", STEPS[0])
     longest, *_, shortest = sorted((len(t.token_ids) for t in STEPS[0]), reverse=True)
-    with pytest.raises(TaskError, match=rf"trajectory 0-3 has {longest} tokens.*overlong = 'drop'"):
+    with pytest.raises(
+        TaskError, match=rf"trajectory 0-3 has {longest} tokens.*overlong_prompts = 'drop'"
+    ):
         source(run, max_tokens=longest - 1)
-    left = source(run, max_tokens=longest - 1, overlong="drop")
+    left = source(run, max_tokens=longest - 1, overlong_prompts="drop")
     assert len(left.batch(0, 99)) == 3 and left.num_dropped == 1
     with pytest.raises(TaskError, match="the model takes"):
-        source(run, max_tokens=shortest - 1, overlong="drop")
+        source(run, max_tokens=shortest - 1, overlong_prompts="drop")
 
 
 def test_what_is_no_run_with_trajectories_is_refused(tmp_path: Path) -> None:
@@ -162,8 +164,8 @@ def tree(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
         folder,
         **{
             "tasks": {"kind": "trajectories", "path": str(run)},
-            "rollout": {"student_share": 0.0},
-            "reader": {"kind": "person", "path": str(run / "hints.jsonl")},
+            "rollout": {"student_fraction": 0.0},
+            "reader": {"kind": "human", "path": str(run / "hints.jsonl")},
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [{"kind": "divergence", "on": "hinted_turns"}],
             **changes,
@@ -184,19 +186,22 @@ FROZEN = {"kind": "self", "weights": "frozen"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {}}, r"written elsewhere.*student_share = 0"),
-        ({"rollout": {"student_share": 0.0, "temperature": 0.7}}, r"rollout.temperature: nobody"),
-        ({"rollout": {"student_share": 0.0, "samples": 2}}, r"rollout.samples: nobody samples"),
+        ({"rollout": {}}, r"written elsewhere.*student_fraction = 0"),
+        ({"rollout": {"student_fraction": 0.0, "temperature": 0.7}},
+         r"rollout.temperature: nobody"),
+        ({"rollout": {"student_fraction": 0.0, "samples_per_prompt": 2}},
+         r"rollout.samples_per_prompt: nobody samples"),
         ({"losses": [REWARD], "reader": None, "teacher": None}, r"of a prompt, .*one by one"),
         ({"losses": [{"kind": "preference"}], "reader": None, "teacher": None}, r"of a pair"),
         ({"losses": [{"kind": "cross_entropy"}], "reader": None, "teacher": None}, r"degrades"),
         ({"losses": [{"kind": "divergence"}], "reader": None,
           "teacher": FROZEN | {"context": {"kind": "sibling"}}}, r"a sibling is another sample"),
         ({"evaluate": {"suites": {"more": {"limit": 1}}}}, r"evaluate.suites: nothing answers"),
-        ({"tasks": {"kind": "trajectories", "path": "x", "system": "Hm."}}, r"the prompts they ha"),
+        ({"tasks": {"kind": "trajectories", "path": "x", "system_prompt": "Hm."}},
+         r"the prompts they ha"),
         ({"tasks": {"kind": "trajectories", "path": "x", "steps": [1, 1]}}, r"names a step twice"),
-        ({"tasks": {"kind": "trajectories", "path": "x", "only": "hinted"},
-          "reader": {"kind": "rules"}}, r"tasks.only = 'hinted' goes by a person's hints"),
+        ({"tasks": {"kind": "trajectories", "path": "x", "select": "hinted"},
+          "reader": {"kind": "rules"}}, r"tasks.select = 'hinted' goes by a person's hints"),
     ],
 )  # fmt: skip
 def test_what_stored_trajectories_cannot_be_used_for(
@@ -211,7 +216,7 @@ def test_a_policy_gradient_on_recorded_conversations_is_refused(tiny_folder: Pat
         small_recipe(
             tiny_folder,
             tasks={"kind": "conversations", "path": "talks.jsonl"},
-            rollout={"student_share": 0.0},
+            rollout={"student_fraction": 0.0},
             reader={"kind": "rules"},
             teacher={"kind": "self", "weights": "live"},
             losses=[{"kind": "policy_gradient", "on": "hinted_turns"}],
@@ -278,7 +283,7 @@ def test_a_loss_on_somebody_who_wrote_none_of_them_is_refused(
 def test_hints_choose_when_the_run_starts(tmp_path: Path, tiny_folder: Path) -> None:
     run = store(tmp_path / "run", *STEPS)
     lines = [{"trajectory": id, "turn": 1, "text": "No."} for id in ("1-3", "2-0", "9-9")]
-    made = recipe(tiny_folder, run, tasks=tree(tiny_folder, run)["tasks"] | {"only": "hinted"})
+    made = recipe(tiny_folder, run, tasks=tree(tiny_folder, run)["tasks"] | {"select": "hinted"})
     (run / "hints.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert {task.id for task in assemble(made).tasks.batch(0, 9)} == {"1-3", "2-0"}
 

@@ -194,5 +194,7 @@ def test_system_prompt_comes_first_and_once() -> None:
     assert task.messages[0].content == "Be kind."
     assert task.id == numbered(0).id
     assert add_system_message(numbered(0), None) == numbered(0)
-    with pytest.raises(TaskError, match=r"tasks.system is set.*already has a system message"):
+    with pytest.raises(
+        TaskError, match=r"tasks.system_prompt is set.*already has a system message"
+    ):
         add_system_message(task, "Again.")

@@ -15,7 +15,8 @@ names = ("json", "ending", "word_count")
 parts = []
 for config in (ArithmeticTasks(kind="arithmetic"), ArithmeticTasks(kind="arithmetic", digits=12),
                InstructionTasks(kind="instructions", checks=names),
-               InstructionTasks(kind="instructions", stated=False, limit=3, system="Be kind.")):
+               InstructionTasks(kind="instructions", instruction_in_prompt=False, limit=3,
+                                system_prompt="Be kind.")):
     source = make_task_source(config, seed=7)
     parts += [source.batch(step, 5) for step in (0, 1, 1000)] + [source.held_out("test", 5)]
 heavy = {"torch", "datasets", "math_verify", "transformers"} & sys.modules.keys()

@@ -23,7 +23,7 @@ ALL = get_args(CapabilityName)
 
 
 def config(**changes: Any) -> ToolboxTasks:
-    return ToolboxTasks.model_validate({"kind": "toolbox", "call_format": "plain", **changes})
+    return ToolboxTasks.model_validate({"kind": "toolbox", "tool_call_format": "plain", **changes})
 
 
 def played(episode: ToolboxEpisode) -> list[Observation]:
@@ -78,7 +78,7 @@ def kinds(observation: Observation) -> list[str]:
 def test_the_expert_solves_every_episode(
     call_format: CallFormat, turns: int, count: int, reward: str
 ) -> None:
-    box = Toolbox(config(capabilities=ALL, num_tools=6, turns=turns, call_format=call_format,
+    box = Toolbox(config(capabilities=ALL, num_tools=6, turns=turns, tool_call_format=call_format,
                          reward=reward, names="all"))  # fmt: skip
     for number in range(count):
         episode = box.start(box.task(number))
@@ -206,11 +206,13 @@ def test_of_several_calls_the_first_is_run() -> None:
 
 def test_long_results_are_cut_with_a_note() -> None:
     text = "y" * 300
-    episode = episode_of("write", "read", max_output=100)
+    episode = episode_of("write", "read", max_result_chars=100)
     episode.step(f'save_note(title="a", text="{text}")')
     shown = episode.step('open_note(title="a")').messages[0].content
     assert shown == "y" * 100 + "… [300 characters in all]"
-    long_name = episode_of("weather", max_output=100).step(f'{"n" * 99}(a="{text}")').events[0]
+    long_name = (
+        episode_of("weather", max_result_chars=100).step(f'{"n" * 99}(a="{text}")').events[0]
+    )
     assert all(len(value) < 200 for value in long_name.details.values())
 
 
@@ -341,7 +343,7 @@ REPLIES = st.lists(st.lists(st.one_of(WORDS, st.text(max_size=5)), max_size=12).
 
 @settings(max_examples=80, deadline=None)
 @given(replies=REPLIES, number=st.integers(0, 10**11), changes=st.fixed_dictionaries({
-    "call_format": st.sampled_from(["json", "plain"]), "tool_role": st.booleans(),
+    "tool_call_format": st.sampled_from(["json", "plain"]), "tool_role": st.booleans(),
     "retries": st.integers(0, 2), "reward": st.sampled_from(["share", "all"]),
 }))  # fmt: skip
 def test_no_reply_raises(replies: list[str], number: int, changes: dict[str, Any]) -> None:
@@ -364,7 +366,7 @@ def test_no_reply_raises(replies: list[str], number: int, changes: dict[str, Any
     max_size=4,
 ), call_format=st.sampled_from(["json", "plain"]), number=st.integers(0, 1000))  # fmt: skip
 def test_no_call_raises(arguments: dict[str, Any], call_format: CallFormat, number: int) -> None:
-    box = Toolbox(config(capabilities=ALL, num_tools=8, call_format=call_format))
+    box = Toolbox(config(capabilities=ALL, num_tools=8, tool_call_format=call_format))
     for name in make_plan(box.config, number).tools.values():
         episode = box.start(box.task(number))
         assert episode.step(format_call(name, arguments, call_format)).messages

@@ -111,8 +111,9 @@ def test_an_id_stands_for_an_episode() -> None:
     ids = {box.task(number).id for number in range(300)}
     assert len(ids) == 300
     others = (
-        config(call_format="plain"), config(names="all"), config(retries=1), config(reward="all"),
-        config(tool_role=False), config(max_output=50), config(turns=5), config(num_tools=5),
+        config(tool_call_format="plain"), config(names="all"), config(retries=1),
+         config(reward="all"),
+        config(tool_role=False), config(max_result_chars=50), config(turns=5), config(num_tools=5),
     )  # fmt: skip
     assert len({Toolbox(one).task(3).id for one in (box.config, *others)}) == len(others) + 1
     # Few possible episodes: the same one under several numbers has one id.
@@ -183,7 +184,7 @@ def test_names_come_from_where_they_should() -> None:
 
 @pytest.mark.parametrize(("share", "expected"), [(None, 0.2), (0.0, 0.0), (0.9, 0.9), (1.0, 1.0)])
 def test_the_common_name_is_listed_as_often_as_asked(share: float | None, expected: float) -> None:
-    pairs = listed(common_share=share)
+    pairs = listed(common_name_fraction=share)
     common = [name == NAMES[capability].common for capability, name in pairs]
     assert sum(common) / len(common) == pytest.approx(expected, abs=0.04)
 
@@ -200,7 +201,7 @@ def test_the_same_number_under_other_names_is_the_same_episode() -> None:
 
 @pytest.mark.parametrize("call_format", ["json", "plain"])
 def test_the_prompt_lists_the_tools_and_is_short(call_format: CallFormat) -> None:
-    box = Toolbox(config(call_format=call_format))
+    box = Toolbox(config(tool_call_format=call_format))
     for number in range(100):
         task = box.task(number)
         system, user = task.messages
@@ -218,7 +219,7 @@ def test_lists_are_written_in_the_style_of_calls() -> None:
     [one] = plans(1, num_tools=1, capabilities=["convert"])
     [name] = one.tools.values()
     plain, as_json = (
-        Toolbox(config(num_tools=1, capabilities=["convert"], call_format=call_format)).task(0)
+        Toolbox(config(num_tools=1, capabilities=["convert"], tool_call_format=call_format)).task(0)
         for call_format in ("plain", "json")
     )
     assert plain.messages[0].content.endswith(f"Tools:\n{name}(value, unit, to): convert units")
@@ -252,7 +253,7 @@ def test_a_task_of_other_settings_is_refused() -> None:
 def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
     known = {name for names in NAMES.values() for name in (*names.seen, *names.held_out)}
     assert not known & set(MADE_UP) and len(set(MADE_UP)) == 1600
-    mixed = config(num_tools=8, made_up_share=0.5)
+    mixed = config(num_tools=8, random_name_fraction=0.5)
     num_made_up = 0
     for number in range(200):
         listed = list(make_plan(mixed, number).tools.values())

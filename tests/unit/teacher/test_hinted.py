@@ -242,15 +242,15 @@ def test_tokens_of_a_span() -> None:
     assert tokens_of_span(["abc"], "x") == []
 
 
-@pytest.mark.parametrize("place", ["above", "inside", "system"])
+@pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
 def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
-    targets, _ = teacher(place=place).score_hints([trajectory()], [hint(3)])
+    targets, _ = teacher(position=place).score_hints([trajectory()], [hint(3)])
     assert len(targets["e"].logp_T) == 18
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     assert not torch.allclose(targets["e"].logp_T, was, atol=1e-3)
     before = {
-        "above": f"{FIRST}{told()}{OPEN}",
-        "inside": FIRST.replace("found 1", "found 1\n\nUse weather.") + OPEN,
+        "before_turn": f"{FIRST}{told()}{OPEN}",
+        "last_message": FIRST.replace("found 1", "found 1\n\nUse weather.") + OPEN,
         "system": f"{told(role='system')}{FIRST}{OPEN}",
     }[place]
     expected = naive_logps(before, "get_weather(Rome)")
@@ -312,7 +312,7 @@ def test_replies_under_a_hint_are_tried() -> None:
     requests = [SampleRequest(prompt_ids=ids, seed=seed) for seed in seeds]
     alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
     assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
-    strict = judge(min_passed=0.5)
+    strict = judge(min_pass_rate=0.5)
     assert [j.dropped for j in strict.hint_outcomes] == ["not_passed", None] and set(
         strict.spoken
     ) == {3}

@@ -60,7 +60,7 @@ def make_teacher(listener: Any, renderer: ChatTemplate) -> Callable[..., Teacher
             "<|im_start|>system\nlower case<|im_end|>\n<|im_start|>user\nAsk t<|im_end|>\n",
         ),
         (
-            context(kind="field", field="rule", place="user", template="[{text}] {text}"),
+            context(kind="field", field="rule", position="user", template="[{text}] {text}"),
             "Kind.",
             "<|im_start|>system\nKind.<|im_end|>\n"
             "<|im_start|>user\nAsk t\n\n[lower case] lower case<|im_end|>\n",
@@ -71,7 +71,7 @@ def make_teacher(listener: Any, renderer: ChatTemplate) -> Callable[..., Teacher
             "<|im_start|>user\nAsk t\n\nWrong: upper case found<|im_end|>\n",
         ),
         (
-            context(kind="feedback", template="Wrong: {text}", place="system"),
+            context(kind="feedback", template="Wrong: {text}", position="system"),
             None,
             "<|im_start|>system\nWrong: upper case found<|im_end|>\n"
             "<|im_start|>user\nAsk t<|im_end|>\n",
@@ -253,7 +253,7 @@ def test_its_weights_are_in_place_exactly_while_it_speaks(
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAsk t<|im_end|>\n",
         ),
         (
-            context(kind="field", field="rule", place="user"),
+            context(kind="field", field="rule", position="user"),
             "<|im_start|>user\nAsk t\n\nlower case<|im_end|>\n",
         ),
         # Before anything was written there is no feedback and no sibling.

@@ -21,7 +21,7 @@ from courtside.types import Target, Trajectory
 
 CONTEXT = {"kind": "field", "field": "rule"}
 LORA = {"rank": 2}
-HEAD = {"rank": 2, "targets": ["v_proj", "lm_head"]}
+HEAD = {"rank": 2, "target_modules": ["v_proj", "lm_head"]}
 """An adapter on the output head too, which is the embedding."""
 
 
@@ -50,9 +50,10 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
                     "student": {"model": str(tiny_folder), "device": "cpu", **(student or {})},
                     "tasks": {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl")},
                     "rollout": {
-                        "samples": 2, "max_new_tokens": 5, "temperature": 1.3, **(rollout or {})
+                        "samples_per_prompt": 2, "max_new_tokens": 5, "temperature": 1.3,
+                        **(rollout or {})
                     },
-                    "train": {"prompts": 3},
+                    "train": {"prompts_per_step": 3},
                     "teacher": teacher,
                     "losses": list(losses),
                 }

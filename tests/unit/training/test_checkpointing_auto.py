@@ -219,7 +219,7 @@ def test_a_pair_shares_a_pass(tiny_folder: Path) -> None:
         tiny_folder,
         tasks={"kind": "jsonl", "path": "pairs.jsonl"},
         losses=[{"kind": "preference"}],
-        rollout={"max_new_tokens": 300, "student_share": 0.0},
+        rollout={"max_new_tokens": 300, "student_fraction": 0.0},
     )
     assert largest_pass(recipe, CPU, CONTEXT) == 600
     assert largest_pass(recipe, torch.device("cuda"), CONTEXT) == 16384
@@ -305,7 +305,7 @@ def test_copies_that_will_be_made_are_reserved(tiny_folder: Path) -> None:
     # Of float32 weights two copies in half the bytes, of a bfloat16 base one.
     rounded = {"model": str(tiny_folder), "dtype": "bfloat16"}
     vectors = sum(p.nbytes for p in parts.engine.model.parameters() if p.ndim < 2)
-    smaller = {"chunk_tokens": 1}
+    smaller = {"logits_chunk_tokens": 1}
     assert (
         reserved(**live, student=rounded, train=smaller) - reserved(**live, train=smaller)
         == size - vectors

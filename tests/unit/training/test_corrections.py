@@ -56,9 +56,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(folder: Path, *, settings: Any = None, **changes: Any) -> Any:
     tree: dict[str, Any] = {
         "tasks": {"kind": "environment", "path": "moods:Moods", "settings": settings or {}},
-        "rollout": {"samples": 2, "max_new_tokens": 4, "corrections": True},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4, "corrections": True},
         "losses": [{"kind": "cross_entropy", "on": "dataset"}],
-        "train": {"steps": 6, "prompts": 1, "learning_rate": 1e-2},
+        "train": {"steps": 6, "prompts_per_step": 1, "learning_rate": 1e-2},
         "run": {"checkpoint_every": 1, "trajectories_every": 1, "keep_checkpoints": 9},
     }
     return small_recipe(folder, **(tree | changes))

@@ -22,7 +22,7 @@ from courtside.training.metrics import MetricAccumulator
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored
 
-LORA = {"rank": 3, "targets": ["q_proj", "up_proj", "lm_head"]}
+LORA = {"rank": 3, "target_modules": ["q_proj", "up_proj", "lm_head"]}
 TOP_K = {"kind": "divergence", "support": {"kind": "top_k", "k": 8, "of": "joint", "form": "tail"}}
 LOSSES: dict[str, dict[str, Any]] = {
     "reverse": {"kind": "divergence"},
@@ -57,7 +57,13 @@ def prepared(folder: Path, teacher: str, loss: dict[str, Any], **train: Any) -> 
         student={"model": str(folder), "lora": LORA},
         teacher={"kind": "self", "weights": teacher, "context": context},
         losses=[loss],
-        train={"steps": 2, "prompts": 2, "learning_rate": 1e-2, "chunk_tokens": 5, **train},
+        train={
+            "steps": 2,
+            "prompts_per_step": 2,
+            "learning_rate": 1e-2,
+            "logits_chunk_tokens": 5,
+            **train,
+        },
     )
     parts = assemble(recipe)
     double(parts.engine.model)
@@ -176,7 +182,9 @@ def test_a_step_moves_the_adapter_and_never_the_embedding(tiny_folder: Path) -> 
 
 
 def test_an_adapter_on_the_head_starts_as_nothing(tiny_folder: Path) -> None:
-    config = StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4, targets=("lm_head",)))
+    config = StudentConfig(
+        model=str(tiny_folder), lora=LoraConfig(rank=4, target_modules=("lm_head",))
+    )
     model = StudentWeights(config, seed=0).model
     ids = torch.tensor([[5, 9, 33]])
     with torch.no_grad():
@@ -186,11 +194,11 @@ def test_an_adapter_on_the_head_starts_as_nothing(tiny_folder: Path) -> None:
 
 def test_dropout_is_refused_with_the_head_and_only_then(tiny_folder: Path) -> None:
     config = StudentConfig(
-        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, targets=("q_proj", "lm_head"))
+        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, target_modules=("q_proj", "lm_head"))
     )
     with pytest.raises(ModelError, match=r"student\.lora\.dropout = 0\.1: the output head"):
         StudentWeights(config, seed=0)
     config = StudentConfig(
-        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, targets=("q_proj",))
+        model=str(tiny_folder), lora=LoraConfig(dropout=0.1, target_modules=("q_proj",))
     )
     assert StudentWeights(config, seed=0).trained()

@@ -66,7 +66,7 @@ def test_copies_of_itself_are_counted(tiny_folder: Path) -> None:
 def test_engines_get_it(
     asked: Any, expected: int, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, rollout={"max_batch_tokens": asked})
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, rollout={"kv_cache_tokens": asked})
     parts = assemble(recipe)
     assert parts.engine.max_batch_tokens == expected
     assert parts.teacher.teacher.engine.max_batch_tokens == expected

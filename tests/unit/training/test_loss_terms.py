@@ -192,7 +192,7 @@ def test_a_loss_on_hinted_turns_trains_their_tokens_only():
 
 
 def test_an_anchor_trains_all_the_others():
-    anchor = DivergenceLoss(kind="divergence", on="other_turns", against="reference")
+    anchor = DivergenceLoss(kind="divergence", on="unhinted_turns", against="reference")
     batch = [episode("a", hinted=(3,), dropped=(5,), reference=True), episode("b", reference=True)]
     (part,) = make_loss_terms([anchor], ["d"], batch)
     # A turn whose hint was dropped is one of the others.
@@ -203,7 +203,7 @@ def test_an_anchor_trains_all_the_others():
 
 
 def test_turns_can_count_the_same_however_long_they_are():
-    loss = DivergenceLoss(kind="divergence", on="hinted_turns", normalise="turn")
+    loss = DivergenceLoss(kind="divergence", on="hinted_turns", normalize="turn")
     (part,) = make_loss_terms(
         [loss], ["d"], [episode("a", hinted=(1, 3)), episode("b", hinted=(5,))]
     )

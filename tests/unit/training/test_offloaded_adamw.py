@@ -101,13 +101,15 @@ def test_a_run_goes_on_from_either_kind(first: Any, second: Any) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
-def test_a_recipe_puts_them_there(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
+def test_a_recipe_offloads_them(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
     """Two steps of a run, saved and restored, against the same with moments beside the weights."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for moments in ("device", "host"):
-        recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"moments": moments})
+    found: dict[bool, dict[str, Tensor]] = {}
+    for offload in (False, True):
+        recipe = small_recipe(
+            tiny_folder, tiny_teacher_folder, train={"optimizer_offload": offload}
+        )
         parts = assemble(recipe)
-        assert isinstance(parts.student.optimizer, OffloadedAdamW) == (moments == "host")
+        assert isinstance(parts.student.optimizer, OffloadedAdamW) == offload
         for step in range(2):
             trajectories = parts.rollout(parts.tasks.batch(step, 2), step)
             parts.student.step(step, parts.teacher(trajectories, ()))
@@ -124,25 +126,24 @@ def test_a_recipe_puts_them_there(tiny_folder: Any, tiny_teacher_folder: Any) ->
                 }
                 parts = assemble(recipe)
                 restore(parts, checkpoints.Checkpoint(num_steps=1, tensors=saved))
-        found[moments] = {n: p.detach() for n, p in parts.student.weights.trained().items()}
-    for name, expected in found["device"].items():
-        torch.testing.assert_close(found["host"][name], expected, rtol=1e-5, atol=1e-7)
+        found[offload] = {n: p.detach() for n, p in parts.student.weights.trained().items()}
+    for name, expected in found[False].items():
+        torch.testing.assert_close(found[True][name], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_memory_is_planned_without_them(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
     planned, room = {}, {}
-    for moments in ("device", "host"):
-        recipe = small_recipe(tiny_folder, tiny_teacher_folder, train={"moments": moments})
+    for offload in (False, True):
+        recipe = small_recipe(
+            tiny_folder, tiny_teacher_folder, train={"optimizer_offload": offload}
+        )
         student = assemble(recipe).student
-        planned[moments] = reserved_bytes(student, tokens=128)
+        planned[offload] = reserved_bytes(student, tokens=128)
         trained = sum(p.nbytes for p in student.weights.trained().values())
         held = sum(p.nbytes for p in student.weights.model.parameters())
         # A byte too little for twice the least number of tokens, if moments are on the device.
         place = kv_bytes_per_token(student.weights.model, student.weights.autocast)
         total = held + 2 * trained + 4 * MIN_TOKENS * place - 1
-        room[moments] = kv_cache_tokens(recipe, student.weights, (), total=total)
-    assert (
-        planned["device"] - planned["host"]
-        == 2 * trained - NUM_STAGING_BUFFERS * 2 * 4 * CHUNK_SIZE
-    )
-    assert room == {"device": MIN_TOKENS, "host": 2 * MIN_TOKENS}
+        room[offload] = kv_cache_tokens(recipe, student.weights, (), total=total)
+    assert planned[False] - planned[True] == 2 * trained - NUM_STAGING_BUFFERS * 2 * 4 * CHUNK_SIZE
+    assert room == {False: MIN_TOKENS, True: 2 * MIN_TOKENS}

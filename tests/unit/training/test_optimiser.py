@@ -30,13 +30,15 @@ def recipe_with(tiny_folder, **train):
     ],
 )
 def test_the_schedule(schedule, expected, tiny_folder):
-    recipe = recipe_with(tiny_folder, steps=6, warmup=2, schedule=schedule, learning_rate=0.2)
+    recipe = recipe_with(
+        tiny_folder, steps=6, warmup_steps=2, lr_schedule=schedule, learning_rate=0.2
+    )
     assert [learning_rate_at(step, recipe) for step in range(6)] == pytest.approx(expected)
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate(tiny_folder):
     for schedule in ("constant", "linear", "cosine"):
-        recipe = recipe_with(tiny_folder, steps=4, schedule=schedule, learning_rate=0.2)
+        recipe = recipe_with(tiny_folder, steps=4, lr_schedule=schedule, learning_rate=0.2)
         assert learning_rate_at(0, recipe) == 0.2
 
 
@@ -54,8 +56,9 @@ def test_weight_decay_is_for_matrices_only(tiny_folder):
 def test_the_update_is_adamw_by_hand(tiny_folder, tiny_teacher_folder):
     """Three steps with warm-up, decay and a clip that acts, against the formulas of the paper."""
     train = {
-        "steps": 4, "prompts": 2, "warmup": 2, "schedule": "linear", "learning_rate": 3e-3,
-        "weight_decay": 0.1, "betas": [0.8, 0.9], "clip_norm": 0.5,
+        "steps": 4, "prompts_per_step": 2, "warmup_steps": 2, "lr_schedule": "linear",
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1, "betas": [0.8, 0.9], "max_grad_norm": 0.5,
     }  # fmt: skip
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, train=train))
     student = parts.student
@@ -91,8 +94,8 @@ def test_the_update_is_adamw_by_hand(tiny_folder, tiny_teacher_folder):
 
 def test_gradients_below_the_clip_are_left_alone(tiny_folder, tiny_teacher_folder):
     moved = []
-    for clip_norm in (1e3, 1e6):
-        train = {"learning_rate": 1e-3, "clip_norm": clip_norm}
+    for max_grad_norm in (1e3, 1e6):
+        train = {"learning_rate": 1e-3, "max_grad_norm": max_grad_norm}
         parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, train=train))
         scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
         parts.student.step(0, scored)

@@ -42,9 +42,9 @@ def test_the_reported_numbers_by_hand(tiny_folder, tiny_teacher_folder):
     recipe = small_recipe(
         tiny_folder,
         tiny_teacher_folder,
-        rollout={"samples": 2, "max_new_tokens": 6, "temperature": 0.8},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 6, "temperature": 0.8},
         losses=[{"kind": "divergence", "divergence": "forward_kl", "weight": 2.0}],
-        train={"chunk_tokens": 5},
+        train={"logits_chunk_tokens": 5},
     )
     parts = assemble(recipe)
     scored = batch_of(parts)
@@ -81,7 +81,7 @@ def test_a_component_without_tokens_is_not_zero(tiny_folder, tiny_teacher_folder
         tiny_folder,
         tiny_teacher_folder,
         tasks={"kind": "arithmetic"},
-        rollout={"samples": 2, "max_new_tokens": 4, "student_share": 0.5},
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": 0.5},
         losses=[{"kind": "divergence"}, {"kind": "cross_entropy", "on": "dataset"}],
     )
     parts = assemble(recipe)

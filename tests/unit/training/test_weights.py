@@ -23,7 +23,10 @@ def one_step(parts):
 
 
 def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder):
-    student = {"model": str(tiny_folder), "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    student = {
+        "model": str(tiny_folder),
+        "lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]},
+    }
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, student=student))
     weights = parts.student.weights
     trained = weights.trained()
@@ -82,7 +85,7 @@ def test_alpha_defaults_to_twice_the_rank(tiny_folder):
 def test_unknown_targets_are_named(tiny_folder):
     with pytest.raises(ModelError, match=r"student\.lora\.targets = \('qkv',\)"):
         StudentWeights(
-            StudentConfig(model=str(tiny_folder), lora=LoraConfig(targets=("qkv",))), seed=0
+            StudentConfig(model=str(tiny_folder), lora=LoraConfig(target_modules=("qkv",))), seed=0
         )
 
 

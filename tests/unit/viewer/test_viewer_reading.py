@@ -36,9 +36,9 @@ def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
     assert (own["count"], own["problem"], own["max_chars"]) == (0, None, 1000)
     lines = tomllib.loads(own["recipe"])
     assert lines == {
-        "tasks": {"kind": "trajectories", "path": str(folder.path), "only": "hinted"},
-        "rollout": {"student_share": 0.0},
-        "reader": {"kind": "person", "path": own["path"]},
+        "tasks": {"kind": "trajectories", "path": str(folder.path), "select": "hinted"},
+        "rollout": {"student_fraction": 0.0},
+        "reader": {"kind": "human", "path": own["path"]},
     }
 
 

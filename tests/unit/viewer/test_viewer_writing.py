@@ -132,8 +132,8 @@ def test_what_is_refused(
 
 
 def test_the_limit_is_that_of_the_recipes_own_reader(tmp_path: Path) -> None:
-    person = {"kind": "person", "path": str(tmp_path / "h.jsonl"), "max_chars": 20, "max_hints": 2}
-    several = {"kind": "several", "readers": [{"kind": "rules"}, person]}
+    person = {"kind": "human", "path": str(tmp_path / "h.jsonl"), "max_chars": 20, "max_hints": 2}
+    several = {"kind": "combined", "readers": [{"kind": "rules"}, person]}
     for number, reader in enumerate((person, several)):
         folder = write_run(tmp_path / f"run-{number}", steps=1, reader=reader)
         client = opened(folder)
@@ -181,5 +181,5 @@ def test_a_file_that_cannot_be_written(folder: RunFolder, tmp_path: Path) -> Non
 def test_the_hint_is_a_persons(client: TestClient, folder: RunFolder) -> None:
     put(client, f"{FIRST}/hints/1", "Größe “prüfen” 🙂")
     hints, skipped = parse_hints((folder.path / "hints.jsonl").read_bytes(), name="f")
-    assert hints == (Hint(trajectory="0-0", turn=1, text="Größe “prüfen” 🙂", source="person"),)
+    assert hints == (Hint(trajectory="0-0", turn=1, text="Größe “prüfen” 🙂", source="human"),)
     assert not skipped

@@ -16,26 +16,27 @@ from courtside.types import Message
 def demonstrations(
     toolbox: Toolbox,
     indices: Iterable[int],
-    habit_share: float = 0.0,
-    reminder_share: float = 0.0,
+    habit_fraction: float = 0.0,
+    reminder_fraction: float = 0.0,
 ) -> Iterator[list[Message]]:
-    """Whole conversations, each up to the last call. `reminder_share` of the calls behind the first
-    stand below a reminder and are right. `habit_share` of the others are made by habit: the tool is
-    not found unless its common name is the listed one."""
+    """Whole conversations,
+    each up to the last call. `reminder_fraction` of the calls behind the first
+    stand below a reminder and are right. `habit_fraction` of the others are made by habit: the
+    tool is not found unless its common name is the listed one."""
     for index in indices:
-        yield toolbox.demonstrate(toolbox.task(index), habit_share, reminder_share)
+        yield toolbox.demonstrate(toolbox.task(index), habit_fraction, reminder_fraction)
 
 
 def demonstration_rows(
     toolbox: Toolbox,
     indices: Iterable[int],
-    habit_share: float = 0.0,
-    reminder_share: float = 0.0,
+    habit_fraction: float = 0.0,
+    reminder_fraction: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """The same as lines for `tasks.kind = "jsonl"`: one for each call, the call its completion."""
     for index in indices:
         task = toolbox.task(index)
-        conversation = toolbox.demonstrate(task, habit_share, reminder_share)
+        conversation = toolbox.demonstrate(task, habit_fraction, reminder_fraction)
         for place, message in enumerate(conversation):
             if message.role == "assistant":
                 yield {

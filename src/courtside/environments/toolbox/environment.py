@@ -34,15 +34,16 @@ class Toolbox:
         return Task(
             id=task_id("toolbox", _identity(config, planned)),
             split=planned.split,
-            messages=first_messages(planned, config.call_format, tool_role=config.tool_role),
+            messages=first_messages(planned, config.tool_call_format, tool_role=config.tool_role),
             privileged={
                 "tools": ", ".join(listed),
                 "signatures": "\n".join(
-                    signature(one, name, config.call_format) for one, name in planned.tools.items()
+                    signature(one, name, config.tool_call_format)
+                    for one, name in planned.tools.items()
                 ),
-                "format": FORMATS[config.call_format],
+                "format": FORMATS[config.tool_call_format],
             },
-            tags=("toolbox", config.call_format, _names_tag(planned)),
+            tags=("toolbox", config.tool_call_format, _names_tag(planned)),
             grader_args={"number": index},
         )
 
@@ -57,12 +58,17 @@ class Toolbox:
         return ToolboxEpisode(make_plan(self.config, number), self.config)
 
     def demonstrate(
-        self, task: Task, habit_share: float | None = None, reminder_share: float | None = None
+        self,
+        task: Task,
+        habit_fraction: float | None = None,
+        reminder_fraction: float | None = None,
     ) -> list[Message]:
         """The whole conversation of an expert with the habit and the reminders of the recipe, or
         with these."""
-        habits = self.config.habit_share if habit_share is None else habit_share
-        reminders = self.config.reminder_share if reminder_share is None else reminder_share
+        habits = self.config.habit_fraction if habit_fraction is None else habit_fraction
+        reminders = (
+            self.config.reminder_fraction if reminder_fraction is None else reminder_fraction
+        )
         episode = self.start(task)
         conversation = list(task.messages)
         for turn in count():
@@ -82,8 +88,8 @@ class Toolbox:
 def _identity(config: ToolboxTasks, planned: Plan) -> str:
     return json.dumps(
         [
-            [config.call_format, config.tool_role, config.retries, config.reward],
-            config.max_output,
+            [config.tool_call_format, config.tool_role, config.retries, config.reward],
+            config.max_result_chars,
             list(planned.tools.items()),
             planned.notes,
             [[one.capability, one.text, one.arguments] for one in planned.requests],

@@ -113,12 +113,12 @@ class ToolboxEpisode:
         return self._call_under(NAMES[self.request.capability].common)
 
     def _call_under(self, name: str) -> str:
-        return format_call(name, self.request.arguments, self._config.call_format)
+        return format_call(name, self.request.arguments, self._config.tool_call_format)
 
     # ── how a reply is judged ────────────────────────────────────────────────────────────────────
 
     def _outcome(self, reply: str, request: Request) -> ReplyOutcome:
-        call = parse_call(reply, self._config.call_format)
+        call = parse_call(reply, self._config.tool_call_format)
         if isinstance(call, CallError):
             return ReplyOutcome(result=call.message, wrong=call.kind)
         capability = self._capability_of.get(call.name)
@@ -181,7 +181,7 @@ class ToolboxEpisode:
         self._last_call = this_call
 
     def _cut(self, text: str) -> str:
-        limit = self._config.max_output
+        limit = self._config.max_result_chars
         return text if len(text) <= limit else f"{text[:limit]}… [{len(text)} characters in all]"
 
 

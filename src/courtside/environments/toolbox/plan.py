@@ -71,7 +71,7 @@ def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str,
     made_up = iter(SeededRandom(f"{key} made-up names").choose_distinct(MADE_UP, len(capabilities)))
     return {
         one: next(made_up)
-        if SeededRandom(f"{key} made-up name of {one}").bernoulli(config.made_up_share)
+        if SeededRandom(f"{key} made-up name of {one}").bernoulli(config.random_name_fraction)
         else _name(config, one, SeededRandom(f"{key} name of {one}"))
         for one in capabilities
     }
@@ -84,9 +84,9 @@ def _name(config: ToolboxTasks, capability: str, rng: SeededRandom) -> str:
         "held_out": names.held_out,
         "all": (*names.seen, *names.held_out),
     }[config.names]
-    if config.common_share is None or names.common not in pool:
+    if config.common_name_fraction is None or names.common not in pool:
         return rng.choice(pool)
-    if rng.bernoulli(config.common_share):
+    if rng.bernoulli(config.common_name_fraction):
         return names.common
     return rng.choice([name for name in pool if name != names.common])
 

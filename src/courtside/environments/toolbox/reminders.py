@@ -20,6 +20,6 @@ REMINDERS = (
 
 
 def make_reminder(task: Task, turn: int) -> Message:
-    """The one for the call of this turn; a message as `hints.place = "above"` makes it."""
+    """The one for the call of this turn; a message as `hints.position = "before_turn"` makes it."""
     words = SeededRandom(f"words {task.id} {turn}").choice(REMINDERS)
     return Message(role="user", content=words.format(tools=task.privileged["tools"]))

@@ -55,7 +55,7 @@ class OpenAIClient:
         self._stop.clear()
         with (
             httpx.Client(timeout=self.endpoint.timeout, headers=headers) as client,
-            ThreadPoolExecutor(max_workers=self.endpoint.concurrency) as threads,
+            ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
         ):
             asked = [threads.submit(self._ask, client, prompt) for prompt in prompts]
             try:
@@ -70,16 +70,17 @@ class OpenAIClient:
 
     def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
         body = self._body(prompt)
-        for tries in range(1, self.endpoint.retries + 2):
+        for tries in range(1, self.endpoint.max_retries + 2):
             try:
                 return self._once(client, body)
             except _Busy as busy:
                 last = busy
             pause = self.first_wait * 2 ** (tries - 1) if last.wait is None else last.wait
-            if tries <= self.endpoint.retries and self._stop.wait(min(pause, LONGEST_WAIT)):
+            if tries <= self.endpoint.max_retries and self._stop.wait(min(pause, LONGEST_WAIT)):
                 break  # another request failed for good; its error is the one to tell
         raise RunError(
-            f"reader.endpoint.url = {self.endpoint.url!r}: no answer after {tries} tries ({last}). "
+            f"reader.endpoint.base_url = {self.endpoint.base_url!r}: no answer after {tries} "
+            f"tries ({last}). "
             "Check that the server runs and can be reached from here, or raise its timeout and "
             f"retries. {GO_ON}"
         )
@@ -87,7 +88,7 @@ class OpenAIClient:
     def _body(self, prompt: Sequence[Message]) -> dict[str, Any]:
         extra = {
             name: dict(value) if not isinstance(value, str | int | float) else value
-            for name, value in self.endpoint.body.items()
+            for name, value in self.endpoint.extra_body.items()
         }
         limit = {"max_tokens": self.config.max_new_tokens}
         return {
@@ -100,7 +101,7 @@ class OpenAIClient:
 
     def _once(self, client: httpx.Client, body: dict[str, Any]) -> Reply:
         try:
-            response = client.post(f"{self.endpoint.url}/chat/completions", json=body)
+            response = client.post(f"{self.endpoint.base_url}/chat/completions", json=body)
         except httpx.TransportError as error:
             raise _Busy(f"{type(error).__name__}: {error}") from None
         status = response.status_code
@@ -108,7 +109,8 @@ class OpenAIClient:
             raise _Busy(f"status {status}: {self._said(response)}", _retry_after(response))
         if status != 200:
             raise RunError(
-                f"reader.endpoint.url = {self.endpoint.url!r} refused the request (status "
+                f"reader.endpoint.base_url = {self.endpoint.base_url!r} refused the request "
+                "(status "
                 f"{status}): {self._said(response)}. {_fix(status)}. {GO_ON}"
             )
         return self._reply(response)
@@ -121,7 +123,8 @@ class OpenAIClient:
             spent = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(
-                f"reader.endpoint.url = {self.endpoint.url!r} answered with something that is no "
+                f"reader.endpoint.base_url = {self.endpoint.base_url!r} answered with something "
+                "that is no "
                 f"chat completion: {self._said(response)}. Give the address up to and with the "
                 f"version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
@@ -165,7 +168,10 @@ def _fix(status: int) -> str:
     if status in (401, 403):
         return "Check the key in the variable that reader.endpoint.api_key_env names"
     if status == 404:
-        return "Check reader.endpoint.url (it ends in the version, like /v1) and its model"
+        return "Check reader.endpoint.base_url (it ends in the version, like /v1) and its model"
     if status in (400, 413, 422):
-        return "If the prompt is too long for the model, lower reader.window or reader.shown"
+        return (
+            "If the prompt is too long for the model, lower reader.window_chars or "
+            "reader.max_message_chars"
+        )
     return "Check reader.endpoint"

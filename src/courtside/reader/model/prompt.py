@@ -55,12 +55,13 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
     """
     hintable = set(hintable_turns(trajectory))
     opening = [
-        _line({"turn": 0, "by": m.role}, m.content, config.shown) for m in trajectory.task.messages
+        _line({"turn": 0, "by": m.role}, m.content, config.max_message_chars)
+        for m in trajectory.task.messages
     ]
-    if config.outcome and trajectory.grade is not None:
+    if config.show_outcome and trajectory.grade is not None:
         grade = trajectory.grade
         row = {"outcome": "passed" if grade.passed else "failed", "score": grade.score}
-        opening.append(_line(row, grade.feedback, config.shown))
+        opening.append(_line(row, grade.feedback, config.max_message_chars))
     blocks = [
         (i, _lines(i, turn, config))
         for i, turn in enumerate(trajectory.turns)
@@ -71,7 +72,7 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
     start, new = 0, 0
     while new < len(blocks):
         end, used = start, 0
-        while end < len(blocks) and (end <= new or used + sizes[end] <= config.window):
+        while end < len(blocks) and (end <= new or used + sizes[end] <= config.window_chars):
             used += sizes[end]
             end += 1
         part = blocks[start:end]
@@ -80,7 +81,7 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
             lines = (*opening, *(line for _, lines in part for line in lines))
             found.append(Window(trajectory=trajectory.id, lines=lines, turns=turns))
         start, new, again = end, end, 0
-        while start > 0 and again + sizes[start - 1] <= config.overlap:
+        while start > 0 and again + sizes[start - 1] <= config.overlap_chars:
             start -= 1
             again += sizes[start]
     return found
@@ -89,13 +90,13 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
 def _lines(i: int, turn: Turn, config: ModelReaderConfig) -> list[str]:
     if turn.role == "assistant":
         head: dict[str, Any] = {"turn": i, "by": "assistant"}
-        if config.outcome and turn.events:
+        if config.show_outcome and turn.events:
             head["reported"] = [event.kind for event in turn.events]
-        return [_line(head, turn.text, config.shown)]
+        return [_line(head, turn.text, config.max_message_chars)]
     said: list[tuple[str, str]] = [(m.role, m.content) for m in turn.messages] or [
         ("environment", turn.text)
     ]
-    return [_line({"turn": i, "by": role}, text, config.shown) for role, text in said]
+    return [_line({"turn": i, "by": role}, text, config.max_message_chars) for role, text in said]
 
 
 def _line(head: Mapping[str, Any], text: str, limit: int) -> str:

@@ -73,8 +73,8 @@ class ModelReader:
         task = TASK.format(
             open=OPEN, close=CLOSE, num=self.config.hints_per_window, chars=self.config.max_chars
         )
-        if self.config.advice is not None:
-            task = f"{task}\n\n{self.config.advice.strip()}"
+        if self.config.extra_instructions is not None:
+            task = f"{task}\n\n{self.config.extra_instructions.strip()}"
         ask = ASK.format(
             open=OPEN,
             close=CLOSE,
@@ -91,18 +91,18 @@ class ModelReader:
             unfit = [window for window in found if not self.ask.fits(self.prompt(window))]
             if not unfit:
                 return found
-            if config.window <= SMALLEST_WINDOW:
+            if config.window_chars <= SMALLEST_WINDOW:
                 counts["model/window_too_long"] += len(unfit)
                 return [window for window in found if window not in unfit]
             config = _narrower(config)
 
 
 def _narrower(config: ModelReaderConfig) -> ModelReaderConfig:
-    half = max(config.window // 2, SMALLEST_WINDOW)
+    half = max(config.window_chars // 2, SMALLEST_WINDOW)
     return config.model_copy(
         update={
-            "window": half,
-            "overlap": min(config.overlap, half // 2),
-            "shown": min(config.shown, max(half // 4, 100)),
+            "window_chars": half,
+            "overlap_chars": min(config.overlap_chars, half // 2),
+            "max_message_chars": min(config.max_message_chars, max(half // 4, 100)),
         }
     )

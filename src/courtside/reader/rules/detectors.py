@@ -98,8 +98,8 @@ def ignored_error(_rule: Rule, episode: TurnLog, i: int) -> Finding | None:
 def answer_without_lookup(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
     """The final answer to a task that needs a lookup, and no call before it succeeded."""
     task = episode.trajectory.task
-    if rule.needs is not None:
-        needed = task.privileged.get(rule.needs, "").strip().lower() not in SAYS_NO
+    if rule.lookup_field is not None:
+        needed = task.privileged.get(rule.lookup_field, "").strip().lower() not in SAYS_NO
     else:
         assert rule.pattern is not None, "the rule was checked"
         asked = "\n".join(m.content for m in task.messages if m.role == "user")

@@ -57,7 +57,7 @@ class RuleReader:
                         bad_span=finding.bad_span,
                     )
                 )
-        if clean and self.config.false_positives:
+        if clean and self.config.false_positive_rate:
             hints += self._false_positive(episode.trajectory, turn, counts)
         return hints
 
@@ -65,7 +65,7 @@ class RuleReader:
         self, trajectory: Trajectory, turn: int, counts: Counter[str]
     ) -> list[Hint]:
         draw = random.Random(seed_for(self.seed, "false_positive", trajectory.id, turn))
-        if draw.random() >= self.config.false_positives:
+        if draw.random() >= self.config.false_positive_rate:
             return []
         rule = draw.choice(self.clean_rules)
         counts["rules/false_positive"] += 1

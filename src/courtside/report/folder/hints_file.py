@@ -38,7 +38,7 @@ class Limits:
     @classmethod
     def of(cls, recipe: Recipe) -> Limits:
         """Those of the recipe's own reader `person`; without one, of a recipe that leaves them."""
-        usual = HumanReaderConfig(kind="person", path=Path("hints.jsonl"))
+        usual = HumanReaderConfig(kind="human", path=Path("hints.jsonl"))
         person = next(iter(persons_of(recipe)), usual)
         return cls(max_chars=person.max_chars, max_hints=person.max_hints)
 
@@ -61,7 +61,7 @@ def parse_hints(content: bytes, *, name: str) -> tuple[tuple[Hint, ...], Mapping
             hints.append(_hint(line, where=f"{name}:{number}"))
     if rest.strip():
         if _is_open(rest):
-            return tuple(hints), {"person/unfinished_line": 1}
+            return tuple(hints), {"human/unfinished_line": 1}
         hints.append(_hint(rest, where=f"{name}:{len(lines) + 1}"))
     return tuple(hints), {}
 
@@ -184,6 +184,6 @@ def _hint(line: bytes, *, where: str) -> Hint:
         trajectory=row["trajectory"],
         turn=turn,
         text=text,
-        source="person",
+        source="human",
         reason=to_one_line(row.get("reason", "")),
     )

@@ -16,11 +16,11 @@ RECIPE = "recipe.toml"
 LOCK = ".lock"
 FREE = (
     "run",
-    "rollout.max_batch_tokens",
+    "rollout.kv_cache_tokens",
     "student.gradient_checkpointing",
-    "train.chunk_tokens",
+    "train.logits_chunk_tokens",
     "train.micro_batch_tokens",
-    "train.moments",
+    "train.optimizer_offload",
 )
 """What may be another in a run that goes on: what is kept of it, and how it fits into memory. What
 is learned is the same but for rounding."""

@@ -175,7 +175,7 @@ def student_bytes_per_token(student: Student, tokens: int, context_length: int) 
         return kept_bytes_per_token(
             lambda sequences: passes.forward(sequences)[0],
             vocab_size=student.head.vocab_size,
-            samples=min(student.recipe.rollout.samples, TRIED_SAMPLES),
+            samples=min(student.recipe.rollout.samples_per_prompt, TRIED_SAMPLES),
             # How long sequences become is not known: at worst a pass is one of them. That matters
             # where attention keeps scores or masks, and a GPU's own kernels keep neither.
             longest=min(tokens, context_length),
@@ -195,7 +195,7 @@ def reserved_bytes(student: Student, tokens: int) -> int:
         _steps_bytes(trained, student.optimizer)
         + num_weight_copies(recipe) * sum(p.nbytes for p in trained)
         + _rounded_bytes(weights.model, weights.autocast)
-        + _head_bytes(head, tokens, weights.autocast, recipe.train.chunk_tokens)
+        + _head_bytes(head, tokens, weights.autocast, recipe.train.logits_chunk_tokens)
         + ROWS * 4 * tokens * hidden_size
         + MAX_IDLE_CACHE_BYTES
     )

@@ -31,14 +31,14 @@ def kv_cache_tokens(
     recipe: Recipe, weights: StudentWeights, others: Iterable[Any], *, total: int | None
 ) -> int:
     """`others`: models of teachers. `total`: bytes of the device; None: the usual number."""
-    asked = recipe.rollout.max_batch_tokens
+    asked = recipe.rollout.kv_cache_tokens
     if asked != "auto":
         return asked
     if total is None:
         return DEFAULT_TOKENS
     held = sum(p.nbytes for model in (weights.model, *others) for p in model.parameters())
     trained = sum(p.nbytes for p in weights.trained().values())
-    num_moments = 2 if recipe.train.moments == "device" else 0
+    num_moments = 0 if recipe.train.optimizer_offload else 2
     left = total - held - (num_moments + num_weight_copies(recipe)) * trained  # copies of itself
     fits = int(KV_SHARE * left) // kv_bytes_per_token(weights.model, weights.autocast)
     # A power of two: no accident of a few bytes changes it.
