@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from episodes import balanced, environment, event, play, said, tool
+from scripted_trajectories import balanced, environment, event, play, said, tool
 
 from courtside.errors import RecipeError
 from courtside.reader.base import ReaderOutput

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from episodes import PROMPT, balanced, environment, event, not_found, play, said, tool
+from scripted_trajectories import PROMPT, balanced, environment, event, not_found, play, said, tool
 
 from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader

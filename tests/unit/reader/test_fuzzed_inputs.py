@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from episodes import balanced
+from scripted_trajectories import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from episodes import play
+from scripted_trajectories import play
 
 from courtside.errors import RecipeError, RunError
 from courtside.reader.loading import make_reader

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from episodes import balanced, play
+from scripted_trajectories import balanced, play
 
 from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, ReaderOutput

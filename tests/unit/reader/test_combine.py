@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from episodes import balanced, not_found, play, said, tool
+from scripted_trajectories import balanced, not_found, play, said, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from episodes import play, tool
+from scripted_trajectories import play, tool
 
 from courtside.chat.template import ChatTemplate
 from courtside.reader.loading import make_reader
