@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripted_trajectories import balanced, not_found, play, said, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_trajectories import balanced, not_found, play, said, tool
 
 from courtside.reader.base import ReaderOutput
 from courtside.reader.combine import CombinedReader

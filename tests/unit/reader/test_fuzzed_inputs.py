@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from scripted_trajectories import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_trajectories import balanced
 
 from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
