@@ -8,6 +8,10 @@ bandwidth is measured in the same run.
     python benchmarks/sampling.py --device cuda                      # the cases below, 100 seconds
     python benchmarks/sampling.py --device cuda --model smollm2-135m --prompts 32    # one case
     python benchmarks/sampling.py --device cuda --prompts 8 --profile    # where a step's time goes
+    python benchmarks/sampling.py --device cuda --vllm PATHS --shapes qwen3-0.6b    # against vLLM
+
+`--vllm` names the folders that vLLM is imported from, as PYTHONPATH does. Its side runs first, in a
+process of its own (`vllm_side.py`), on the rows and lengths of `VLLM_GRID`.
 
 `generate` is measured first, when nothing of ours is in memory. Peaks have the weights in them, and
 ours what CUDA graphs hold.
@@ -17,8 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +79,45 @@ CASES = {
     ),
     "cpu": (SMALL, replace(SMALL, prompts=1, samples=1)),
 }
+
+
+VLLM_SHAPES = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b")
+VLLM_GRID = [
+    (rows, prompt_tokens, new_tokens)
+    for prompt_tokens, new_tokens in ((128, 256), (2048, 1024))
+    for rows in (1, 8, 64, 256, 512)
+]
+"""Rows from 64 on are groups of four samples of a prompt, as in a rollout."""
+
+
+def vllm_cases(model: str, max_rows: int) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            model=model,
+            prompts=rows // 4 if rows >= 64 else rows,
+            samples=4 if rows >= 64 else 1,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+        )
+        for rows, prompt_tokens, new_tokens in VLLM_GRID
+        if rows <= max_rows
+    )
+
+
+def run_vllm(paths: str, model: str, cases: Sequence[Case], *, limit: float) -> dict[str, Any]:
+    """vLLM's results of these cases, those that it had when the time ran out included."""
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        todo, out = Path(folder) / "cases.json", Path(folder) / "out.json"
+        todo.write_text(json.dumps([asdict(case) for case in cases]))
+        command = [sys.executable, str(here / "vllm_side.py"), "--model", model]
+        command += ["--cases", str(todo), "--out", str(out)]
+        path = os.pathsep.join([paths, str(here.parent / "src")])
+        try:
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=limit)
+        except subprocess.TimeoutExpired:
+            print(f"vLLM: stopped after {limit:.0f} s", flush=True)
+        return json.loads(out.read_text()) if out.exists() else {"failed": True, "cases": []}
 
 
 class Words:
@@ -277,6 +325,10 @@ def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
     parser.add_argument("--trained", action="store_true", help="float32 weights under autocast")
     parser.add_argument("--times", type=int, default=2, help="of ours, the fastest counts")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--vllm", help="folders that vLLM is imported from, as in PYTHONPATH")
+    parser.add_argument("--vllm-limit", type=float, default=420, help="seconds for its side")
+    parser.add_argument("--shapes", nargs="+", choices=NAMES, default=VLLM_SHAPES)
+    parser.add_argument("--max-rows", type=int, default=512, help="of the grid against vLLM")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.out = args.out or HERE / "results" / f"sampling_{args.device}.json"
@@ -296,9 +348,24 @@ def main() -> None:
         "bandwidth_gb_per_second": rate / 1e9,
         "cases": rows,
     }
+    peers: dict[Case, dict[str, Any]] = {}
+    if args.vllm:
+        args.generate = False
+        cases = ()
+        for model in args.shapes:
+            grid = vllm_cases(model, args.max_rows)
+            side = run_vllm(args.vllm, model, grid, limit=args.vllm_limit)
+            result.setdefault("vllm", {})[model] = {k: side[k] for k in side if k != "cases"}
+            peers |= dict(zip(grid, side["cases"], strict=False))
+            cases += grid
     print(HEADINGS, flush=True)
     for case in cases:
         rows.append(measure(case, args, rate=rate))
+        if case in peers:
+            ours = rows[-1]["ours"]["tokens_per_second"]
+            rows[-1]["vllm"] = peers[case]
+            rows[-1]["ours_over"]["vllm"] = ours / peers[case]["tokens_per_second"]
+            print(f"{case}: ours / vLLM {rows[-1]['ours_over']['vllm']:.2f}", flush=True)
         print(line(case, rows[-1]), flush=True)
         result["wall_seconds"] = time.perf_counter() - began
         store(args.out, result)  # what there is, if time runs out

@@ -15,30 +15,49 @@ from courtside.engines.local import LocalEngine
 from courtside.losses.fused.linear_divergence import fused_linear_divergence
 from courtside.losses.fused.types import HeadGradient, HeadLossSpec, Projection
 
-NAMES = ("smollm2-135m", "smollm2-4-layers", "qwen3-0.6b", "llama-1b", "tiny")
+LLAMA = {
+    "smollm2-135m": dict(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3,
+    ),
+    "llama-1b": dict(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8,
+    ),
+}  # fmt: skip
+LLAMA["smollm2-4-layers"] = {**LLAMA["smollm2-135m"], "num_hidden_layers": 4}
+"""Fewer layers: for what grows with length, on a CPU."""
+QWEN3 = {
+    "qwen3-0.6b": dict(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+    ),
+    "qwen3-4b": dict(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    ),
+    "qwen3-8b": dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    ),
+}  # fmt: skip
+NAMES = (*LLAMA, *QWEN3)
+
+
+def model_config(kind: str) -> LlamaConfig | Qwen3Config:
+    defaults = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
+    make = LlamaConfig if kind in LLAMA else Qwen3Config
+    return make(**{**defaults, **(LLAMA | QWEN3)[kind]})
 
 
 def shape(kind: str) -> Any:
     """A model of a known shape; its weights do not matter to the clock."""
-    longest = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
-    if kind in ("smollm2-135m", "smollm2-4-layers"):  # fewer: for what grows with length, on a CPU
-        num_layers = 30 if kind == "smollm2-135m" else 4
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536,
-            num_hidden_layers=num_layers, num_attention_heads=9, num_key_value_heads=3,
-            **longest))  # fmt: skip
-    if kind == "llama-1b":
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-            num_attention_heads=32, num_key_value_heads=8, **longest))  # fmt: skip
-    if kind == "tiny":
-        return Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16, **longest))  # fmt: skip
-    assert kind == "qwen3-0.6b"
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, **longest))  # fmt: skip
+    config = model_config(kind)
+    return (LlamaForCausalLM if kind in LLAMA else Qwen3ForCausalLM)(config)
 
 
 def drawn_engine(args: argparse.Namespace) -> LocalEngine:
