@@ -8,6 +8,7 @@ case), bfloat16 autocast over float32 weights on a GPU, all weights trained:
     layers     each decoder layer of `own` by torch.compile, dynamic, because lengths differ from
                pass to pass; then passes of two further lengths, which may compile again
     parts      only MLPs and norms by torch.compile; tried where `layers` cannot be compiled
+    liger      `own` with Liger's RMSNorm, RoPE and SwiGLU; last, because it patches for good
 
 Of each: seconds of the first pass, of later ones (the median), and the peak of memory. Break-even
 is how many passes it takes until the time of compiling is won back. Compiled code is not taken from
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -42,7 +44,7 @@ from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches
 
-VARIANTS = ("own", "few", "layers", "parts")
+VARIANTS = ("own", "few", "layers", "parts", "liger")
 COMPILER_ERRORS = (
     torch._dynamo.exc.TorchDynamoException,
     torch._dynamo.exc.FailOnRecompileLimitHit,
@@ -92,6 +94,12 @@ class Job:
         torch._dynamo.reset()
         counters.clear()
         _tidy(self.engine.device)
+        if name == "liger":
+            from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+            apply_liger_kernel_to_qwen3(
+                fused_linear_cross_entropy=False, cross_entropy=False, model=self.model
+            )
         modules = {"layers": self._layers, "parts": self._parts}.get(name, list)()
         compiled = [
             Patch(m, "forward", torch.compile(m.forward, dynamic=True, backend=self.args.backend))
@@ -229,7 +237,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     result = {**about("compiled", args), "rows": rows}
     job = Job(args)
-    waiting = list(args.variants or VARIANTS[:3])
+    has_liger = find_spec("liger_kernel") is not None and args.device == "cuda"
+    waiting = list(args.variants or (*VARIANTS[:3], *(["liger"] if has_liger else [])))
     while waiting and time.perf_counter() - began < args.seconds:
         rows.append(job.measure(waiting.pop(0)))
         if "failed" in rows[-1] and rows[-1]["variant"] == "layers" and "parts" not in waiting:

@@ -193,7 +193,7 @@ def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, A
         Words(),
         name=case.model,
         autocast=dtype if args.trained and dtype != torch.float32 else None,
-        max_batch_tokens=2**21,
+        max_batch_tokens=cache_capacity(model, dtype, device),
     )
     floor = floor_seconds(model, case, dtype, rate)
     found: dict[str, Any] = {"case": asdict(case), "rows": case.rows}
@@ -268,13 +268,26 @@ def sampled(
     }
 
 
-def floor_seconds(model: Any, case: Case, dtype: torch.dtype, rate: float) -> float:
-    config = model.config
+def position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one position in all layers."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_place = 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
+
+
+def cache_capacity(model: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Positions of the KV cache: three quarters of the free memory, as vLLM takes most of it."""
+    if device.type != "cuda":
+        return 2**21
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return int(0.75 * free) // position_bytes(model.config, dtype)
+
+
+def floor_seconds(model: Any, case: Case, dtype: torch.dtype, rate: float) -> float:
     weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     average = case.prompt_tokens + case.new_tokens / 2
-    return float((weights + case.rows * average * per_place) / rate * case.new_tokens)
+    cache = case.rows * average * position_bytes(model.config, dtype)
+    return float((weights + cache) / rate * case.new_tokens)
 
 
 def profile(job: Callable[[], Any], device: torch.device) -> None:
