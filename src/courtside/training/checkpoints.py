@@ -140,7 +140,7 @@ def optimiser_tensors(
 
 def _state(optimiser: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
     if isinstance(optimiser, OffloadedAdamW):
-        return optimiser.tensors(parameter)
+        return optimiser.state_tensors(parameter)
     state: Mapping[str, Any] = optimiser.state.get(parameter, {})
     return state
 
@@ -157,7 +157,7 @@ def restore_optimiser(
     for name, state in states.items():
         parameter = trained[name]
         if isinstance(optimiser, OffloadedAdamW):
-            optimiser.restore(parameter, state)
+            optimiser.load_state_tensors(parameter, state)
         else:
             optimiser.state[parameter].update(_on_device(optimiser, parameter, state))
 

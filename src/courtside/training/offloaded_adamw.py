@@ -1,8 +1,8 @@
-"""AdamW whose moments lie in the host's memory and pass through the GPU piece by piece.
+"""AdamW with its state offloaded to pinned host memory, streamed through the GPU in chunks.
 
-The two moments are twice as large as the weights and are needed for a moment of a step only. Pieces
-run over all parameters as if those lay in one row; while one is updated, the next is on its way in
-and the one before on its way out. Every number is the one that AdamW on the GPU would have made.
+The two moments take twice the memory of the weights and are used only during the optimizer step.
+Chunks run over all parameters as if concatenated; while one is updated, the next is copied in and
+the previous one copied out. Results are bit-identical to AdamW on the GPU.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 CHUNK_SIZE = 2**23
-"""Numbers in a piece. A power of two: pinned memory is given out in such sizes."""
+"""Elements of a chunk. A power of two, the granularity in which pinned memory is allocated."""
 NUM_STAGING_BUFFERS = 3
-"""On the GPU: for what comes, what is there and what goes."""
+"""On the GPU: one being copied in, one being updated, one being copied out."""
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice:
-    """Of a parameter, numbers start … stop, which lie from `at` on in their piece."""
+    """Elements `start` to `stop` of a parameter, at `offset` in their chunk."""
 
     parameter: nn.Parameter
     start: int
     stop: int
-    at: int
+    offset: int
 
     @property
-    def place(self) -> slice:
-        return slice(self.at, self.at + self.stop - self.start)
+    def in_chunk(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChunk:
-    """Moments of parts that lie one behind the other, in the host's memory."""
+    """The moments of consecutive parameter slices, in host memory."""
 
     group: dict[str, Any]
-    """The optimiser's, with rates and decay."""
-    parts: tuple[ParameterSlice, ...]
+    """The optimizer's param group: learning rate, decay."""
+    slices: tuple[ParameterSlice, ...]
     moments: Tensor
     """[2, size]"""
 
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """Where a piece is while it is on the GPU."""
+    """GPU memory for one chunk, with the events that order its use by three streams."""
 
     moments: Tensor
     loaded: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -60,83 +60,82 @@ class StagingBuffer:
 
 class OffloadedAdamW(torch.optim.AdamW):
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, piece: int = CHUNK_SIZE, **settings: Any
+        self, groups: Iterable[dict[str, Any]], *, chunk_size: int = CHUNK_SIZE, **settings: Any
     ):
         super().__init__(groups, fused=True, **settings)
-        self._piece = piece
-        self._pieces: list[StateChunk] = []
-        """None before the first step: who only evaluates needs no memory for them."""
-        self._counts: dict[Tensor, int] = {}
-        """Steps that a parameter has seen."""
-        own = [p for group in self.param_groups for p in group["params"]]
-        self._device = own[0].device
-        assert all(p.is_contiguous() and p.device == self._device for p in own)
+        self._chunk_size = chunk_size
+        self._chunks: list[StateChunk] = []
+        """Allocated in the first step: evaluation needs no optimizer state."""
+        self._num_steps: dict[Tensor, int] = {}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._device = parameters[0].device
+        assert all(p.is_contiguous() and p.device == self._device for p in parameters)
 
     @property
-    def room_bytes(self) -> int:
-        """On the GPU, during a step."""
-        return NUM_STAGING_BUFFERS * 2 * 4 * self._piece
+    def staging_bytes(self) -> int:
+        """GPU memory during a step."""
+        return NUM_STAGING_BUFFERS * 2 * 4 * self._chunk_size
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        self._make()
-        for parameter in self._counts:
-            self._counts[parameter] += parameter.grad is not None
+        self._allocate()
+        for parameter in self._num_steps:
+            self._num_steps[parameter] += parameter.grad is not None
         if self._device.type == "cuda":
-            self._through_rooms()
+            self._stream_chunks()
         else:
-            for piece in self._pieces:
-                self._update(piece, piece.moments)
+            for chunk in self._chunks:
+                self._update(chunk, chunk.moments)
 
-    def tensors(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What AdamW keeps of a parameter, as it would keep it; empty before the first step."""
-        if not self._counts.get(parameter):
+    def state_tensors(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter in the form of AdamW's; empty before the first step."""
+        if not self._num_steps.get(parameter):
             return {}
-        self._wait()
-        parts = [(piece, part) for piece in self._pieces for part in _of(parameter, piece)]
-        found = {
-            key: torch.cat([piece.moments[row, part.place] for piece, part in parts])
+        self._synchronize()
+        slices = [(chunk, part) for chunk in self._chunks for part in _slices_of(parameter, chunk)]
+        moments = {
+            key: torch.cat([chunk.moments[row, part.in_chunk] for chunk, part in slices])
             for row, key in enumerate(STATE_KEYS)
         }
-        shaped = {key: flat.view_as(parameter) for key, flat in found.items()}
-        return {"step": torch.tensor(float(self._counts[parameter])), **shaped}
+        shaped = {key: flat.view_as(parameter) for key, flat in moments.items()}
+        return {"step": torch.tensor(float(self._num_steps[parameter])), **shaped}
 
-    def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `tensors` gave, or a plain AdamW's state."""
-        self._make()
-        self._wait()
-        self._counts[parameter] = int(tensors["step"])
-        for piece in self._pieces:
-            for part in _of(parameter, piece):
+    def load_state_tensors(self, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_tensors` returned, or the state of a plain AdamW."""
+        self._allocate()
+        self._synchronize()
+        self._num_steps[parameter] = int(tensors["step"])
+        for chunk in self._chunks:
+            for part in _slices_of(parameter, chunk):
                 for row, key in enumerate(STATE_KEYS):
                     flat = tensors[key].reshape(-1)
-                    piece.moments[row, part.place] = flat[part.start : part.stop]
+                    chunk.moments[row, part.in_chunk] = flat[part.start : part.stop]
 
-    def _make(self) -> None:
-        if self._pieces:
+    def _allocate(self) -> None:
+        if self._chunks:
             return
         pinned = self._device.type == "cuda"
         for group in self.param_groups:
-            for parts in _cut(group["params"], self._piece):
-                size = parts[-1].place.stop
+            for slices in _cut_into_chunks(group["params"], self._chunk_size):
+                size = slices[-1].in_chunk.stop
                 moments = torch.zeros(2, size, dtype=torch.float32, pin_memory=pinned)
-                self._pieces.append(StateChunk(group=group, parts=parts, moments=moments))
-            self._counts |= dict.fromkeys(group["params"], 0)
+                self._chunks.append(StateChunk(group=group, slices=slices, moments=moments))
+            self._num_steps |= dict.fromkeys(group["params"], 0)
 
-    def _update(self, piece: StateChunk, moments: Tensor) -> None:
-        parts = [part for part in piece.parts if part.parameter.grad is not None]
-        if not parts:
+    def _update(self, chunk: StateChunk, moments: Tensor) -> None:
+        slices = [part for part in chunk.slices if part.parameter.grad is not None]
+        if not slices:
             return
-        counts = [float(self._counts[part.parameter] - 1) for part in parts]
-        group = piece.group
+        num_steps = [float(self._num_steps[part.parameter] - 1) for part in slices]
+        group = chunk.group
         adamw(
-            [part.parameter.view(-1)[part.start : part.stop] for part in parts],
-            [_gradient(part) for part in parts],
-            [moments[0, part.place] for part in parts],
-            [moments[1, part.place] for part in parts],
+            [part.parameter.view(-1)[part.start : part.stop] for part in slices],
+            [_gradient(part) for part in slices],
+            [moments[0, part.in_chunk] for part in slices],
+            [moments[1, part.in_chunk] for part in slices],
             [],
-            [torch.full((), count, device=self._device) for count in counts],
+            [torch.full((), count, device=self._device) for count in num_steps],
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
@@ -147,57 +146,63 @@ class OffloadedAdamW(torch.optim.AdamW):
             maximize=False,
         )
 
-    def _through_rooms(self) -> None:
-        here = torch.cuda.current_stream(self._device)
-        inward, outward = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        rooms = [
-            StagingBuffer(torch.empty(2, self._piece, dtype=torch.float32, device=self._device))
+    def _stream_chunks(self) -> None:
+        compute = torch.cuda.current_stream(self._device)
+        load, store = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        buffers = [
+            StagingBuffer(
+                torch.empty(2, self._chunk_size, dtype=torch.float32, device=self._device)
+            )
             for _ in range(NUM_STAGING_BUFFERS)
         ]
-        inward.wait_stream(here)
-        for piece, room in zip(self._pieces, cycle(rooms), strict=False):
-            moments = room.moments[:, : piece.moments.shape[1]]
-            inward.wait_event(room.stored)
-            with torch.cuda.stream(inward):
-                _copy(moments, piece.moments)
-            room.loaded.record(inward)
-            here.wait_event(room.loaded)
-            self._update(piece, moments)
-            room.updated.record(here)
-            outward.wait_event(room.updated)
-            with torch.cuda.stream(outward):
-                _copy(piece.moments, moments)
-            room.stored.record(outward)
-        # The rooms go back to the allocator, which knows of one stream only; and the next step
-        # begins behind this one's last store.
-        here.wait_stream(outward)
+        load.wait_stream(compute)
+        for chunk, buffer in zip(self._chunks, cycle(buffers), strict=False):
+            moments = buffer.moments[:, : chunk.moments.shape[1]]
+            load.wait_event(buffer.stored)
+            with torch.cuda.stream(load):
+                _copy_rows(moments, chunk.moments)
+            buffer.loaded.record(load)
+            compute.wait_event(buffer.loaded)
+            self._update(chunk, moments)
+            buffer.updated.record(compute)
+            store.wait_event(buffer.updated)
+            with torch.cuda.stream(store):
+                _copy_rows(chunk.moments, moments)
+            buffer.stored.record(store)
+        # The allocator frees the buffers in the order of the compute stream, and the next step
+        # must begin after the last store of this one.
+        compute.wait_stream(store)
 
-    def _wait(self) -> None:
-        """Until what the GPU still writes has arrived."""
+    def _synchronize(self) -> None:
+        """Wait until the last step's stores have reached host memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _cut(parameters: Iterable[nn.Parameter], size: int) -> Iterator[tuple[ParameterSlice, ...]]:
-    """All numbers of the parameters, `size` at a time."""
-    parts: list[ParameterSlice] = []
+def _cut_into_chunks(
+    parameters: Iterable[nn.Parameter], size: int
+) -> Iterator[tuple[ParameterSlice, ...]]:
+    """All elements of the parameters, `size` at a time."""
+    slices: list[ParameterSlice] = []
     filled = 0
     for parameter in parameters:
         start = 0
         while start < parameter.numel():
             stop = min(parameter.numel(), start + size - filled)
-            parts.append(ParameterSlice(parameter=parameter, start=start, stop=stop, at=filled))
+            slices.append(
+                ParameterSlice(parameter=parameter, start=start, stop=stop, offset=filled)
+            )
             filled += stop - start
             start = stop
             if filled == size:
-                yield tuple(parts)
-                parts, filled = [], 0
-    if parts:
-        yield tuple(parts)
+                yield tuple(slices)
+                slices, filled = [], 0
+    if slices:
+        yield tuple(slices)
 
 
-def _of(parameter: Tensor, piece: StateChunk) -> Iterator[ParameterSlice]:
-    return (part for part in piece.parts if part.parameter is parameter)
+def _slices_of(parameter: Tensor, chunk: StateChunk) -> Iterator[ParameterSlice]:
+    return (part for part in chunk.slices if part.parameter is parameter)
 
 
 def _gradient(part: ParameterSlice) -> Tensor:
@@ -205,7 +210,7 @@ def _gradient(part: ParameterSlice) -> Tensor:
     return part.parameter.grad.reshape(-1)[part.start : part.stop]
 
 
-def _copy(to: Tensor, source: Tensor) -> None:
-    """Row by row: a row is one piece of memory, which is copied without the host's help."""
-    for row, own in zip(to, source, strict=True):
-        row.copy_(own, non_blocking=True)
+def _copy_rows(target: Tensor, source: Tensor) -> None:
+    """Row by row: a row is contiguous, so its copy is asynchronous."""
+    for target_row, source_row in zip(target, source, strict=True):
+        target_row.copy_(source_row, non_blocking=True)

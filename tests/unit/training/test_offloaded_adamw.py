@@ -1,4 +1,4 @@
-"""AdamW with its moments in the host's memory is AdamW."""
+"""AdamW with offloaded state computes what AdamW computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from courtside.assemble import assemble
 from courtside.run import restore
 from courtside.training import checkpoints
-from courtside.training.memory.checkpointing_auto import reserved_bytes
+from courtside.training.memory.checkpointing_auto import pending_bytes
 from courtside.training.memory.kv_budget import MIN_TOKENS, kv_bytes_per_token, kv_cache_tokens
 from courtside.training.offloaded_adamw import CHUNK_SIZE, NUM_STAGING_BUFFERS, OffloadedAdamW
 
@@ -20,7 +20,7 @@ SHAPES = ((7, 5), (3,), (16, 16), (1,), (40, 3))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95)}
 
 
-def drawn_parameters() -> list[nn.Parameter]:
+def random_parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
@@ -32,118 +32,118 @@ def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def pushed(parameters: list[nn.Parameter], step: int, *, without: int | None = None) -> None:
+def set_gradients(parameters: list[nn.Parameter], step: int, *, without: int | None = None) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for number, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.grad = None if number == without else gradient
 
 
-def states(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
-    return checkpoints.optimiser_tensors(optimiser, {str(i): p for i, p in enumerate(parameters)})
+def states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+    return checkpoints.optimiser_tensors(optimizer, {str(i): p for i, p in enumerate(parameters)})
 
 
-@pytest.mark.parametrize("piece", [1, 8, 37, 256, 10_000])
-def test_weights_and_moments_are_those_of_adamw(piece: int) -> None:
-    """Whether a piece holds many parameters or a part of one, and with a gradient missing."""
-    own, plain = drawn_parameters(), drawn_parameters()
-    ours = OffloadedAdamW(groups(own), piece=piece, **SETTINGS)
-    theirs = torch.optim.AdamW(groups(plain), fused=True, **SETTINGS)
+@pytest.mark.parametrize("chunk_size", [1, 8, 37, 256, 10_000])
+def test_weights_and_moments_are_those_of_adamw(chunk_size: int) -> None:
+    """With many parameters in a chunk or a part of one, and with a gradient missing."""
+    offloaded, reference = random_parameters(), random_parameters()
+    optimizer = OffloadedAdamW(groups(offloaded), chunk_size=chunk_size, **SETTINGS)
+    adamw = torch.optim.AdamW(groups(reference), fused=True, **SETTINGS)
     for step in range(4):
-        for optimiser, parameters in ((ours, own), (theirs, plain)):
-            pushed(parameters, step, without=2 if step == 1 else None)
-            for group in optimiser.param_groups:
+        for stepped, parameters in ((optimizer, offloaded), (adamw, reference)):
+            set_gradients(parameters, step, without=2 if step == 1 else None)
+            for group in stepped.param_groups:
                 group["lr"] = 0.02 / (1 + step)
-            optimiser.step()
-    for mine, its in zip(own, plain, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
-    found, expected = states(ours, own), states(theirs, plain)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
-    assert found["2/step"] == 3 and found["0/step"] == 4
+            stepped.step()
+    for actual, expected in zip(offloaded, reference, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    state, expected_state = states(optimizer, offloaded), states(adamw, reference)
+    assert state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7)
+    assert state["2/step"] == 3 and state["0/step"] == 4
 
 
-def test_every_piece_but_the_last_of_a_group_is_full() -> None:
-    own = drawn_parameters()
-    ours = OffloadedAdamW(groups(own), piece=64, **SETTINGS)
-    pushed(own, 0)
-    ours.step()
-    sizes = [piece.moments.shape[1] for piece in ours._pieces]
+def test_every_chunk_but_the_last_of_a_group_is_full() -> None:
+    parameters = random_parameters()
+    optimizer = OffloadedAdamW(groups(parameters), chunk_size=64, **SETTINGS)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    sizes = [chunk.moments.shape[1] for chunk in optimizer._chunks]
     assert sizes == [64] * 6 + [35 + 256 + 120 - 6 * 64, 4]
 
 
 @pytest.mark.parametrize("first", [OffloadedAdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("second", [OffloadedAdamW, torch.optim.AdamW])
-def test_a_run_goes_on_from_either_kind(first: Any, second: Any) -> None:
-    def made(kind: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        more = {"piece": 50} if kind is OffloadedAdamW else {"fused": True}
-        optimiser: torch.optim.Optimizer = kind(groups(parameters), **SETTINGS, **more)
-        return optimiser
+def test_either_kind_resumes_from_either_kind(first: Any, second: Any) -> None:
+    def make(kind: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        options = {"chunk_size": 50} if kind is OffloadedAdamW else {"fused": True}
+        optimizer: torch.optim.Optimizer = kind(groups(parameters), **SETTINGS, **options)
+        return optimizer
 
-    through = drawn_parameters()
-    whole = made(torch.optim.AdamW, through)
-    stopped = drawn_parameters()
-    before = made(first, stopped)
+    uninterrupted, stopped = random_parameters(), random_parameters()
+    adamw, before = make(torch.optim.AdamW, uninterrupted), make(first, stopped)
     assert states(before, stopped) == {}
-    for optimiser, parameters in ((whole, through), (before, stopped)):
+    for optimizer, parameters in ((adamw, uninterrupted), (before, stopped)):
         for step in range(2):
-            pushed(parameters, step)
-            optimiser.step()
+            set_gradients(parameters, step)
+            optimizer.step()
     saved = {name: tensor.clone() for name, tensor in states(before, stopped).items()}
     resumed = [nn.Parameter(p.detach().clone()) for p in stopped]
-    after = made(second, resumed)
+    after = make(second, resumed)
     checkpoints.restore_optimiser(after, {str(i): p for i, p in enumerate(resumed)}, saved)
-    for optimiser, parameters in ((whole, through), (after, resumed)):
-        pushed(parameters, 2)
-        optimiser.step()
-    for mine, its in zip(resumed, through, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
+    for optimizer, parameters in ((adamw, uninterrupted), (after, resumed)):
+        set_gradients(parameters, 2)
+        optimizer.step()
+    for actual, expected in zip(resumed, uninterrupted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_recipe_offloads_them(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
-    """Two steps of a run, saved and restored, against the same with moments beside the weights."""
-    found: dict[bool, dict[str, Tensor]] = {}
+def test_a_run_with_offload_is_the_run_without(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
+    """Two steps, with a checkpoint saved and restored after the first."""
+    weights: dict[bool, dict[str, Tensor]] = {}
     for offload in (False, True):
         recipe = small_recipe(
             tiny_folder, tiny_teacher_folder, train={"optimizer_offload": offload}
         )
-        parts = assemble(recipe)
-        assert isinstance(parts.student.optimizer, OffloadedAdamW) == offload
+        runtime = assemble(recipe)
+        assert isinstance(runtime.student.optimizer, OffloadedAdamW) == offload
         for step in range(2):
-            trajectories = parts.rollout(parts.tasks.batch(step, 2), step)
-            parts.student.step(step, parts.teacher(trajectories, ()))
+            trajectories = runtime.rollout(runtime.tasks.batch(step, 2), step)
+            runtime.student.step(step, runtime.teacher(trajectories, ()))
             if step == 0:
-                trained = parts.student.weights.trained()
+                trained = runtime.student.weights.trained()
                 saved = {
                     "weights": {name: p.detach().clone() for name, p in trained.items()},
                     "optimiser": {
                         name: tensor.clone()
                         for name, tensor in checkpoints.optimiser_tensors(
-                            parts.student.optimizer, trained
+                            runtime.student.optimizer, trained
                         ).items()
                     },
                 }
-                parts = assemble(recipe)
-                restore(parts, checkpoints.Checkpoint(num_steps=1, tensors=saved))
-        found[offload] = {n: p.detach() for n, p in parts.student.weights.trained().items()}
-    for name, expected in found[False].items():
-        torch.testing.assert_close(found[True][name], expected, rtol=1e-5, atol=1e-7)
+                runtime = assemble(recipe)
+                restore(runtime, checkpoints.Checkpoint(num_steps=1, tensors=saved))
+        weights[offload] = {n: p.detach() for n, p in runtime.student.weights.trained().items()}
+    for name, expected in weights[False].items():
+        torch.testing.assert_close(weights[True][name], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_memory_is_planned_without_them(tiny_folder: Any, tiny_teacher_folder: Any) -> None:
-    planned, room = {}, {}
+def test_offloaded_state_is_not_in_the_memory_plan(
+    tiny_folder: Any, tiny_teacher_folder: Any
+) -> None:
+    pending, kv_tokens = {}, {}
     for offload in (False, True):
         recipe = small_recipe(
             tiny_folder, tiny_teacher_folder, train={"optimizer_offload": offload}
         )
         student = assemble(recipe).student
-        planned[offload] = reserved_bytes(student, tokens=128)
+        pending[offload] = pending_bytes(student)
         trained = sum(p.nbytes for p in student.weights.trained().values())
-        held = sum(p.nbytes for p in student.weights.model.parameters())
-        # A byte too little for twice the least number of tokens, if moments are on the device.
-        place = kv_bytes_per_token(student.weights.model, student.weights.autocast)
-        total = held + 2 * trained + 4 * MIN_TOKENS * place - 1
-        room[offload] = kv_cache_tokens(recipe, student.weights, (), total=total)
-    assert planned[False] - planned[True] == 2 * trained - NUM_STAGING_BUFFERS * 2 * 4 * CHUNK_SIZE
-    assert room == {False: MIN_TOKENS, True: 2 * MIN_TOKENS}
+        model_bytes = sum(p.nbytes for p in student.weights.model.parameters())
+        # A byte too little for twice the minimum of tokens, if the moments are on the device.
+        per_token = kv_bytes_per_token(student.weights.model, student.weights.autocast)
+        total = model_bytes + 2 * trained + 4 * MIN_TOKENS * per_token - 1
+        kv_tokens[offload] = kv_cache_tokens(recipe, student.weights, (), total=total)
+    assert pending[False] - pending[True] == 2 * trained - NUM_STAGING_BUFFERS * 2 * 4 * CHUNK_SIZE
+    assert kv_tokens == {False: MIN_TOKENS, True: 2 * MIN_TOKENS}

@@ -1,7 +1,7 @@
-"""How many keys and values a rollout may hold at once, where the recipe leaves it open.
+"""How many tokens the KV cache of a rollout holds, where the recipe says "auto".
 
-A number for the device and the recipe, never for what happens to be free: rows that are written
-together round alike, and a run that is resumed must write what it would have written.
+The number depends on device and recipe, never on the memory that happens to be free: batch shapes
+affect rounding, and a resumed run must sample what it would have sampled.
 """
 
 from __future__ import annotations
@@ -11,45 +11,57 @@ from typing import Any
 
 import torch
 
-from courtside.recipe import Recipe
-from courtside.training.memory.checkpointing_auto import num_weight_copies
+from courtside.recipe import Recipe, SelfTeacherConfig, teachers_of
 from courtside.training.weights import StudentWeights
 
 DEFAULT_TOKENS, MIN_TOKENS, MAX_TOKENS = 65536, 4096, 2**19
 KV_SHARE = 0.5
-"""Of what models and moments leave: reading prompts and drawing need some of it."""
+"""Of the memory that models and optimizer state leave; prefill and sampling use the remainder."""
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """All of a GPU's memory; None: a CPU's is not asked for."""
+    """Total memory of a GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def kv_cache_tokens(
-    recipe: Recipe, weights: StudentWeights, others: Iterable[Any], *, total: int | None
+    recipe: Recipe, weights: StudentWeights, teachers: Iterable[Any], *, total: int | None
 ) -> int:
-    """`others`: models of teachers. `total`: bytes of the device; None: the usual number."""
-    asked = recipe.rollout.kv_cache_tokens
-    if asked != "auto":
-        return asked
+    """`teachers`: their models. `total`: bytes of the device; None: the default number."""
+    if recipe.rollout.kv_cache_tokens != "auto":
+        return recipe.rollout.kv_cache_tokens
     if total is None:
         return DEFAULT_TOKENS
-    held = sum(p.nbytes for model in (weights.model, *others) for p in model.parameters())
+    models = sum(p.nbytes for model in (weights.model, *teachers) for p in model.parameters())
     trained = sum(p.nbytes for p in weights.trained().values())
     num_moments = 0 if recipe.train.optimizer_offload else 2
-    left = total - held - (num_moments + num_weight_copies(recipe)) * trained  # copies of itself
-    fits = int(KV_SHARE * left) // kv_bytes_per_token(weights.model, weights.autocast)
-    # A power of two: no accident of a few bytes changes it.
-    return min(max(1 << max(fits, 1).bit_length() - 1, MIN_TOKENS), MAX_TOKENS)
+    available = total - models - (num_moments + num_weight_copies(recipe)) * trained
+    tokens = int(KV_SHARE * available) // kv_bytes_per_token(weights.model, weights.autocast)
+    # Rounded down to a power of two, so that a few bytes more or less do not change it.
+    return min(max(1 << max(tokens, 1).bit_length() - 1, MIN_TOKENS), MAX_TOKENS)
+
+
+def num_weight_copies(recipe: Recipe) -> int:
+    """Frozen and EMA self-teachers, and the reference: at most one copy of the weights each."""
+    copies = [
+        t for t in teachers_of(recipe) if isinstance(t, SelfTeacherConfig) and t.weights != "live"
+    ]
+    return len(copies) + recipe.needs_reference
 
 
 def kv_bytes_per_token(model: Any, dtype: torch.dtype | None) -> int:
-    """Of the keys and values of one token, in all layers."""
+    """Keys and values of one token in all layers."""
     config = model.config.get_text_config()
+    _, kv = attention_widths(config)
+    itemsize = (dtype or next(model.parameters()).dtype).itemsize
+    return int(2 * config.num_hidden_layers * kv * itemsize)
+
+
+def attention_widths(config: Any) -> tuple[int, int]:
+    """Output features of the query projection, and of the key (or value) projection."""
     num_heads = config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", None) or num_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    numbers = dtype or next(model.parameters()).dtype
-    return int(2 * config.num_hidden_layers * shared * size * numbers.itemsize)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return num_heads * head_dim, num_kv_heads * head_dim
