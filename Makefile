@@ -11,8 +11,8 @@ RECIPE ?= recipes/targeted-hints/recipe.toml
 help:
 	@echo "make demo     train the demo recipe and write its report"
 	@echo "make test     all checks and tests"
-	@echo "make check    lint, format, types, imports, generated reference"
-	@echo "make docs     write docs/reference again"
+	@echo "make check    lint, format, types, imports, generated reference and pictures"
+	@echo "make docs     write docs/reference and the pictures again"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
 	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
 
@@ -28,9 +28,11 @@ check: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/pictures.py --check
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/pictures.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py

@@ -246,6 +246,13 @@ def test_functions_named_beside_their_file_exist() -> None:
         assert hasattr(importlib.import_module(f"courtside.losses.{module}"), function), function
 
 
+def test_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPOSITORY / "scripts" / "pictures.py"), run_name="__main__")
+    assert ended.value.code == 0
+
+
 # ── measured numbers ─────────────────────────────────────────────────────────────────────────────
 
 STEP_ROWS = (
