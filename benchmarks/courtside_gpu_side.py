@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
             "kv_cache_tokens": parts.engine.max_batch_tokens,
             "micro_batch_tokens": parts.student.micro_batch_tokens
             or default_pass_tokens(parts.engine.device),
-            "gradient_checkpointing": parts.student.weights.recomputes,
+            "gradient_checkpointing": parts.student.weights.uses_gradient_checkpointing,
             "optimizer": type(parts.student.optimizer).__name__,
             "trainable_dtypes": sorted({str(p.dtype) for p in trained}),
             "autocast": str(parts.student.weights.autocast),

@@ -123,11 +123,9 @@ class Parts:
         return tuple(self.random.choices(range(END + 1, self.engine.head.vocab_size), k=count))
 
     def scoring(self, hints: HintScorer | None = None) -> TeacherStage:
-        length = self.engine.context_length
         teacher = Teacher(
-            name="self:live", engine=self.engine, renderer=self.renderer, context_length=length,
-            want="hidden", hints=hints,
-        )  # fmt: skip
+            name="self:live", engine=self.engine, renderer=self.renderer, want="hidden", hints=hints
+        )
         return TeacherStage(teacher, None, hinted=hints is not None)
 
     def trajectory(self, number: int, num_tokens: int) -> Trajectory:
@@ -255,8 +253,7 @@ def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
     places = [spoken[(2 * n + 1) * len(spoken) // (2 * hints)] for n in range(hints)]
     given = [Hint(trajectory=one.id, turn=turn, text=HINT, source="made up") for turn in places]
     rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
-    length = parts.engine.context_length
-    score = parts.scoring(HintScorer(parts.engine, parts.turns, rules, context_length=length))
+    score = parts.scoring(HintScorer(parts.engine, parts.turns, rules))
 
     def call() -> None:
         (scored,) = score([one], given)

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workload import SEED
 
+from courtside.assemble import find_reason_to_score_first
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
@@ -37,7 +38,7 @@ from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.training import weights as student_weights
-from courtside.training.hint_branches import reason_to_score_before_update
+from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
@@ -105,25 +106,23 @@ class Job:
         )
         renderer = ChatTemplate(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
         turns = IncrementalTemplate(renderer)
-        length = self.engine.context_length
         self.student = Student(
             self.weights, recipe, vocab_size=self.engine.head.vocab_size, pad_id=self.engine.pad_id
         )
         with self.engine.autocast_context():
-            self.scored_before = reason_to_score_before_update(
-                recipe, self.weights.model, self.student.passes.padding_reason
+            self.scored_before = (
+                find_reason_to_score_first(recipe)
+                or self.student.passes.padding_reason
+                or find_deferral_problem(self.weights.model)
             )
         teacher = Teacher(
             name="self:live",
             engine=self.engine,
             renderer=renderer,
-            context_length=length,
             want="hidden",
-            hints=HintScorer(
-                self.engine, turns, recipe.hints, context_length=length,
-                in_update=self.scored_before is None,
-            ),
-        )  # fmt: skip
+            hints=HintScorer(self.engine, turns, recipe.hints),
+            defers_hints=self.scored_before is None,
+        )
         self.scoring = TeacherStage(teacher, None, hinted=True)
         self.trajectory = episode(turns, args.tokens, args.turns)
         spoken = [i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"]
@@ -238,7 +237,7 @@ def main() -> None:
         print("first, not counted:" if not number else f"step {number}:")
         for name, row in steps[-1].items():
             print(said(name, row), flush=True)
-    (target,) = (s.target for s in scored)
+    (target,) = (s.target or s.deferred for s in scored)
     assert target is not None
     best = {
         name: min((step[name] for step in steps[1:]), key=lambda row: row["seconds"])

@@ -137,7 +137,7 @@ def rescore(
             {
                 "step": step,
                 "trajectories": len(scored),
-                "without_teacher": sum(s.target is None for s in scored),
+                "without_teacher": sum(not s.has_target for s in scored),
                 **{f"loss/{name}": value for name, value in metrics.losses.items()},
                 **metrics.means(),
             }

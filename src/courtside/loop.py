@@ -24,6 +24,8 @@ def train_step(parts: Runtime, run: Run, step: int) -> None:
     with run.phase("teacher"):
         scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
     with run.phase("update"), run.keeping(step, scored):
-        update = parts.student.step(step, scored)  # one optimiser step, any mix of losses
+        update = parts.student.step(step, scored)  # one optimizer step, any mix of losses
+        parts.check_update(scored, update)  # an empty batch is not a zero loss
         parts.teacher.follow()  # a moving average moves
+        parts.engine.load_weights(step + 1)  # rollouts follow the student
     run.record(step, scored, update, reading.counts)

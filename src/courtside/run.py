@@ -29,6 +29,7 @@ from courtside.report.folder.parquet import read_trajectories, write_trajectorie
 from courtside.report.page.page import before_and_after, write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
+from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.training.weights import StudentWeights
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
@@ -64,7 +65,7 @@ class Run:
                 yield
         except torch.OutOfMemoryError as error:
             fix = "rollout.kv_cache_tokens"
-            if not self.parts.student.weights.recomputes:
+            if not self.parts.student.weights.uses_gradient_checkpointing:
                 fix += ", or set student.gradient_checkpointing = true"
             if not self.recipe.train.optimizer_offload:
                 fix += ", or train.optimizer_offload = true"
@@ -123,7 +124,7 @@ class Run:
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
         self.num_steps = step + 1
-        scored = self.parts.teacher.measured(scored, update)
+        scored = judge_hints(scored, update)
         self._count(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
@@ -162,7 +163,7 @@ class Run:
             trained = student.weights.trained()
             tensors: dict[str, Any] = {
                 "weights": {name: p.data for name, p in trained.items()},
-                "optimiser": checkpoints.optimiser_tensors(student.optimizer, trained),
+                "optimiser": checkpoints.optimizer_tensors(student.optimizer, trained),
             }
             for name, average in sorted(self.parts.averages.items()):
                 tensors[f"average-{_file_name(name)}"] = average.shadow
@@ -185,7 +186,7 @@ class Run:
 
     def _last_saved(self) -> int:
         path = checkpoints.latest(self.folder.checkpoints)
-        return checkpoints.steps_of(path) if path else 0
+        return checkpoints.num_steps_of(path) if path else 0
 
     # ── measuring ────────────────────────────────────────────────────────────────────────────────
 
@@ -252,8 +253,8 @@ class Run:
                                flops=forward_flops(writer_size, length))  # fmt: skip
             hint_outcomes = any(hint.shift is not None for hint in s.hints)
             if s.target is not None or hint_outcomes:
-                # What the update reads of it is no trunk of the teacher's own.
-                trunk = 0 if s.target and s.target.branches else length
+                # The update's own pass is the trunk of deferred hints.
+                trunk = 0 if s.deferred else length
                 seen = trunk + (s.target.num_context_tokens if s.target else 0)
                 self.meter.add("teacher", tokens_in=seen, flops=forward_flops(teacher_size, seen))
             if s.reference is not None:
@@ -328,7 +329,7 @@ def _num_trained_on(trajectory: Trajectory, logps: tuple[float, ...] | None) -> 
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Put a checkpoint's numbers into the parts, in place."""
     trained = restore_weights(parts.student.weights, saved)
-    checkpoints.restore_optimiser(parts.student.optimizer, trained, saved.tensors["optimiser"])
+    checkpoints.restore_optimizer(parts.student.optimizer, trained, saved.tensors["optimiser"])
     for name, average in parts.averages.items():
         _fill(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from courtside.tasks.graders import grade
 from courtside.teacher.stage import TeacherStage
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage
-from courtside.types import Evaluation, Split, Trajectory
+from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 
 class MeasuredEvaluation(NamedTuple):
@@ -42,6 +42,8 @@ class Runtime:
     reader: Reader
     teacher: TeacherStage
     student: Student
+    check_update: Callable[[Sequence[Scored], Update], None]
+    """Raises where an update without a trained token is a mistake."""
     engine: LocalEngine
     """The student's."""
     renderer: ChatTemplate

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA_VERSION = 2
-"""Of the stored records; a reader refuses a newer one."""
+"""Of the stored records; files with a newer one are refused."""
 
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -30,13 +30,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """What a program says of one answer."""
+    """A program's grade of one answer."""
 
     score: float
     """In [0, 1]; the reward of reinforcement learning."""
     passed: bool
     feedback: str
-    """Why, in a sentence that a teacher may be shown. Empty when there is nothing to say."""
+    """The reason in a sentence, which may become a teacher's context; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Task:
     """A hash of the content: equal ids mean equal tasks, and the split follows from it."""
     split: Split
     messages: tuple[Message, ...]
-    """The prompt as the student sees it. Ends with the message to be answered."""
+    """The student's prompt. Ends with the message to be answered."""
     answer: str | None = None
     """Reference answer for the grader; the student never sees it."""
     completion: str | None = None
@@ -67,25 +67,40 @@ class Task:
     """Name of a grader in `courtside.tasks.graders`; None: the task cannot be graded."""
     grader_args: Mapping[str, Any] = field(default_factory=dict)
     conversation: tuple[Mapping[str, Any], ...] = ()
-    """What was said after `messages` when this was recorded elsewhere, as chat APIs write it."""
+    """Messages after the prompt of a recorded conversation, in the format of chat APIs."""
+
+
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of a sample that were sampled with one version of the weights."""
+
+    start: int
+    end: int
+    version: int
+    """Optimizer steps of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a model wrote in answer to one prompt."""
+    """One sampled completion."""
 
     token_ids: tuple[int, ...]
-    """What was drawn, the end token included."""
+    """Sampled ids, the end token included."""
     logp: tuple[float, ...]
-    """Under the distribution that each token was drawn from."""
+    """Under the distribution that each token was sampled from."""
     stop: StopReason
     text: str
     """Without special tokens, cut before a stop string."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """The weights of each token, where the engine reports them; empty: one version for all."""
+
+    def oldest_version(self, requested: int) -> int:
+        """`requested`: the version that the engine had when the sample was requested."""
+        return min((span.version for span in self.policy_versions), default=requested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that went wrong in one assistant turn, as its environment saw it.
+    """An error in one assistant turn, as its environment reports it.
 
     >>> Event(kind="tool_not_found", details={"tool": "weather"}).kind
     'tool_not_found'
@@ -93,7 +108,7 @@ class Event:
 
     kind: str
     details: Mapping[str, str] = field(default_factory=dict)
-    """Named facts for a reader's templates: the tool, its arguments, the message that came back."""
+    """Named facts for a reader's templates: the tool, its arguments, the error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +117,20 @@ class Turn:
 
     role: Literal["prompt", "assistant", "environment"]
     text: str
-    """For people. Training reads `token_ids`."""
+    """For people. Training uses `token_ids`."""
     token_ids: tuple[int, ...]
-    """Exactly the ids the model saw or wrote; never re-tokenised from text."""
+    """Exactly the ids in the model's context; never re-tokenized from text."""
     chosen: tuple[bool, ...]
-    """True where the author of the turn picked the token. Only these can train."""
+    """True where the turn's author chose the token. Only these can train."""
     sampler_logp: tuple[float, ...] | None = None
-    """Per token, under the distribution it was drawn from (temperature and truncation applied).
+    """Per token, under the distribution it was sampled from (temperature and truncation applied).
     None: not sampled by us. NaN where `chosen` is False."""
     messages: tuple[Message, ...] = ()
-    """What an environment said in this turn; a prompt's are those of its task."""
+    """The environment's messages of this turn; a prompt's are those of its task."""
     num_generation_prompt_tokens: int = 0
-    """How many of the last ids are the template's opening of the assistant's next message."""
+    """How many of the last ids are the template's generation prompt."""
     events: tuple[Event, ...] = ()
-    """What went wrong in an assistant's turn."""
+    """Errors of an assistant turn."""
 
     def __post_init__(self) -> None:
         assert len(self.chosen) == len(self.token_ids) >= self.num_generation_prompt_tokens
@@ -130,9 +145,10 @@ class Trajectory:
     task: Task
     turns: tuple[Turn, ...]
     source: Source
-    """Who picked the chosen tokens."""
+    """Who chose the chosen tokens."""
     policy_version: int | None
-    """Optimiser steps behind the student that wrote it; None when it did not."""
+    """Optimizer steps of the student that sampled it, the oldest if there were several; None: not
+    sampled by the student."""
     temperature: float
     """The sampler's; student and teacher are compared at this temperature."""
     stop: StopReason
@@ -177,24 +193,24 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """Text of the last assistant turn, which graders read."""
+        """Text of the last assistant turn, for graders."""
         return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment answers to one assistant turn."""
+    """An environment's answer to one assistant turn."""
 
     messages: tuple[Message, ...]
-    """Put before the student next; at least one unless `done`."""
+    """Appended to the student's context; at least one unless `done`."""
     done: bool = False
     events: tuple[Event, ...] = ()
-    """What was wrong with the turn that is answered."""
+    """Errors of the turn that is answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A few words that belong right above one turn of a trajectory. Only a teacher sees them."""
+    """A short text for a teacher's context only, inserted before one turn of a trajectory."""
 
     trajectory: str
     """Its id."""
@@ -202,39 +218,40 @@ class Hint:
     """Index into its turns; an assistant's."""
     text: str
     source: str
-    """Which reader wrote it, e.g. "rules:tool_not_found", "model", "human"."""
+    """The reader that gave it, e.g. "rules:tool_not_found", "model", "human"."""
     reason: str = ""
     """Why, for people."""
     confidence: float | None = None
     bad_span: str | None = None
-    """The words of the turn that the hint is against, where the reader can name them."""
+    """The part of the turn's text that the hint is against, where the reader can name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintOutcome:
-    """A hint and what it did to the turn it stands above."""
+    """A hint and what it did to the turn that follows it."""
 
     hint: Hint
     shift: float | None
-    """How many nats the turn's tokens lost in sum under the hint; None: never measured."""
+    """By how many nats the turn's tokens became less likely under the hint; None: never
+    measured."""
     bad_span_shift: float | None = None
-    """The same of the tokens that `hint.bad_span` names; None: none named, or not found."""
+    """The same of the tokens that `hint.bad_span` covers; None: there are none."""
     passed: float | None = None
-    """Share of replies written under the hint that the environment accepts; None: not tried."""
+    """Share of replies sampled under the hint that the environment accepts; None: none were."""
     dropped: str | None = None
     """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One turn again, with a hint above it: what follows the trunk's first `splice` ids."""
+    """A turn with a hint before it: what follows the trunk's first `splice` ids."""
 
     trajectory: str
     turn: int
     splice: int
-    """How many ids of the trajectory (the trunk) the branch sees before its own."""
+    """How many ids of the trajectory (the trunk) precede the branch."""
     token_ids: tuple[int, ...]
-    """The hint, the opening of the assistant's message, the turn's ids: verbatim."""
+    """The hint, the generation prompt, then the turn's ids verbatim."""
     scored: tuple[bool, ...]
     """True on the ids of the turn that were chosen."""
 
@@ -244,36 +261,55 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a teacher says about the T chosen tokens of one trajectory."""
+    """A teacher's scores of the chosen tokens of one trajectory.
+
+    The teacher's distributions are `head` of `hidden_TD` or, where its engine has no hidden states,
+    the K likeliest tokens; neither, where the losses need only `logp_T`.
+    """
 
     teacher: str
     """Name of the teacher, e.g. "self:live" or a model's name."""
     context: str | None
-    """The privileged text the teacher saw; None: the same context as the student."""
+    """The privileged text in the teacher's context; None: the same context as the student."""
     logp_T: Tensor
-    """Log-probability of each chosen token, at the trajectory's temperature. NaN until `branches`
-    have been read."""
+    """Log-probability of each chosen token, at the trajectory's temperature."""
     hidden_TD: Tensor | None = None
-    """Last hidden states, where a loss needs whole distributions; `head` makes logits of them."""
+    """Last hidden states."""
     head: Any = None
     """The teacher's `engines.lm_head.LMHead`, the same object for all targets of one teacher."""
-    num_context_tokens: int = 0
-    """How many tokens longer the teacher's sequence is than the student's."""
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
-    """The K likeliest tokens at each position in place of hidden states, where the teacher's engine
-    has none."""
+    """Log-probabilities of `top_ids_TK` over the whole vocabulary, the likeliest first."""
+    num_context_tokens: int = 0
+    """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
     """Which of the trajectory's chosen tokens are scored, in order; None: all. The tensors have one
     row for each."""
-    branches: tuple[Branch, ...] = ()
-    """Where the student is its own teacher: what the update reads over the keys and values of its
-    own pass to fill this target, one a hinted turn and in their order. Empty: all is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredTarget:
+    """Hint branches that the update scores in its own forward pass, as the student is the teacher.
+
+    The update makes a `Target` of it; `judge_hints` then completes the outcomes of its hints.
+    """
+
+    teacher: str
+    context: str
+    branches: tuple[Branch, ...]
+    """One for each hinted turn, in order."""
+    token_indices: tuple[int, ...]
+    """Which of the trajectory's chosen tokens the branches score, in order."""
+    bad_tokens: Mapping[int, tuple[int, ...]]
+    """By turn: which of its chosen tokens `hint.bad_span` covers, where it names any."""
+    num_context_tokens: int
+    needs_hidden: bool
+    """Whether the losses need whole distributions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What an adapter adds to a linear map: scale · (x·downᵀ)·upᵀ."""
+    """What a LoRA adapter adds to a linear map: scale · (x·downᵀ)·upᵀ."""
 
     down_RD: Tensor
     up_VR: Tensor
@@ -286,16 +322,33 @@ class Scored:
 
     trajectory: Trajectory
     target: Target | None
-    """None: no teacher spoke on this one (an RL-only or SFT-only recipe, or a counted drop)."""
+    """None: not scored by a teacher (an RL-only or SFT-only recipe, or a counted drop), or not
+    before the update."""
+    deferred: DeferredTarget | None = None
+    """Instead of a target: what the update scores itself. It stays when the target is there."""
     reference: Target | None = None
-    """The student before training, where a loss asks for it (extrapolation, preference)."""
+    """The student before training, where a loss needs it (extrapolation, preference)."""
     hints: tuple[HintOutcome, ...] = ()
     """Hints for this trajectory, also those that were dropped."""
+
+    @property
+    def has_target(self) -> bool:
+        return self.target is not None or self.deferred is not None
+
+    @property
+    def target_mask(self) -> tuple[bool, ...]:
+        """True for those of the trajectory's chosen tokens that a teacher scores."""
+        scored = self.target or self.deferred
+        num_chosen = self.trajectory.num_chosen
+        if scored is None or scored.token_indices is None:
+            return (scored is not None,) * num_chosen
+        indices = set(scored.token_indices)
+        return tuple(i in indices for i in range(num_chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimiser step, as it happened."""
+    """The outcome of one optimizer step."""
 
     step: int
     loss: float
@@ -309,15 +362,15 @@ class Update:
     student_logp: Mapping[str, tuple[float, ...]]
     """By trajectory id: log-probs of its chosen tokens under the student just before the step."""
     teacher_logp: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By trajectory id: the `logp_T` of targets whose branches were read in the update."""
+    """By trajectory id: the `logp_T` of deferred targets, which the update scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out tasks, answered and graded."""
+    """Grades of answers to held-out tasks."""
 
     step: int
-    """Optimiser steps behind the weights that answered."""
+    """Optimizer steps of the weights that answered."""
     who: str
     """`student`, or `teacher` for the teacher with its context (the gate)."""
     split: Split
@@ -341,8 +394,8 @@ class PhaseCost:
 
     seconds: float = 0.0
     tokens_in: int = 0
-    """Tokens read: prompts, contexts, scored or trained sequences."""
+    """Tokens of forward passes: prompts, contexts, scored or trained sequences."""
     tokens_out: int = 0
-    """Tokens written by sampling."""
+    """Sampled tokens."""
     flops: float = 0.0
     """2 · parameters · tokens for a forward pass, three times that for a trained one."""

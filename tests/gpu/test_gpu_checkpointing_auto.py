@@ -107,7 +107,7 @@ def test_the_update_is_the_same_with_checkpointing(folder: Path, device: torch.d
     updates = {}
     for free in (2**50, 0):
         runtime: Runtime = assemble_with(folder, device, 2, free, dtype="float32")
-        assert runtime.student.weights.recomputes == (free == 0)
+        assert runtime.student.weights.uses_gradient_checkpointing == (free == 0)
         assert any("activations" in note for note in runtime.notes) == (free == 0)
         scored = runtime.teacher(runtime.rollout(runtime.tasks.batch(0, 2), 0))
         update = runtime.student.step(0, scored)

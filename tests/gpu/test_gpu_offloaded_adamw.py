@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from courtside.training.checkpoints import optimiser_tensors, restore_optimiser
+from courtside.training.checkpoints import optimizer_tensors, restore_optimizer
 from courtside.training.offloaded_adamw import OffloadedAdamW
 
 SHAPES = ((300, 257), (513,), (64, 64), (7,), (1, 1000), (2,))
@@ -31,7 +31,7 @@ def set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
 
 
 def bits(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> list[Tensor]:
-    state = optimiser_tensors(optimizer, parameters)
+    state = optimizer_tensors(optimizer, parameters)
     return [p.detach().cpu() for p in parameters.values()] + [t.cpu() for t in state.values()]
 
 
@@ -47,11 +47,11 @@ def test_weights_and_moments_are_those_of_adamw_bit_for_bit(device: torch.device
         set_gradients(reference, step)
         adamw.step()
         if step == 2:  # save and resume
-            saved = {name: t.clone() for name, t in optimiser_tensors(optimizer, offloaded).items()}
+            saved = {name: t.clone() for name, t in optimizer_tensors(optimizer, offloaded).items()}
             optimizer = OffloadedAdamW(
                 [{"params": [*offloaded.values()]}], chunk_size=CHUNK_SIZE, **SETTINGS
             )
-            restore_optimiser(optimizer, offloaded, saved)
+            restore_optimizer(optimizer, offloaded, saved)
     # A CPU's kernel rounds the ends of a tensor differently from its middle.
     exact = device.type == "cuda"
     for actual, expected in zip(bits(optimizer, offloaded), bits(adamw, reference), strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.runtime import Runtime
+from courtside.teacher.judging import judge_hints
 from courtside.training.hint_branches import uses_dropout
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
@@ -58,7 +59,7 @@ def tree(folder: Path, **changes: Any) -> Any:
 
 def in_update(parts: Runtime) -> bool:
     teacher: Any = parts.teacher.teacher
-    return teacher.hints.in_update
+    return teacher.defers_hints
 
 
 def prepared(recipe: Any) -> Runtime:
@@ -169,7 +170,7 @@ def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
     scored, expected = batch_of(live), batch_of(before)
     kept = [j for s in scored for j in s.hints]
     assert len(kept) == 6 and all(j.shift is None and j.dropped is None for j in kept)
-    measured = live.teacher.measured(scored, live.student.step(0, scored))
+    measured = judge_hints(scored, live.student.step(0, scored))
     spans: list[float | None] = []
     for one, other in zip(measured, expected, strict=True):
         assert [j.hint for j in one.hints] == [j.hint for j in other.hints]
@@ -199,7 +200,7 @@ def test_every_token_is_read_once(roomy_folder: Path) -> None:
         max(i for i, turn in enumerate(_turn_of_ids(s.trajectory)) if turn == s.hints[-1].hint.turn)
         for s in hinted
     ]
-    branches = [len(b.token_ids) for s in scored if s.target for b in s.target.branches]
+    branches = [len(b.token_ids) for s in scored if s.deferred for b in s.deferred.branches]
     assert len(trunks) == 3 and len(branches) == 6
     tasks = [s.trajectory.task.id for s in hinted]
     assert tasks[0] != tasks[1] == tasks[2], "two of them share their prompt"
@@ -233,7 +234,8 @@ def test_where_more_must_be_known_hints_are_scored_before(
     parts = assemble(tree(roomy_folder, **changes))
     scored = batch_of(parts)
     targets = [s.target for s in scored if s.target is not None]
-    assert targets and all(not t.branches and t.logp_T.isfinite().all() for t in targets)
+    assert targets and all(t.logp_T.isfinite().all() for t in targets)
+    assert not any(s.deferred for s in scored)
     assert all(j.shift is not None for s in scored for j in s.hints)
 
 
@@ -242,13 +244,13 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
     losses = []
     for free, live in ((2**50, True), (0, False)):
         parts = assemble(tree(roomy_folder), free=lambda device, free=free: free)
-        assert in_update(parts) == live == (not parts.student.weights.recomputes)
+        assert in_update(parts) == live == (not parts.student.weights.uses_gradient_checkpointing)
         said = [note for note in parts.notes if "hints are scored before the update" in note]
         assert len(said) == (not live)
         assert all("(student.gradient_checkpointing keeps no keys" in note for note in said)
         scored = batch_of(parts)
-        targets = [s.target for s in scored if s.target is not None]
-        assert targets and all(bool(t.branches) == live for t in targets)
+        hinted = [s for s in scored if s.has_target]
+        assert hinted and all((s.deferred is not None) == live for s in hinted)
         losses.append(parts.student.step(0, scored).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -293,7 +295,7 @@ def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
         dropped = [[(j.hint.turn, j.dropped) for j in s.hints] for s in scored]
         (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         found.append((dropped, part.weight, part.denominator))
-        after = parts.teacher.measured(scored, parts.student.step(0, scored))
+        after = judge_hints(scored, parts.student.step(0, scored))
         assert [[j.shift is None for j in s.hints] for s in after] == [
             [False, True, True], [True], [], []
         ]  # fmt: skip

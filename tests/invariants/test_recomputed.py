@@ -30,7 +30,7 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stepped(recipe: Any, free: int) -> tuple[Runtime, list[Update]]:
     parts = assemble(recipe, free=lambda device: free)
-    assert parts.student.weights.recomputes == (free != PLENTY)
+    assert parts.student.weights.uses_gradient_checkpointing == (free != PLENTY)
     updates = []
     for step in range(2):
         scored = parts.teacher(parts.rollout(parts.tasks.batch(step, 2), step))
@@ -92,7 +92,7 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
 
             student.step = fail
         else:
-            assert parts.student.weights.recomputes
+            assert parts.student.weights.uses_gradient_checkpointing
         return parts
 
     monkeypatch.setattr("courtside.assemble.assemble", assembled)

@@ -209,7 +209,7 @@ MIX: list[dict[str, Any]] = [
 ]
 """Each on its own rows: a student's rows have no data, a data set's no sampler."""
 
-HALF = {"samples": 2, "max_new_tokens": 4, "student_fraction": 0.5}
+HALF = {"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": 0.5}
 
 
 def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:

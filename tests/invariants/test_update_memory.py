@@ -139,7 +139,7 @@ def held_by_a_pass(parts: Runtime, scored: list[Scored]) -> tuple[int, set[str]]
     ids = [s.trajectory.token_ids for s in scored]
     assert student.passes is not None
     student.weights.model.train()
-    with student.passes.patch_model(), student._casting(), student._in_place():
+    with student.passes.patch_model(), student._autocast(), student._reuse_buffers():
         student.passes.forward(ids)  # weights that autocast rounds are no part of a pass
         with Made() as there, without_collector():
             hidden_ND, _ = student.passes.forward(ids)

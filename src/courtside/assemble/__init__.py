@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from courtside.assemble.empty_updates import check_trained
 from courtside.assemble.offline import ids_named_by_hints, make_offline_rollout
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate
@@ -49,7 +50,7 @@ from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
-from courtside.training.hint_branches import reason_to_score_before_update
+from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.memory.checkpointing_auto import (
     FreeBytes,
     choose_gradient_checkpointing,
@@ -105,11 +106,15 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
         for loss in recipe.losses
     )
 
-    scored_before = None
+    reason_to_score_first = None
     if recipe.reader is not None:
         with engine.autocast_context():
-            problem = student.passes.padding_reason or engine.branching_problem
-            scored_before = reason_to_score_before_update(recipe, engine.model, problem)
+            reason_to_score_first = (
+                find_reason_to_score_first(recipe)
+                or student.passes.padding_reason
+                or engine.branching_problem
+                or find_deferral_problem(engine.model)
+            )
 
     def teacher_of(config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
         spoken = renderer
@@ -132,7 +137,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
             shadow = {n: p.detach().clone() for n, p in weights.trained().items()}
             average = MovingAverage(config.ema_decay, weights.trained(), shadow)
             averages[label] = average
-            its, lent, follow = engine, lambda: weights.lent(shadow), average.update
+            its, lent, follow = engine, lambda: weights.swap_in(shadow), average.update
         else:
             twin = weights.copy()
             its = engine_for(twin, label, weights.autocast)
@@ -147,8 +152,8 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
             name=label,
             engine=its,
             renderer=spoken,
+            shares_prompts=spoken is renderer,
             context=config.context,
-            context_length=its.context_length,
             overlong=recipe.tasks.overlong_prompts,
             want="hidden" if hidden else "logp",
             hints=None
@@ -157,10 +162,9 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
                 its,
                 turns,
                 recipe.hints,
-                context_length=its.context_length,
                 trial=_trial(recipe, environment),
-                in_update=scored_before is None,
             ),
+            defers_hints=recipe.reader is not None and reason_to_score_first is None,
             weights=lent,
             follow=follow,
         )
@@ -205,9 +209,10 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
     notes += engine.notes()
     if recipe.reader is not None and engine.branching_problem is not None:
         notes.append(f"{name}: each hint takes a pass of its own ({engine.branching_problem})")
-    if scored_before is not None and "self:live" in teacher_sizes:
+    if reason_to_score_first is not None and "self:live" in teacher_sizes:
         notes.append(
-            f"hints are scored before the update, which reads trajectories again ({scored_before})"
+            "hints are scored before the update, which takes a second pass over the trajectories "
+            f"({reason_to_score_first})"
         )
     return Runtime(
         recipe=recipe,
@@ -216,6 +221,7 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
         suites=_suites(recipe, room),
         rollout=rollout,
         reader=_reader(recipe, engine, renderer),
+        check_update=partial(check_trained, recipe),
         teacher=TeacherStage(teacher, reference, hinted=recipe.reader is not None),
         student=student,
         engine=engine,
@@ -226,12 +232,29 @@ def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
     )
 
 
+def find_reason_to_score_first(recipe: Recipe) -> str | None:
+    """Why the recipe needs hints scored before the update; None: the update may score them."""
+    teacher, hints = recipe.teacher, recipe.hints
+    if not isinstance(teacher, SelfTeacherConfig) or teacher.weights != "live":
+        return "the teacher is not the live student"
+    if hints.min_shift is not None:
+        return "hints.min_shift drops some by what they do"
+    if hints.resamples:
+        return "hints.resamples tries them first"
+    if hints.cumulative:
+        return "hints.cumulative changes the context of later turns"
+    if hints.position == "system":
+        return "hints.position = 'system' changes the trajectory from its beginning"
+    return None
+
+
 def _trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:
     if not recipe.hints.resamples or environment is None:
         return None
     return HintTrial(
         sampling=make_sampling(recipe.rollout),
         passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        num_replies=recipe.hints.resamples,
         seed=recipe.seed,
     )
 

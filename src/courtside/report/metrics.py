@@ -30,8 +30,8 @@ def metrics_row(
         row["length/mean"] = sum(lengths) / len(lengths)
         row["length/max"] = max(lengths)
         row["length/truncated"] = truncated / len(lengths)
-    if any(one.target is not None for one in scored):
-        row["without_teacher"] = sum(one.target is None for one in scored)
+    if any(one.has_target for one in scored):
+        row["without_teacher"] = sum(not one.has_target for one in scored)
     row |= event_columns(trajectories)
     hints = [hint_outcomes for one in scored for hint_outcomes in one.hints]
     if hints or reader_counts is not None:

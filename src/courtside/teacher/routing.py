@@ -1,4 +1,4 @@
-"""Several teachers: each task goes to the one that its tags name."""
+"""Several teachers: a task's tags choose the one that scores it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.teacher.teacher import Teacher
-from courtside.types import Hint, HintOutcome, Sample, Target, Task, Trajectory
+from courtside.teacher.teacher import HintedTarget, Teacher
+from courtside.types import Hint, Sample, Target, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -27,27 +27,27 @@ class RoutedTeachers:
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
-    ) -> tuple[Mapping[str, Target], Mapping[str, tuple[HintOutcome, ...]]]:
-        targets: dict[str, Target] = {}
-        hint_outcomes: dict[str, tuple[HintOutcome, ...]] = {}
+    ) -> Mapping[str, HintedTarget]:
+        targets: dict[str, HintedTarget] = {}
         for tag, group in self._by_route(trajectories, lambda t: t.task).items():
-            own = {trajectory.id for _, trajectory in group}
-            its_targets, its_judged = self.routes[tag].score_hints(
-                [trajectory for _, trajectory in group], [h for h in hints if h.trajectory in own]
+            ids = {trajectory.id for _, trajectory in group}
+            targets.update(
+                self.routes[tag].score_hints(
+                    [trajectory for _, trajectory in group],
+                    [hint for hint in hints if hint.trajectory in ids],
+                )
             )
-            targets.update(its_targets)
-            hint_outcomes.update(its_judged)
-        return targets, hint_outcomes
+        return targets
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Sample]:
         samples: dict[int, Sample] = {}
         for tag, group in self._by_route(tasks, lambda task: task).items():
-            written = self.routes[tag].write(
+            answers = self.routes[tag].write(
                 [task for _, task in group], sampling, [seeds[i] for i, _ in group]
             )
-            samples.update({i: s for (i, _), s in zip(group, written, strict=True)})
+            samples.update({i: s for (i, _), s in zip(group, answers, strict=True)})
         return [samples[i] for i in range(len(tasks))]
 
     def follow(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.teacher import Teacher
-from courtside.types import Hint, HintOutcome, Scored, Target, Trajectory, Update
+from courtside.teacher.teacher import HintedTarget, Teacher
+from courtside.types import Hint, Scored, Target, Trajectory
 
 
 class TeacherStage:
@@ -19,7 +19,7 @@ class TeacherStage:
     ):
         self.teacher = teacher
         self.hinted = hinted
-        """With a reader the teacher speaks on hinted turns only."""
+        """With a reader, only hinted turns get targets."""
         self.reference = reference
         """The student before training, where a loss compares with it."""
 
@@ -27,28 +27,23 @@ class TeacherStage:
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
     ) -> list[Scored]:
         targets: Mapping[str, Target] = {}
-        hint_outcomes: Mapping[str, tuple[HintOutcome, ...]] = {}
+        hinted: Mapping[str, HintedTarget] = {}
         if self.teacher and self.hinted:
-            targets, hint_outcomes = self.teacher.score_hints(trajectories, hints)
+            hinted = self.teacher.score_hints(trajectories, hints)
         elif self.teacher:
             targets = self.teacher.score(trajectories)
         references = self.reference.score(trajectories) if self.reference else {}
+        nothing = HintedTarget(outcomes=())
         return [
             Scored(
                 trajectory=t,
-                target=targets.get(t.id),
+                target=targets.get(t.id) or hinted.get(t.id, nothing).target,
+                deferred=hinted.get(t.id, nothing).deferred,
                 reference=references.get(t.id),
-                hints=hint_outcomes.get(t.id, ()),
+                hints=hinted.get(t.id, nothing).outcomes,
             )
             for t in trajectories
         ]
-
-    def measured(self, scored: Sequence[Scored], update: Update) -> list[Scored]:
-        """With what the update found of hints that it read in its own pass."""
-        if not update.teacher_logp:
-            return list(scored)
-        assert isinstance(self.teacher, Teacher), "one teacher, and it is the student"
-        return [self.teacher.measured(s, update) for s in scored]
 
     def follow(self) -> None:
         if self.teacher:

@@ -99,7 +99,7 @@ def latest(folder: Path) -> Path | None:
 def at(folder: Path, num_steps: int) -> Path:
     path = folder / f"step-{num_steps:06d}"
     if not path.is_dir():
-        have = ", ".join(str(steps_of(p)) for p in _all(folder)) or "none"
+        have = ", ".join(str(num_steps_of(p)) for p in _all(folder)) or "none"
         raise UserError(
             f"{folder}: no checkpoint of step {num_steps}; there are: {have}. Name one of those"
         )
@@ -127,7 +127,7 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(num_steps=about["num_steps"], tensors=tensors)
 
 
-def optimiser_tensors(
+def optimizer_tensors(
     optimiser: torch.optim.Optimizer, trained: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """`name/exp_avg` and so on; empty before the first step."""
@@ -145,7 +145,7 @@ def _state(optimiser: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, 
     return state
 
 
-def restore_optimiser(
+def restore_optimizer(
     optimiser: torch.optim.Optimizer,
     trained: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
@@ -181,7 +181,7 @@ def _damaged(path: Path, reason: str) -> str:
     return f"checkpoint {path} is damaged ({reason}). {fix}; nothing else was touched"
 
 
-def steps_of(path: Path) -> int:
+def num_steps_of(path: Path) -> int:
     """Optimiser steps behind a checkpoint, by its name."""
     match = NAME.fullmatch(path.name)
     assert match is not None
@@ -190,7 +190,7 @@ def steps_of(path: Path) -> int:
 
 def _all(folder: Path) -> list[Path]:
     found = [p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=steps_of)
+    return sorted(found, key=num_steps_of)
 
 
 def _sweep(folder: Path) -> None:

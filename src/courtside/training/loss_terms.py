@@ -63,7 +63,7 @@ def make_loss_terms(
 
 def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     """Which chosen tokens of a trajectory have what the loss needs; others are no part of it."""
-    trajectory, target = scored.trajectory, scored.target
+    trajectory = scored.trajectory
     none, all_ = ((value,) * trajectory.num_chosen for value in (False, True))
     if loss.kind == "preference":
         return all_ if trajectory.preference is not None else none
@@ -82,16 +82,8 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     if loss.kind == "divergence" or (
         loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
     ):
-        if target is None:
-            return none
-        spoken = all_ if target.token_indices is None else _marked(target.token_indices, len(all_))
-        return tuple(a and b for a, b in zip(where, spoken, strict=True))
+        return tuple(a and b for a, b in zip(where, scored.target_mask, strict=True))
     return where
-
-
-def _marked(places: Sequence[int], size: int) -> tuple[bool, ...]:
-    marked = set(places)
-    return tuple(i in marked for i in range(size))
 
 
 def _by_turn(

@@ -1,13 +1,15 @@
-"""One optimiser step from scored trajectories, whatever the losses are."""
+"""One optimizer step from scored trajectories, whatever the losses are.
+
+The student knows no reader, teacher or rollout: what trains follows from the records.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +23,13 @@ from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers, find_lean_layers
 from courtside.engines.patches.patch import Patch, apply_patches
 from courtside.engines.transfer import tensor_on
-from courtside.errors import NotFiniteError, RunError
-from courtside.losses.preference import dpo, dpo_token_weights
+from courtside.errors import NotFiniteError
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu.bf16_linear import use_bf16_linear
 from courtside.training.cpu.gradient_buffers import GradientBuffers, use_gradient_buffers
 from courtside.training.head.fused import Heads, backward_through_head
-from courtside.training.hint_branches import (
-    branch_logprobs,
-    fill_targets,
-    has_open_branches,
-    uses_dropout,
-)
+from courtside.training.hint_branches import complete_targets, uses_dropout
 from courtside.training.loss_terms import (
     LossTerm,
     find_trained_tokens,
@@ -42,9 +38,10 @@ from courtside.training.loss_terms import (
 )
 from courtside.training.metrics import MetricAccumulator
 from courtside.training.optimizer import learning_rate_at, make_optimizer
+from courtside.training.preference import weigh_preferences
 from courtside.training.token_batch import make_token_batch
 from courtside.training.weights import StudentWeights
-from courtside.types import Scored, Trajectory, Update
+from courtside.types import Scored, Update
 
 
 class Student:
@@ -59,120 +56,98 @@ class Student:
             vocab_size, weights.device
         )
         self._heads: Heads | None = None
-        """Rounded once a step, where rounding takes long: on a CPU."""
+        """Head weights in the matmul dtype, cast once a step on a CPU, where casting is slow."""
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
-        """Forward, backward and update over all of `scored`, in micro-batches of any size."""
-        parts = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
+        """Forward, backward and update over all of `scored`, in micro-batches of any size.
+
+        Without a token to train on, no weight changes and the update says so.
+        """
+        terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = learning_rate_at(step, self.recipe)
-        if not any(part.denominator for part in parts):
-            if self._is_without_mistake(step, scored):
-                return _nothing_to_correct(step, parts, rate)
-            raise RunError(
-                f"step {step}: no trajectory has anything to train on (of {len(scored)}, "
-                f"{sum(s.target is None for s in scored)} have no teacher). An empty batch is "
-                "not a zero loss. Look at the tasks, the teacher's context and each loss's `on`"
-            )
+        if not any(term.denominator for term in terms):
+            return _empty_update(step, terms, rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         metrics = MetricAccumulator()
-        found_logp = self.accumulate(step, scored, parts, metrics)
+        logps = self.accumulate(step, scored, terms, metrics)
         self._clip(step, metrics)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        found = metrics.losses
-        values = {p.name: found.get(p.name, float("nan")) for p in parts}
-        weights = {p.name: p.loss.weight for p in parts}
+        losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
+        weights = {term.name: term.loss.weight for term in terms}
         return Update(
             step=step,
-            loss=sum(weights[name] * value for name, value in values.items() if value == value),
-            components=values,
+            loss=sum(weights[name] * value for name, value in losses.items() if value == value),
+            components=losses,
             metrics={**metrics.means(), "learning_rate": rate},
-            num_tokens={p.name: p.num_tokens for p in parts},
-            student_logp=found_logp.student,
-            teacher_logp=found_logp.teacher,
+            num_tokens={term.name: term.num_tokens for term in terms},
+            student_logp=logps.student,
+            teacher_logp=logps.teacher,
         )
-
-    def _is_without_mistake(self, step: int, scored: Sequence[Scored]) -> bool:
-        """Whether there is nothing to train on because nothing had to be corrected: a reader gave
-        no hint, or none that still does enough to be kept, or all losses are on corrected turns and
-        no turn went wrong."""
-        if self.recipe.reader is not None:
-            hints = [hint for s in scored for hint in s.hints]
-            # A threshold that lets nothing pass from the start is a mistake in the recipe; later on
-            # a batch may have only hints that the student no longer needs.
-            return not hints or (step > 0 and all(hint.dropped is not None for hint in hints))
-        imitates = all(loss.on == "dataset" for loss in self.recipe.losses)
-        if not (scored and imitates and self.recipe.rollout.corrections):
-            return False
-        num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
-        if num_wrong:
-            raise RunError(
-                f"step {step}: {num_wrong} turns went wrong, and the environment says of none what "
-                "would have been right, so rollout.corrections has nothing to imitate. Put it into "
-                "the events' details as `correct`, or remove rollout.corrections"
-            )
-        return True
 
     def accumulate(
         self,
         step: int,
         scored: Sequence[Scored],
-        parts: Sequence[LossTerm],
+        terms: Sequence[LossTerm],
         metrics: MetricAccumulator,
-    ) -> Logps:
-        """Add this step's gradients to the weights; returns log-probs by id.
+    ) -> LogProbs:
+        """Add this step's gradients to the weights.
 
-        Trajectories that no loss looks at are left out; so is what follows the last token that
-        one does. Log-probs of tokens in between that none looks at are NaN.
+        Trajectories without a trained token take no part, nor does what follows the last one.
+        Log-probs of chosen tokens that do not train are NaN.
         """
         student: dict[str, Tensor] = {}
         teacher: dict[str, Tensor] = {}
-        trained = find_trained_tokens(parts)
+        trained = find_trained_tokens(terms)
         with self.training(step):
-            looked_at = [s for s in scored if s.trajectory.id in trained]
-            for micro in self._micro_batches(looked_at, trained):
-                found, told = self._micro_batch(micro, parts, trained, metrics)
-                student.update(found)
-                teacher.update(told)
-        return _on_host(student, teacher, trained)
+            batch = [s for s in scored if s.trajectory.id in trained]
+            for micro in self._micro_batches(batch, trained):
+                student_logp, teacher_logp = self._micro_batch(micro, terms, trained, metrics)
+                student.update(student_logp)
+                teacher.update(teacher_logp)
+        return _copy_to_host(student, teacher, trained)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
-        """Around the passes of a step: as they train, in mode, numbers and attention."""
-        # Tried out, the first time, before dropout acts and anything rounded would be kept.
+        """Around the forward and backward passes of a step: train mode, autocast and patches."""
+        # Probed the first time, before dropout acts and autocast caches a weight.
         passes, _ = self.passes, self._lean_layers
         self.weights.model.train()
         try:
             with (
-                torch.random.fork_rng(devices=_devices(self.weights.device)),
+                torch.random.fork_rng(devices=_cuda_devices(self.weights.device)),
                 passes.patch_model(),
-                self._casting(),  # around all passes: each weight is rounded once a step
-                self._in_place(),
+                self._autocast(),  # around all passes: each weight is cast once a step
+                self._reuse_buffers(),
             ):
-                # Dropout, the only random thing here, follows from the step as everything does.
+                # Dropout, the only random operation, is a function of the step.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
                 yield
         finally:
-            # What was rounded must not outlive the step, which changes the weights: also where
-            # somebody's own autocast is around this one, which would keep it.
+            # Cast weights must not outlive the step, which changes the weights; a caller's own
+            # autocast around this one would keep them.
             torch.clear_autocast_cache()
             self.weights.model.eval()
 
     @cached_property
     def passes(self) -> ForwardPasses:
-        """How trajectories become passes of the model; its `problem` says why they are padded."""
-        with self._casting():
+        """How trajectories are batched into forward passes."""
+        with self._autocast():
             model = self.weights.model
-            parts = find_fused_layers(model, self.head, self.weights.autocast)
+            fused_layers = find_fused_layers(model, self.head, self.weights.autocast)
             return probe_forward_passes(
-                model, pad_id=self.pad_id, fused_layers=parts, uses_dropout=uses_dropout(model)
+                model,
+                pad_id=self.pad_id,
+                fused_layers=fused_layers,
+                uses_dropout=uses_dropout(model),
             )
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """On a CPU: gradients and rounded weights where they leave no holes, and layers that keep
-        little. A GPU has an allocator that sees to the one, and kernels for the other."""
+    def _reuse_buffers(self) -> Iterator[None]:
+        """On a CPU: preallocated gradients and cast weights, which do not fragment memory, and
+        layers that save less for the backward pass. A GPU has a caching allocator and kernels."""
         if self.weights.device.type != "cpu":
             yield
             return
@@ -181,15 +156,15 @@ class Student:
         try:
             with (
                 apply_patches(self._lean_layers),
-                use_gradient_buffers(model, self._rooms, trained),
-                use_bf16_linear(model, self.head.module, self._rooms),
+                use_gradient_buffers(model, self._gradient_buffers, trained),
+                use_bf16_linear(model, self.head.module, self._gradient_buffers),
             ):
                 yield
         finally:
             self._heads = None
 
     @cached_property
-    def _rooms(self) -> GradientBuffers:
+    def _gradient_buffers(self) -> GradientBuffers:
         return GradientBuffers(self.weights.trained().values())
 
     @cached_property
@@ -197,132 +172,94 @@ class Student:
         model = self.weights.model
         return find_lean_layers(model) if model.device.type == "cpu" else []
 
-    def _casting(self, *, anew: bool = False) -> Any:
-        """`anew`: without using or keeping rounded weights."""
-        autocast = self.weights.autocast
+    def _autocast(self, *, cache: bool = True) -> Any:
+        dtype = self.weights.autocast
         return torch.autocast(
             self.weights.device.type,
-            dtype=autocast or torch.bfloat16,
-            enabled=autocast is not None,
-            cache_enabled=not anew,
+            dtype=dtype or torch.bfloat16,
+            enabled=dtype is not None,
+            cache_enabled=cache,
         )
 
-    def _micro_batches(self, scored: Sequence[Scored], trained: Trained) -> list[list[Scored]]:
+    def _micro_batches(
+        self, scored: Sequence[Scored], trained: TrainedTokens
+    ) -> list[list[Scored]]:
         """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
         batches = self.passes.plan_batches(
-            [[_read(s, trained) for s in unit] for unit in units],
+            [[_forward_ids(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or default_pass_tokens(self.weights.device),
-            max_shared_tokens=self.micro_batch_tokens,  # what was asked for is kept to
+            max_shared_tokens=self.micro_batch_tokens,  # a user's limit is kept to
             for_backward=True,
         )
-        # One teacher after the other, so that each teacher's rows lie together; in the order of
-        # their first appearance, because an order by address would differ between processes.
-        heads = list(dict.fromkeys(_head_id(s) for s in scored))
+        # Targets of one teacher are neighbors, teachers in the order of their first appearance:
+        # an order by address would differ between processes.
+        heads = list(dict.fromkeys(_head_key(s) for s in scored))
         return [
-            sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_id(s)))
+            sorted((s for i in batch for s in units[i]), key=lambda s: heads.index(_head_key(s)))
             for batch in batches
         ]
 
     def _micro_batch(
         self,
         micro: Sequence[Scored],
-        parts: Sequence[LossTerm],
-        trained: Trained,
+        terms: Sequence[LossTerm],
+        trained: TrainedTokens,
         metrics: MetricAccumulator,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One forward and backward pass; log-probs of the trained tokens by trajectory, and what
-        the teacher said in it."""
-        hidden_ND, micro = self._hidden(micro, trained)
+        """One forward and backward pass. By trajectory id: log-probs of the trained tokens, and of
+        the targets that this pass scored."""
+        hidden_ND, micro = self._forward(micro, trained)
         counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
-        parts = [self._with_coefficients(part, micro, hidden, metrics) for part in parts]
+        terms = [
+            weigh_preferences(term, micro, hidden, self.head, chunk=self.chunk, metrics=metrics)
+            for term in terms
+        ]
         gradients, logps, start = [], [], 0
-        for group in _by_head(micro):
+        for _, grouped in groupby(micro, key=_head_key):
+            group = list(grouped)
             end = start + sum(counts[s.trajectory.id] for s in group)
-            rows = make_token_batch(group, parts, hidden_ND[start:end], trained)
+            tokens = make_token_batch(group, terms, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
-                rows, self.head, parts, chunk=self.recipe.train.logits_chunk_tokens,
+                tokens, self.head, terms, chunk=self.recipe.train.logits_chunk_tokens,
                 metrics=metrics, heads=self._heads,
             )  # fmt: skip
             gradients.append(gradient_ND)
             logps.append(logp_N)
             start = end
         hidden_ND.backward(torch.cat(gradients))
-        by_trajectory = torch.cat(logps).split(list(counts.values()))
-        return dict(zip(counts, by_trajectory, strict=True)), branch_logprobs(micro)
+        student_logp = torch.cat(logps).split(list(counts.values()))
+        teacher_logp = {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
+        return dict(zip(counts, student_logp, strict=True)), teacher_logp
 
-    def _hidden(self, micro: Sequence[Scored], trained: Trained) -> tuple[Tensor, Sequence[Scored]]:
-        """Hidden states that predict the trained tokens, in order, with their graph. Hints that
-        are read over the same pass fill their targets."""
-        kept = make_trunk_cache() if has_open_branches(micro) else None
-        hidden_ND, lying = self.passes.forward([_read(s, trained) for s in micro], cache=kept)
-        if kept is not None:
-            # Some versions of torch keep a weight without a graph that was first rounded so.
-            with self._casting(anew=True):
-                micro = fill_targets(
-                    self.weights.model, self.head, micro, lying, kept,
+    def _forward(
+        self, micro: Sequence[Scored], trained: TrainedTokens
+    ) -> tuple[Tensor, Sequence[Scored]]:
+        """Hidden states that predict the trained tokens, in order and with their graph; and the
+        micro-batch with the targets of deferred hints, which are scored over the same KV cache."""
+        trunks = make_trunk_cache() if any(s.deferred for s in micro) else None
+        ids = [_forward_ids(s, trained) for s in micro]
+        hidden_ND, spans = self.passes.forward(ids, cache=trunks)
+        if trunks is not None:
+            # Some versions of torch would cache a cast weight without its graph.
+            with self._autocast(cache=False):
+                micro = complete_targets(
+                    self.weights.model, self.head, micro, spans, trunks,
                     max_tokens=default_pass_tokens(self.weights.device),
                 )  # fmt: skip
-        places = [_places(s, trained) for s in micro]
-        assert all(its[0] > 0 for its in places), "nothing predicts the first token"
-        before = (place.of(i - 1 for i in its) for place, its in zip(lying, places, strict=True))
-        before_N = tensor_on([*chain(*before)], dtype=torch.long, device=hidden_ND.device)
-        return hidden_ND.index_select(0, before_N), micro
-
-    @torch.no_grad()
-    def _with_coefficients(
-        self,
-        part: LossTerm,
-        micro: Sequence[Scored],
-        hidden: Mapping[str, Tensor],
-        metrics: MetricAccumulator,
-    ) -> LossTerm:
-        """DPO as a stream of per-token coefficients: its gradient, with no graph across chunks."""
-        if part.loss.kind != "preference":
-            return part
-        coefficient: dict[str, tuple[float, ...]] = {}
-        for (better, worse), sums in self._pair_sums(micro, hidden):
-            weight = float(dpo_token_weights(*sums, beta=part.loss.beta))
-            # The sign: better tokens rise, worse ones fall.
-            for one, signed in ((better, -weight), (worse, weight)):
-                coefficient[one.trajectory.id] = (signed,) * one.trajectory.num_chosen
-            metrics.add_loss(part.name, dpo(*sums, beta=part.loss.beta) / part.denominator)
-            won = sums[0] - sums[2] > sums[1] - sums[3]
-            metrics.mean(f"{part.name}/accuracy", won)
-        return replace(part, advantage=coefficient)
-
-    def _pair_sums(
-        self, micro: Sequence[Scored], hidden: Mapping[str, Tensor]
-    ) -> Iterator[tuple[tuple[Scored, Scored], Tensor]]:
-        """Of each pair Σ log π of the better and the worse, and both again under the reference."""
-        found = preference_pairs(micro)
-        sums = []
-        for pair in found:
-            sums += [self._log_likelihood(s.trajectory, hidden[s.trajectory.id]) for s in pair]
-            for s in pair:
-                assert s.reference is not None
-                sums.append(s.reference.logp_T.double().sum().to(sums[0].device))
-        if sums:  # read back in one piece
-            yield from zip(found, torch.stack(sums).cpu().view(-1, 4), strict=True)
-
-    def _log_likelihood(self, trajectory: Trajectory, hidden_TD: Tensor) -> Tensor:
-        """Σ log π of its chosen tokens."""
-        ids_T = tensor_on(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
-        total = hidden_TD.new_zeros((), dtype=torch.float64)
-        for part_ND, ids_N in zip(
-            hidden_TD.split(self.chunk), ids_T.split(self.chunk), strict=True
-        ):
-            logp_NV = (self.head(part_ND) / trajectory.temperature).log_softmax(-1)
-            total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
-        return total
+        positions = [_trained_positions(s, trained) for s in micro]
+        assert all(p[0] > 0 for p in positions), "nothing predicts the first token"
+        rows = (span.of(i - 1 for i in p) for span, p in zip(spans, positions, strict=True))
+        rows_N = tensor_on([*chain(*rows)], dtype=torch.long, device=hidden_ND.device)
+        return hidden_ND.index_select(0, rows_N), micro
 
     def _clip(self, step: int, metrics: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
             self.weights.trained().values(), self.recipe.train.max_grad_norm
         )
-        metrics.mean("grad_norm", norm)  # so that it is read with the rest
+        metrics.mean("grad_norm", norm)  # copied to the host with the others
         bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]
         if bad or not math.isfinite(metrics.means()["grad_norm"]):
             self.optimizer.zero_grad(set_to_none=True)
@@ -330,75 +267,67 @@ class Student:
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
 
 
-Trained = Mapping[str, tuple[bool, ...]]
-"""By trajectory id: which of its chosen tokens a loss looks at."""
+TrainedTokens = Mapping[str, tuple[bool, ...]]
+"""By trajectory id: which of its chosen tokens train."""
 
 
-def _places(s: Scored, trained: Trained) -> list[int]:
-    """Where in the trajectory its trained tokens stand."""
+def _trained_positions(s: Scored, trained: TrainedTokens) -> list[int]:
+    """Indices of its trained tokens among all ids of the trajectory."""
     chosen = (i for i, chosen in enumerate(s.trajectory.chosen) if chosen)
-    return [i for i, wanted in zip(chosen, trained[s.trajectory.id], strict=True) if wanted]
+    return [i for i, trains in zip(chosen, trained[s.trajectory.id], strict=True) if trains]
 
 
-def _read(s: Scored, trained: Trained) -> tuple[int, ...]:
+def _forward_ids(s: Scored, trained: TrainedTokens) -> tuple[int, ...]:
     """The trajectory up to the last id that predicts a trained one."""
-    return s.trajectory.token_ids[: _places(s, trained)[-1]]
+    return s.trajectory.token_ids[: _trained_positions(s, trained)[-1]]
 
 
-class Logps(NamedTuple):
+class LogProbs(NamedTuple):
     """By trajectory id."""
 
     student: dict[str, tuple[float, ...]]
     """Of the chosen tokens."""
     teacher: dict[str, tuple[float, ...]]
-    """Of those that a target speaks of, where the update itself read its branches."""
+    """Of the targets that the update scored itself."""
 
 
-def _on_host(
-    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], trained: Trained
-) -> Logps:
-    """In one piece, at the end of a step: a GPU is waited for once and not in every pass."""
+def _copy_to_host(
+    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], trained: TrainedTokens
+) -> LogProbs:
+    """In one copy at the end of a step: one synchronization with a GPU, not one a pass."""
     parts = [*student.values(), *teacher.values()]
     if not parts:
-        return Logps(student={}, teacher={})
+        return LogProbs(student={}, teacher={})
     values = iter(torch.cat(parts).cpu().split([len(logp_N) for logp_N in parts]))
-    return Logps(
-        student={id: tuple(_in_place(next(values).tolist(), trained[id])) for id in student},
+    return LogProbs(
+        student={id: tuple(_scatter(next(values).tolist(), trained[id])) for id in student},
         teacher={id: tuple(next(values).tolist()) for id in teacher},
     )
 
 
-def _in_place(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
+def _scatter(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
     """`values` where the mask is True, NaN elsewhere."""
-    found = iter(values)
-    return (next(found) if wanted else math.nan for wanted in mask)
+    remaining = iter(values)
+    return (next(remaining) if trains else math.nan for trains in mask)
 
 
-def _nothing_to_correct(step: int, parts: Sequence[LossTerm], rate: float) -> Update:
-    """There was no mistake in the whole batch: that is no error, and no step."""
+def _empty_update(step: int, terms: Sequence[LossTerm], rate: float) -> Update:
     return Update(
         step=step,
         loss=0.0,
-        components={part.name: float("nan") for part in parts},
+        components={term.name: float("nan") for term in terms},
         metrics={"grad_norm": 0.0, "learning_rate": rate},
-        num_tokens={part.name: 0 for part in parts},
+        num_tokens={term.name: 0 for term in terms},
         student_logp={},
     )
 
 
-def _head_id(s: Scored) -> int:
+def _head_key(s: Scored) -> int:
+    """Equal for targets with one LM head; the same before and after deferred ones are scored."""
+    if s.deferred is not None:
+        return -1 if s.deferred.needs_hidden else 0
     return 0 if s.target is None or s.target.head is None else id(s.target.head)
 
 
-def _by_head(micro: Sequence[Scored]) -> list[list[Scored]]:
-    groups: list[list[Scored]] = []
-    for s in micro:
-        if groups and _head_id(groups[-1][-1]) == _head_id(s):
-            groups[-1].append(s)
-        else:
-            groups.append([s])
-    return groups
-
-
-def _devices(device: torch.device) -> list[torch.device]:
+def _cuda_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []

@@ -47,17 +47,17 @@ class StudentWeights:
             self.adapter = _with_adapter(self.model, config.lora, seed)
             self.model.eval()  # new layers come in training mode: dropout would act on rollouts
         if config.gradient_checkpointing is True:  # "auto" is decided when all models are there
-            self.recompute()
+            self.enable_gradient_checkpointing()
         self.device = device
 
-    def recompute(self) -> None:
+    def enable_gradient_checkpointing(self) -> None:
         """Passes that train compute activations again on their way back, from now on."""
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
 
     @property
-    def recomputes(self) -> bool:
+    def uses_gradient_checkpointing(self) -> bool:
         return bool(self.model.is_gradient_checkpointing)
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -71,7 +71,7 @@ class StudentWeights:
             yield
 
     @contextmanager
-    def lent(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+    def swap_in(self, tensors: dict[str, Tensor]) -> Iterator[None]:
         """`tensors` in place of the trained weights. Pointers move; no number is ever rounded."""
         own = {name: p.data for name, p in self.trained().items()}
         for name, parameter in self.trained().items():

@@ -16,6 +16,7 @@ class Listener:
     """An engine that remembers what it was asked, and scores each token with its own id."""
 
     name = "listener"
+    context_length = 512
     head = object()
 
     def __init__(self) -> None:

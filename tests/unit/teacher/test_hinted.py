@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from courtside.engines.base import SampleRequest, Sampling, Want
 from courtside.engines.local import LocalEngine
 from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
-from courtside.teacher.hint_scoring import HintScorer, HintTrial, tokens_of_span
+from courtside.teacher.hint_scoring import HintScorer, HintTrial
+from courtside.teacher.judging import judge_hints, tokens_of_span
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
-from courtside.types import Hint, Message, Sample, Task, Trajectory, Update
+from courtside.types import Hint, HintOutcome, Message, Sample, Target, Task, Trajectory, Update
 
 MODEL = tiny_model()
 TOKENIZER = tiny_tokenizer()
@@ -62,18 +64,37 @@ def hint(turn: int, text: str = "Use weather.", *, of: str = "e", **options: Any
     return Hint(trajectory=of, turn=turn, text=text, source="rules", **options)
 
 
+def engine_of(context_length: int) -> LocalEngine:
+    engine = copy(ENGINE)
+    engine.context_length = context_length
+    return engine
+
+
 def teacher(
-    *, want: Want = "hidden", context_length: int = 512, in_update: bool = False, **settings: Any
+    *,
+    want: Want = "hidden",
+    context_length: int = 512,
+    defers_hints: bool = False,
+    **settings: Any,
 ) -> Teacher:
-    chosen = HintsConfig(**settings)
+    engine = ENGINE if context_length == 512 else engine_of(context_length)
     return Teacher(
         name="self:live",
-        engine=ENGINE,
+        engine=engine,
         renderer=RENDERER,
-        context_length=context_length,
         want=want,
-        hints=HintScorer(ENGINE, TURNS, chosen, context_length=context_length, in_update=in_update),
+        hints=HintScorer(engine, TURNS, HintsConfig(**settings)),
+        defers_hints=defers_hints,
     )
+
+
+def score_hints(
+    scorer: Teacher | RoutedTeachers, trajectories: list[Trajectory], hints: list[Hint]
+) -> tuple[dict[str, Target], dict[str, tuple[HintOutcome, ...]]]:
+    """Targets and outcomes by trajectory id."""
+    results = scorer.score_hints(trajectories, hints)
+    targets = {id: result.target for id, result in results.items() if result.target is not None}
+    return targets, {id: result.outcomes for id, result in results.items()}
 
 
 def naive_logps(before: str, answer: str, *, temperature: float = 0.8) -> torch.Tensor:
@@ -96,7 +117,7 @@ def told(text: str = "Use weather.", role: str = "user") -> str:
 
 
 def test_a_target_is_the_turn_under_its_hint() -> None:
-    targets, hint_outcomes = teacher(role="system").score_hints([trajectory()], [hint(3), hint(1)])
+    targets, hint_outcomes = score_hints(teacher(role="system"), [trajectory()], [hint(3), hint(1)])
     target = targets["e"]
     role = "system"
     first = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
@@ -114,8 +135,8 @@ def test_a_target_is_the_turn_under_its_hint() -> None:
 
 
 def test_cumulative_hints_stay_in_view() -> None:
-    targets, hint_outcomes = teacher(cumulative=True).score_hints(
-        [trajectory()], [hint(1), hint(3)]
+    targets, hint_outcomes = score_hints(
+        teacher(cumulative=True), [trajectory()], [hint(1), hint(3)]
     )
     hinted_first = FIRST.replace(PROMPT, PROMPT + told())
     third = naive_logps(f"{hinted_first}{told()}{OPEN}", "get_weather(Rome)")
@@ -125,7 +146,7 @@ def test_cumulative_hints_stay_in_view() -> None:
 
 
 def test_where_counts_chosen_tokens() -> None:
-    targets, _ = teacher().score_hints([trajectory()], [hint(5)])
+    targets, _ = score_hints(teacher(), [trajectory()], [hint(5)])
     assert targets["e"].token_indices == tuple(range(30, 34))
     last = naive_logps(f"{SECOND}{told()}{OPEN}", "sun")
     assert torch.allclose(targets["e"].logp_T, last, atol=1e-4)
@@ -133,11 +154,11 @@ def test_where_counts_chosen_tokens() -> None:
 
 def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> None:
     hints = [hint(1), hint(3, "Really, use weather."), hint(5, "Hm.")]
-    _, hint_outcomes = teacher().score_hints([trajectory()], hints)
+    _, hint_outcomes = score_hints(teacher(), [trajectory()], hints)
     shifts = [j.shift for j in hint_outcomes["e"]]
     assert all(shift is not None for shift in shifts)
     middle = sorted(s for s in shifts if s is not None)[1]
-    targets, again = teacher(min_shift=middle).score_hints([trajectory()], hints)
+    targets, again = score_hints(teacher(min_shift=middle), [trajectory()], hints)
     assert [j.dropped for j in again["e"]] == [
         "shift" if (j.shift or 0) < middle else None for j in hint_outcomes["e"]
     ]
@@ -145,19 +166,19 @@ def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> Non
     assert len(kept) == 2
     turns = trajectory().turn_of
     assert {turns[i] for i in targets["e"].token_indices or ()} == kept
-    nothing, all_dropped = teacher(min_shift=1e9).score_hints([trajectory()], hints)
+    nothing, all_dropped = score_hints(teacher(min_shift=1e9), [trajectory()], hints)
     assert not nothing and [j.dropped for j in all_dropped["e"]] == ["shift"] * 3
 
 
 def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
     hints = [hint(1), hint(2), hint(9), hint(3, "word " * 200), hint(5, "   ")]
-    targets, hint_outcomes = teacher(context_length=160).score_hints([trajectory()], hints)
+    targets, hint_outcomes = score_hints(teacher(context_length=160), [trajectory()], hints)
     why = {j.hint.turn: j.dropped for j in hint_outcomes["e"]}
     assert why == {1: None, 2: "no_assistant_turn", 9: "no_assistant_turn", 3: "too_long",
                    5: "empty"}  # fmt: skip
     assert {trajectory().turn_of[i] for i in targets["e"].token_indices or ()} == {1}
-    together, hint_outcomes = teacher(context_length=160, cumulative=True).score_hints(
-        [trajectory()], hints
+    together, hint_outcomes = score_hints(
+        teacher(context_length=160, cumulative=True), [trajectory()], hints
     )
     assert {j.hint.turn: j.dropped for j in hint_outcomes["e"]} == why
     assert torch.allclose(together["e"].logp_T, targets["e"].logp_T, atol=1e-4)
@@ -167,65 +188,72 @@ HINTS = [hint(5), hint(1, bad_span="meteo"), hint(2), hint(3, "   ")]
 
 
 @pytest.mark.parametrize("want", ["hidden", "logp"])
-def test_branches_can_be_left_for_the_update(want: Want, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets, hint_outcomes = teacher(want=want).score_hints([trajectory()], HINTS)
-    monkeypatch.setattr(ENGINE, "score_branches", None)  # nobody is asked
-    left, unjudged = teacher(want=want, in_update=True).score_hints([trajectory()], HINTS)
-    one, other = left["e"], targets["e"]
-    assert (one.token_indices, one.context, one.head, one.num_context_tokens, one.teacher) == (
-        other.token_indices, other.context, other.head, other.num_context_tokens, other.teacher
+def test_hints_can_be_deferred_to_the_update(want: Want, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets, outcomes = score_hints(teacher(want=want), [trajectory()], HINTS)
+    monkeypatch.setattr(ENGINE, "score_branches", None)  # the engine is not asked
+    results = teacher(want=want, defers_hints=True).score_hints([trajectory()], HINTS)
+    result, target = results["e"], targets["e"]
+    deferred = result.deferred
+    assert deferred is not None and result.target is None
+    assert (deferred.token_indices, deferred.context, deferred.num_context_tokens) == (
+        target.token_indices, target.context, target.num_context_tokens
     )  # fmt: skip
-    assert one.hidden_TD is None and len(one.logp_T) == 12 + 4 and bool(one.logp_T.isnan().all())
-    assert [b.turn for b in one.branches] == [1, 5] and not other.branches
+    assert deferred.teacher == target.teacher and deferred.needs_hidden == (want == "hidden")
+    assert [b.turn for b in deferred.branches] == [1, 5] and len(deferred.token_indices) == 12 + 4
+    assert deferred.bad_tokens == {1: (0, 1, 2, 3, 4), 5: ()}
     before = [ids_of(f"{PROMPT}{told()}{OPEN}meteo(Rome)"), ids_of(f"{SECOND}{told()}{OPEN}sun")]
-    for branch, ids in zip(one.branches, before, strict=True):
+    for branch, ids in zip(deferred.branches, before, strict=True):
         assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
-    assert [(j.hint, j.dropped) for j in unjudged["e"]] == [
-        (j.hint, j.dropped) for j in hint_outcomes["e"]
+    assert [(j.hint, j.dropped) for j in result.outcomes] == [
+        (j.hint, j.dropped) for j in outcomes["e"]
     ]
-    assert all(j.shift is None for j in unjudged["e"])
+    assert all(j.shift is None for j in result.outcomes)
 
 
-def test_what_the_update_found_is_judged_like_the_rest() -> None:
+def test_deferred_hints_are_judged_like_the_others() -> None:
     plain = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)"), naive_logps(f"{SECOND}{OPEN}", "sun")
     (expected,) = TeacherStage(teacher(), None, hinted=True)([trajectory()], HINTS)
-    stage = TeacherStage(teacher(in_update=True), None, hinted=True)
+    stage = TeacherStage(teacher(defers_hints=True), None, hinted=True)
     scored = stage([trajectory(), trajectory("f")], HINTS)
-    assert expected.target is not None
+    assert expected.target is not None and expected.deferred is None
+    assert scored[0].target is None and scored[0].has_target and not scored[1].has_target
+    assert scored[0].target_mask == expected.target_mask
     update = Update(
         step=0, loss=0.0, components={}, metrics={}, num_tokens={},
         student_logp={"e": (*plain[0].tolist(), *[math.nan] * 18, *plain[1].tolist())},
         teacher_logp={"e": tuple(expected.target.logp_T.tolist())},
     )  # fmt: skip
-    found, other = stage.measured(scored, update)
-    assert found.target is not None and found.target.branches
-    assert torch.equal(found.target.logp_T, expected.target.logp_T)
-    for one, was in zip(found.hints, expected.hints, strict=True):
-        assert (one.hint, one.dropped) == (was.hint, was.dropped)
-        assert one.shift == pytest.approx(was.shift, abs=1e-3)
-        assert one.bad_span_shift == pytest.approx(was.bad_span_shift, abs=1e-3)
-    assert sum(j.bad_span_shift is not None for j in found.hints) == 1
+    judged, other = judge_hints(scored, update)
+    assert judged.target is not None and judged.deferred is scored[0].deferred
+    assert torch.equal(judged.target.logp_T, expected.target.logp_T)
+    assert judged.target.token_indices == expected.target.token_indices
+    for outcome, reference in zip(judged.hints, expected.hints, strict=True):
+        assert (outcome.hint, outcome.dropped) == (reference.hint, reference.dropped)
+        assert outcome.shift == pytest.approx(reference.shift, abs=1e-3)
+        assert outcome.bad_span_shift == pytest.approx(reference.bad_span_shift, abs=1e-3)
+    assert sum(j.bad_span_shift is not None for j in judged.hints) == 1
     assert other == scored[1]
     nothing = replace(update, student_logp={}, teacher_logp={})
-    assert stage.measured(scored, nothing) == scored
+    assert judge_hints(scored, nothing) == scored
 
 
-def test_a_turn_without_a_chosen_token_leaves_nothing_to_read() -> None:
+def test_a_turn_without_a_chosen_token_leaves_nothing_to_score() -> None:
     """The update may end before it."""
     last = trajectory().turns[-1]
     silent = replace(last, chosen=(False,) * len(last.chosen))
     cut = replace(trajectory(), turns=(*trajectory().turns[:-1], silent))
-    left, hint_outcomes = teacher(in_update=True).score_hints([cut], [hint(1), hint(5)])
-    assert [b.turn for b in left["e"].branches] == [1]
-    assert [j.dropped for j in hint_outcomes["e"]] == [None, None]
-    none, _ = teacher(in_update=True).score_hints([cut], [hint(5)])
-    assert not none
+    deferring = teacher(defers_hints=True)
+    result = deferring.score_hints([cut], [hint(1), hint(5)])["e"]
+    assert result.deferred is not None
+    assert [b.turn for b in result.deferred.branches] == [1]
+    assert [j.dropped for j in result.outcomes] == [None, None]
+    assert deferring.score_hints([cut], [hint(5)])["e"].deferred is None
 
 
 def test_the_bad_span_is_measured_apart() -> None:
     named = hint(3, bad_span="get_weather")
-    _, hint_outcomes = teacher().score_hints(
-        [trajectory()], [named, hint(1, bad_span="no such words")]
+    _, hint_outcomes = score_hints(
+        teacher(), [trajectory()], [named, hint(1, bad_span="no such words")]
     )
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     now = naive_logps(f"{FIRST}{told()}{OPEN}", "get_weather(Rome)")
@@ -236,15 +264,15 @@ def test_the_bad_span_is_measured_apart() -> None:
 
 
 def test_tokens_of_a_span() -> None:
-    assert tokens_of_span(["call ", "get_", "wea", "ther", "()"], "get_weather") == [1, 2, 3]
-    assert tokens_of_span(["call g", "et_weather()"], "get_weather") == [0, 1]
-    assert tokens_of_span(["a", "", "b"], "b") == [2]
-    assert tokens_of_span(["abc"], "x") == []
+    assert tokens_of_span(["call ", "get_", "wea", "ther", "()"], "get_weather") == (1, 2, 3)
+    assert tokens_of_span(["call g", "et_weather()"], "get_weather") == (0, 1)
+    assert tokens_of_span(["a", "", "b"], "b") == (2,)
+    assert tokens_of_span(["abc"], "x") == ()
 
 
 @pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
 def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
-    targets, _ = teacher(position=place).score_hints([trajectory()], [hint(3)])
+    targets, _ = score_hints(teacher(position=place), [trajectory()], [hint(3)])
     assert len(targets["e"].logp_T) == 18
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     assert not torch.allclose(targets["e"].logp_T, was, atol=1e-3)
@@ -258,7 +286,7 @@ def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
 
 
 def test_sampled_losses_need_no_hidden_states() -> None:
-    targets, _ = teacher(want="logp").score_hints([trajectory()], [hint(1)])
+    targets, _ = score_hints(teacher(want="logp"), [trajectory()], [hint(1)])
     assert targets["e"].hidden_TD is None and targets["e"].head is None
 
 
@@ -275,7 +303,7 @@ def test_scoring_marks_every_trajectory() -> None:
 def test_routes_score_their_own() -> None:
     routed = RoutedTeachers({"a": teacher(), "b": teacher(role="system")}, None)
     batch = [trajectory("e", tags=("a",)), trajectory("f", tags=("b",))]
-    targets, hint_outcomes = routed.score_hints(batch, [hint(1), hint(1, of="f")])
+    targets, hint_outcomes = score_hints(routed, batch, [hint(1), hint(1, of="f")])
     assert targets.keys() == hint_outcomes.keys() == {"e", "f"}
     for id, role in (("e", "user"), ("f", "system")):
         expected = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
@@ -283,7 +311,7 @@ def test_routes_score_their_own() -> None:
 
 
 def test_shifts_are_finite() -> None:
-    _, hint_outcomes = teacher().score_hints([trajectory()], [hint(1), hint(3), hint(5)])
+    _, hint_outcomes = score_hints(teacher(), [trajectory()], [hint(1), hint(3), hint(5)])
     assert all(j.shift is not None and math.isfinite(j.shift) for j in hint_outcomes["e"])
 
 
@@ -296,12 +324,12 @@ def test_replies_under_a_hint_are_tried() -> None:
 
     def judge(**settings: Any) -> Any:
         chosen = HintsConfig(resamples=3, **settings)
-        trial = HintTrial(sampling=Sampling(max_new_tokens=4), passes=passes, seed=0)
-        scorer = HintScorer(ENGINE, TURNS, chosen, context_length=512, trial=trial)
-        return scorer([trajectory()], [hint(1), hint(3)], want="logp")["e"]
+        trial = HintTrial(sampling=Sampling(max_new_tokens=4), passes=passes, num_replies=3, seed=0)
+        scorer = HintScorer(ENGINE, TURNS, chosen, trial=trial)
+        return scorer.score([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
     found = judge()
-    assert [(j.hint.turn, j.passed, j.dropped) for j in found.hint_outcomes] == [
+    assert [(j.hint.turn, j.passed, j.dropped) for j in found.outcomes] == [
         (1, 0, None),
         (3, 1, None),
     ]
@@ -313,6 +341,4 @@ def test_replies_under_a_hint_are_tried() -> None:
     alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
     assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
     strict = judge(min_pass_rate=0.5)
-    assert [j.dropped for j in strict.hint_outcomes] == ["not_passed", None] and set(
-        strict.spoken
-    ) == {3}
+    assert [j.dropped for j in strict.outcomes] == ["not_passed", None] and strict.turns == (3,)

@@ -32,7 +32,7 @@ def context(**options: str) -> Context:
 @pytest.fixture
 def make_teacher(listener: Any, renderer: ChatTemplate) -> Callable[..., Teacher]:
     def make(**options: Any) -> Teacher:
-        settings = {"context_length": 512, "want": "logp", **options}
+        settings = {"want": "logp", **options}
         return Teacher(name="teacher", engine=listener, renderer=renderer, **settings)
 
     return make
@@ -204,9 +204,11 @@ def test_what_the_context_makes_too_long(
     config = context(kind="system", text="Be brief.")
     make_teacher(context=config).score([long])
     length = len(listener.scored.pop().token_ids)
-    exact = make_teacher(context=config, context_length=length, overlong=overlong)
+    exact = make_teacher(context=config, overlong=overlong)
+    exact.engine.context_length = length
     assert set(exact.score([short, long])) == {"a", "b"}, "the last token that fits"
-    tight = make_teacher(context=config, context_length=length - 1, overlong=overlong)
+    tight = make_teacher(context=config, overlong=overlong)
+    tight.engine.context_length = length - 1
     if overlong == "drop":
         assert set(tight.score([short, long])) == {"a"}
     else:

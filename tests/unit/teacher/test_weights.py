@@ -192,16 +192,21 @@ def test_a_moving_average_moves_as_computed_by_hand(
     agree(found, parts.student.weights.model, parts, trajectories)
 
 
-def test_weights_that_are_lent_come_back_even_after_an_error(prepare: Any) -> None:
+def test_swapped_weights_come_back_even_after_an_error(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teacher = {"kind": "self", "weights": "ema", "context": CONTEXT}
     parts = prepare(teacher, student={"lora": LORA})
     trajectories = written(parts)
     move(parts, 0)
     own = snapshot(parts)
     assert isinstance(parts.teacher.teacher, Teacher)
-    parts.teacher.teacher.context_length = 10**6
-    parts.engine.context_length = 3
-    with pytest.raises(ModelError, match="do not fit the context"):
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ModelError("no scores")
+
+    monkeypatch.setattr(parts.engine, "score", fail)
+    with pytest.raises(ModelError, match="no scores"):
         parts.teacher(trajectories)
     for name, parameter in parts.student.weights.trained().items():
         assert torch.equal(parameter, own[name])

@@ -67,14 +67,19 @@ def test_the_estimate_follows_shapes_and_dtypes() -> None:
 
 def test_auto_decides_by_free_memory(tiny_folder: Path) -> None:
     student, tokens = assemble_with(tiny_folder, None).student, default_pass_tokens(CPU)
-    assert not student.weights.recomputes
+    assert not student.weights.uses_gradient_checkpointing
     needed = tokens * activation_bytes_per_token(student.weights.model, student.weights.autocast)
     pending = pending_bytes(student)
     enough = assemble_with(tiny_folder, int(1.001 * (pending + needed / ACTIVATION_SHARE)))
-    assert not enough.student.weights.recomputes and not checkpointing_notes(enough)
+    assert not enough.student.weights.uses_gradient_checkpointing and not checkpointing_notes(
+        enough
+    )
     for free in (int(0.999 * (pending + needed / ACTIVATION_SHARE)), pending, 0):
         runtime = assemble_with(tiny_folder, free)
-        assert runtime.student.weights.recomputes and not runtime.engine.model.training
+        assert (
+            runtime.student.weights.uses_gradient_checkpointing
+            and not runtime.engine.model.training
+        )
         left = max(0, free - pending) / 2**30
         assert checkpointing_notes(runtime) == [
             f"gradient checkpointing is on: {tokens} tokens need {needed / 2**30:.3g} GiB of "
@@ -105,14 +110,17 @@ def test_an_explicit_choice_asks_for_no_free_memory(choice: bool, tiny_folder: P
 
     student = {"model": str(tiny_folder), "gradient_checkpointing": choice}
     runtime = assemble(small_recipe(tiny_folder, tiny_folder, student=student), free=refuse)
-    assert runtime.student.weights.recomputes == choice and not checkpointing_notes(runtime)
+    assert (
+        runtime.student.weights.uses_gradient_checkpointing == choice
+        and not checkpointing_notes(runtime)
+    )
 
 
 def test_a_cpu_saves_all_activations(tiny_folder: Path) -> None:
     assert free_bytes(CPU) is None
     runtime = assemble(small_recipe(tiny_folder, tiny_folder))
     assert runtime.recipe.student.gradient_checkpointing == "auto"
-    assert not runtime.student.weights.recomputes
+    assert not runtime.student.weights.uses_gradient_checkpointing
 
 
 def test_a_model_without_checkpointing_gets_the_other_advice(
@@ -122,7 +130,7 @@ def test_a_model_without_checkpointing_gets_the_other_advice(
 
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
     runtime = assemble_with(tiny_folder, 0)
-    assert not runtime.student.weights.recomputes
+    assert not runtime.student.weights.uses_gradient_checkpointing
     assert any(note.endswith("lower train.micro_batch_tokens") for note in runtime.notes)
 
 

@@ -178,14 +178,14 @@ def test_the_optimiser_comes_back_bit_by_bit():
             optimiser.step()
 
     trained, optimiser = fresh()
-    assert checkpoints.optimiser_tensors(optimiser, trained) == {}
+    assert checkpoints.optimizer_tensors(optimiser, trained) == {}
     go(trained, optimiser, range(3))
-    saved = {k: v.clone() for k, v in checkpoints.optimiser_tensors(optimiser, trained).items()}
+    saved = {k: v.clone() for k, v in checkpoints.optimizer_tensors(optimiser, trained).items()}
     weights = trained["w"].detach().clone()
     go(trained, optimiser, range(3, 6))
 
     other, again = fresh()
     other["w"].data.copy_(weights)
-    checkpoints.restore_optimiser(again, other, saved)
+    checkpoints.restore_optimizer(again, other, saved)
     go(other, again, range(3, 6))
     assert torch.equal(other["w"], trained["w"])

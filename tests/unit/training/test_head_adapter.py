@@ -91,7 +91,7 @@ def teacher_logp(parts: Runtime, s: Scored) -> Tensor:
     with torch.no_grad():
         if parts.averages:
             (average,) = parts.averages.values()
-            with weights.lent(average.shadow):
+            with weights.swap_in(average.shadow):
                 return logp(parts, ids, t.num_chosen, t.temperature)
         if parts.recipe.teacher.weights == "frozen":  # type: ignore[union-attr]
             with weights.without_adapter():

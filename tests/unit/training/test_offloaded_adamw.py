@@ -40,7 +40,7 @@ def set_gradients(parameters: list[nn.Parameter], step: int, *, without: int | N
 
 
 def states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
-    return checkpoints.optimiser_tensors(optimizer, {str(i): p for i, p in enumerate(parameters)})
+    return checkpoints.optimizer_tensors(optimizer, {str(i): p for i, p in enumerate(parameters)})
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8, 37, 256, 10_000])
@@ -91,7 +91,7 @@ def test_either_kind_resumes_from_either_kind(first: Any, second: Any) -> None:
     saved = {name: tensor.clone() for name, tensor in states(before, stopped).items()}
     resumed = [nn.Parameter(p.detach().clone()) for p in stopped]
     after = make(second, resumed)
-    checkpoints.restore_optimiser(after, {str(i): p for i, p in enumerate(resumed)}, saved)
+    checkpoints.restore_optimizer(after, {str(i): p for i, p in enumerate(resumed)}, saved)
     for optimizer, parameters in ((adamw, uninterrupted), (after, resumed)):
         set_gradients(parameters, 2)
         optimizer.step()
@@ -117,7 +117,7 @@ def test_a_run_with_offload_is_the_run_without(tiny_folder: Any, tiny_teacher_fo
                     "weights": {name: p.detach().clone() for name, p in trained.items()},
                     "optimiser": {
                         name: tensor.clone()
-                        for name, tensor in checkpoints.optimiser_tensors(
+                        for name, tensor in checkpoints.optimizer_tensors(
                             runtime.student.optimizer, trained
                         ).items()
                     },

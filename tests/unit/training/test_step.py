@@ -98,8 +98,10 @@ def test_an_empty_batch_is_no_zero_loss(empty, parts):
         [] if empty == "no trajectories" else [replace(s, target=None) for s in batch_of(parts)]
     )
     before = weights_of(parts)
+    update = parts.student.step(0, scored)
+    assert update.num_tokens == {"divergence": 0} and math.isnan(update.components["divergence"])
     with pytest.raises(RunError, match=r"anything to train on.*not a zero loss"):
-        parts.student.step(0, scored)
+        parts.check_update(scored, update)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
 
 

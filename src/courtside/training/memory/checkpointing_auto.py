@@ -49,7 +49,7 @@ def choose_gradient_checkpointing(
     reason = f"{tokens:,} tokens need {needed:.3g} GiB of activations, {left:.3g} GiB are left"
     if not weights.model.supports_gradient_checkpointing:
         return f"{reason}; this model has no gradient checkpointing: lower train.micro_batch_tokens"
-    weights.recompute()
+    weights.enable_gradient_checkpointing()
     return f"gradient checkpointing is on: {reason}"
 
 

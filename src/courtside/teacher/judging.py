@@ -1,0 +1,97 @@
+"""What hints did, from log-probs alone: no model and no template is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from courtside.recipe import HintsConfig
+from courtside.types import Hint, HintOutcome, Scored, Target, Update
+
+KEEP_ALL = HintsConfig()
+
+
+def judge_hint(
+    hint: Hint,
+    plain_T: Tensor,
+    hinted_T: Tensor,
+    *,
+    bad_tokens: Sequence[int] = (),
+    passed: float | None = None,
+    settings: HintsConfig = KEEP_ALL,
+) -> HintOutcome:
+    """From the log-probs of the turn's chosen tokens without and with the hint."""
+    fall_T = plain_T - hinted_T
+    shift, reason = float(fall_T.sum()), None
+    if settings.min_shift is not None and shift < settings.min_shift:
+        reason = "shift"
+    elif passed is not None and passed < settings.min_pass_rate:
+        reason = "not_passed"
+    return HintOutcome(
+        hint=hint,
+        shift=shift,
+        bad_span_shift=float(fall_T[list(bad_tokens)].sum()) if bad_tokens else None,
+        passed=passed,
+        dropped=reason,
+    )
+
+
+def judge_hints(scored: Sequence[Scored], update: Update) -> list[Scored]:
+    """With the targets that the update scored itself, and the outcomes of their hints."""
+    return [_judge_deferred(s, update) for s in scored]
+
+
+def _judge_deferred(scored: Scored, update: Update) -> Scored:
+    trajectory, deferred = scored.trajectory, scored.deferred
+    if deferred is None or trajectory.id not in update.teacher_logp:
+        return scored
+    hinted_T = torch.tensor(update.teacher_logp[trajectory.id], dtype=torch.float64)
+    plain_T = torch.tensor(update.student_logp[trajectory.id], dtype=torch.float64)
+    sizes = [sum(branch.scored) for branch in deferred.branches]
+    columns = zip(
+        deferred.branches,
+        plain_T[list(deferred.token_indices)].split(sizes),
+        hinted_T.split(sizes),
+        strict=True,
+    )
+    by_turn = {branch.turn: (plain, hinted) for branch, plain, hinted in columns}
+    outcomes = tuple(
+        judge_hint(
+            outcome.hint,
+            *by_turn[outcome.hint.turn],
+            bad_tokens=deferred.bad_tokens.get(outcome.hint.turn, ()),
+        )
+        if outcome.dropped is None and outcome.hint.turn in by_turn
+        else outcome
+        for outcome in scored.hints
+    )
+    target = Target(
+        teacher=deferred.teacher,
+        context=deferred.context,
+        logp_T=hinted_T.float(),
+        num_context_tokens=deferred.num_context_tokens,
+        token_indices=deferred.token_indices,
+    )
+    return replace(scored, target=target, hints=outcomes)
+
+
+def tokens_of_span(pieces: Sequence[str], span: str) -> tuple[int, ...]:
+    """Which pieces hold some of the span's first occurrence.
+
+    >>> tokens_of_span(["call ", "get_", "wea", "ther", "()"], "get_weather")
+    (1, 2, 3)
+    """
+    start = "".join(pieces).find(span)
+    if start < 0:
+        return ()
+    ends = list(accumulate(len(piece) for piece in pieces))
+    stop = start + len(span)
+    return tuple(
+        i
+        for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
+        if piece and end > start and end - len(piece) < stop
+    )

@@ -1,0 +1,69 @@
+"""DPO as per-token coefficients: its gradient, with no graph across chunks of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from courtside.engines.lm_head import LMHead
+from courtside.engines.transfer import tensor_on
+from courtside.losses.preference import dpo, dpo_token_weights
+from courtside.training.loss_terms import LossTerm, preference_pairs
+from courtside.training.metrics import MetricAccumulator
+from courtside.types import Scored, Trajectory
+
+
+@torch.no_grad()
+def weigh_preferences(
+    term: LossTerm,
+    micro: Sequence[Scored],
+    hidden: Mapping[str, Tensor],
+    head: LMHead,
+    *,
+    chunk: int,
+    metrics: MetricAccumulator,
+) -> LossTerm:
+    """The term with the coefficients of this micro-batch's pairs; other terms are returned as is.
+
+    `hidden`: by trajectory id, the hidden states that predict its chosen tokens.
+    """
+    if term.loss.kind != "preference":
+        return term
+    beta = term.loss.beta
+    coefficients: dict[str, tuple[float, ...]] = {}
+    for (better, worse), sums in _pair_log_likelihoods(micro, hidden, head, chunk):
+        weight = float(dpo_token_weights(*sums, beta=beta))
+        # The sign: better tokens rise, worse ones fall.
+        for s, coefficient in ((better, -weight), (worse, weight)):
+            coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_chosen
+        metrics.add_loss(term.name, dpo(*sums, beta=beta) / term.denominator)
+        metrics.mean(f"{term.name}/accuracy", sums[0] - sums[2] > sums[1] - sums[3])
+    return replace(term, advantage=coefficients)
+
+
+def _pair_log_likelihoods(
+    micro: Sequence[Scored], hidden: Mapping[str, Tensor], head: LMHead, chunk: int
+) -> Iterator[tuple[tuple[Scored, Scored], Tensor]]:
+    """Of each pair Σ log π of the better and the worse, and both again under the reference."""
+    pairs = preference_pairs(micro)
+    sums = []
+    for pair in pairs:
+        sums += [_log_likelihood(s.trajectory, hidden[s.trajectory.id], head, chunk) for s in pair]
+        for s in pair:
+            assert s.reference is not None
+            sums.append(s.reference.logp_T.double().sum().to(sums[0].device))
+    if sums:  # one copy to the host for all pairs
+        yield from zip(pairs, torch.stack(sums).cpu().view(-1, 4), strict=True)
+
+
+def _log_likelihood(trajectory: Trajectory, hidden_TD: Tensor, head: LMHead, chunk: int) -> Tensor:
+    """Σ log π of its chosen tokens."""
+    ids_T = tensor_on(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
+    total = hidden_TD.new_zeros((), dtype=torch.float64)
+    for part_ND, ids_N in zip(hidden_TD.split(chunk), ids_T.split(chunk), strict=True):
+        logp_NV = (head(part_ND) / trajectory.temperature).log_softmax(-1)
+        total += logp_NV.gather(-1, ids_N[:, None]).double().sum()
+    return total
