@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_models_own_layers(
     parts = parts_of(tiny_folder, tiny_teacher_folder, **settings)
     scored = batch_of(parts)
     ours = gradients(parts, scored)
-    monkeypatch.setattr(parts.student, "_in_place", nullcontext)
+    monkeypatch.setattr(parts.student, "_reuse_buffers", nullcontext)
     theirs = gradients(parts, scored)
     assert ours.keys() == theirs.keys() == parts.student.weights.trained().keys()
     for name, gradient in ours.items():
@@ -163,7 +163,7 @@ def test_a_pass_keeps_less_and_makes_no_gradient_of_all_words(
     scored = batch_of(parts)
     ours, calls = held_by_a_pass(parts, scored)
     assert "aten.embedding_dense_backward" not in calls
-    monkeypatch.setattr(parts.student, "_in_place", nullcontext)
+    monkeypatch.setattr(parts.student, "_reuse_buffers", nullcontext)
     theirs, calls = held_by_a_pass(parts, scored)
     assert "aten.embedding_dense_backward" in calls
     assert 0 < ours < 0.75 * theirs
