@@ -32,11 +32,17 @@ PAGES = (
     *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 )
-BASE: dict[str, Any] = {
-    "student": {"model": "smollm2-135m"},
-    "tasks": {"kind": "arithmetic"},
-    "teacher": {"kind": "model", "model": "models/teacher"},
-    "losses": [{"kind": "divergence"}],
+HINTED: dict[str, Any] = {
+    "teacher": {"kind": "self", "weights": "live"},
+    "losses": [{"kind": "divergence", "on": "hinted_turns"}],
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "student": {"student": {"model": "smollm2-135m"}},
+    "tasks": {"tasks": {"kind": "arithmetic"}},
+    "teacher": {"teacher": {"kind": "model", "model": "models/teacher"}},
+    "losses": {"losses": [{"kind": "divergence"}]},
+    "hinted": HINTED,
+    "agent": {"student": {"model": "smollm2-135m"}, "tasks": {"kind": "toolbox"}} | HINTED,
 }
 """The sections that `<!-- partial: student, tasks -->` above a block stands for."""
 
@@ -105,10 +111,16 @@ def test_recipes_in_the_docs_are_valid(block: Block) -> None:
     if block.comment:
         kind, _, names = block.comment.partition(": ")
         assert kind == "partial"
-        taken = {name: BASE[name] for name in names.split(", ")}
-        assert not taken.keys() & tree.keys(), "a section that the block writes itself"
-        tree = taken | tree
+        for name in names.split(", "):
+            assert not SECTIONS[name].keys() & tree.keys(), "a section that the block has itself"
+            tree |= SECTIONS[name]
     recipe_from(tree, name=str(block))
+
+
+@pytest.mark.parametrize("block", blocks(""), ids=str)
+def test_recipes_are_marked_as_such(block: Block) -> None:
+    """A block without a language is tested by nobody."""
+    assert not re.search(r"^\[+[a-z_.]+\]+\s*(#.*)?$", block.text, re.M), "write ```toml"
 
 
 def test_every_recipe_in_the_tree_is_valid() -> None:
