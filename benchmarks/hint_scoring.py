@@ -38,8 +38,6 @@ from courtside.engines.base import BranchRequest, ScoreRequest
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
-from courtside.engines.patches.fused_layers import find_lean_layers
-from courtside.engines.patches.patch import apply_patches
 from courtside.engines.stateless import score_branches_separately
 from courtside.types import Branch
 
@@ -74,9 +72,8 @@ class Job:
 
     def training(self) -> None:
         model = self.engine.model
-        lean = find_lean_layers(model) if self.device.type == "cpu" else []  # as the student has it
         model.train()
-        with self.engine.autocast_context(), self.engine.passes.patch_model(), apply_patches(lean):
+        with self.engine.autocast_context(), self.engine.passes.patch_model():
             hidden_LD, _ = self.engine.passes.forward([self.request.token_ids])
             hidden_ND = hidden_LD[self.chosen_N - 1]
             ids_N = self.ids_1L[0, self.chosen_N]

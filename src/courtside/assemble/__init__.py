@@ -17,7 +17,6 @@ from courtside.assemble.offline import ids_named_by_hints, make_offline_rollout
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.cpu.malloc import retain_freed_memory
 from courtside.engines.cpu.threads import limit_threads
 from courtside.engines.int8 import quantize_linear_layers
 from courtside.engines.loading import load_model, load_tokenizer
@@ -64,7 +63,6 @@ from courtside.types import Task, Trajectory
 
 def assemble(recipe: Recipe, *, free: FreeBytes = free_bytes) -> Runtime:
     limit_threads()
-    retain_freed_memory()
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     name = recipe.student.model
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)

@@ -20,8 +20,7 @@ from courtside.engines.forward.forward import ForwardPasses, probe_forward_passe
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.forward.tree_scoring import make_trunk_cache
 from courtside.engines.lm_head import find_lm_head
-from courtside.engines.patches.fused_layers import find_fused_layers, find_lean_layers
-from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.transfer import tensor_on
 from courtside.errors import NotFiniteError
 from courtside.recipe import Recipe
@@ -113,7 +112,7 @@ class Student:
     def training(self, step: int) -> Iterator[None]:
         """Around the forward and backward passes of a step: train mode, autocast and patches."""
         # Probed the first time, before dropout acts and autocast caches a weight.
-        passes, _ = self.passes, self._lean_layers
+        passes = self.passes
         self.weights.model.train()
         try:
             with (
@@ -146,8 +145,8 @@ class Student:
 
     @contextmanager
     def _reuse_buffers(self) -> Iterator[None]:
-        """On a CPU: preallocated gradients and cast weights, which do not fragment memory, and
-        layers that save less for the backward pass. A GPU has a caching allocator and kernels."""
+        """On a CPU: preallocated gradients and shadow weights, which do not fragment the heap. A
+        GPU's caching allocator does without."""
         if self.weights.device.type != "cpu":
             yield
             return
@@ -155,7 +154,6 @@ class Student:
         self._heads = {}
         try:
             with (
-                apply_patches(self._lean_layers),
                 use_gradient_buffers(model, self._gradient_buffers, trained),
                 use_bf16_linear(model, self.head.module, self._gradient_buffers),
             ):
@@ -166,11 +164,6 @@ class Student:
     @cached_property
     def _gradient_buffers(self) -> GradientBuffers:
         return GradientBuffers(self.weights.trained().values())
-
-    @cached_property
-    def _lean_layers(self) -> list[Patch]:
-        model = self.weights.model
-        return find_lean_layers(model) if model.device.type == "cpu" else []
 
     def _autocast(self, *, cache: bool = True) -> Any:
         dtype = self.weights.autocast

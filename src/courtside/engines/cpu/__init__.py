@@ -1,1 +1,1 @@
-"""Process settings for a CPU: threads and malloc."""
+"""Process settings for a CPU: threads."""

@@ -22,7 +22,7 @@ from courtside.engines.patches.layer_ops import (
     match_swiglu_mlp,
     wrap_rotary,
 )
-from courtside.engines.patches.patch import Patch, has_class_forward
+from courtside.engines.patches.patch import Patch
 
 
 class FusedLayers:
@@ -57,15 +57,3 @@ def find_fused_layers(model: Any, head: LMHead, dtype: torch.dtype | None) -> Fu
     if not layer_ops.can_run_kernels(model.get_input_embeddings().weight):
         return None
     return FusedLayers(model, head, dtype)
-
-
-@torch.no_grad()
-def find_lean_layers(model: Any) -> list[Patch]:
-    """RMSNorm and SwiGLU layers that save fewer activations, where no kernels run."""
-    modules = [m for m in model.modules() if has_class_forward(m)]
-    norms = (norm for m in modules if (norm := match_rms_norm(m, None)) is not None)
-    mlps = ((m, f) for m in modules if (f := match_swiglu_mlp(m)) is not None)
-    return [
-        *(Patch(norm.module, "forward", norm.forward) for norm in norms),
-        *(Patch(mlp, "forward", forward) for mlp, forward in mlps),
-    ]

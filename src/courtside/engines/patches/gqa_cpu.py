@@ -1,7 +1,7 @@
-"""Attention on a CPU with a mask where several heads share keys and values, not copying those.
+"""Grouped-query attention with a mask on a CPU, without repeating keys and values.
 
-transformers' own repeats keys and values for every head as soon as there is a mask, because a GPU's
-kernels want that. On a CPU it makes a step of decoding up to ten times slower for nothing.
+transformers repeats them for every query head as soon as there is a mask, as some GPU kernels
+require. On a CPU that makes a decoding step up to ten times slower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.engines.precision import cast_attention_inputs, disable_cpu_autocast
 
-NAME = "courtside_grouped"
+NAME = "courtside_gqa_cpu"
 
 
 def gqa_attention(
@@ -31,21 +31,21 @@ def gqa_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """[B, heads, N, D] and [B, shared heads, L, D] to [B, N, heads, D]."""
-    given = query.dtype
+    """[B, H, N, D] queries and [B, K, L, D] keys and values to [B, N, H, D]."""
+    dtype = query.dtype
     query, key, value = cast_attention_inputs(query, key, value)
-    special = settings.get("position_bias") is not None or module.training
+    needs_sdpa = settings.get("position_bias") is not None or module.training
     with disable_cpu_autocast(query.device):
-        if attention_mask is None or special:
-            found, _ = sdpa_attention_forward(
+        if attention_mask is None or needs_sdpa:
+            output, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
             )
         else:
-            found = F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
             )
-            found = found.transpose(1, 2).contiguous()
-    return found.to(given), None
+            output = output.transpose(1, 2).contiguous()
+    return output.to(dtype), None
 
 
 AttentionInterface.register(NAME, gqa_attention)
@@ -54,9 +54,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def use_gqa_attention(model: Any) -> Iterator[None]:
-    """Passes of the model in here use it, where it pays and the model's own is the usual one."""
+    """On a CPU, and where the model's attention is torch's SDPA; otherwise nothing changes."""
     current = model.config.get_text_config()._attn_implementation
-    with apply_patches(
-        [patch_attention(model, NAME)] if model.device.type == "cpu" and current == "sdpa" else []
-    ):
+    applies = model.device.type == "cpu" and current == "sdpa"
+    with apply_patches([patch_attention(model, NAME)] if applies else []):
         yield

@@ -1,12 +1,12 @@
-"""Linear layers with their weights laid out for a CPU's products, while nothing trains.
+"""oneDNN weight prepacking for inference on a CPU.
 
-A step of decoding multiplies every weight with a handful of rows. Over weights as they are stored
-that takes about twice as long as over a copy in oneDNN's own layout. The copy costs as much as a
-few steps, so it is made once for many, and dropped before anything trains. Where autocast would
-round float32 weights to bfloat16, the copy is rounded, once for all passes.
+A decoding step multiplies every weight by a few rows, which takes about half the time with weights
+in oneDNN's blocked layout. Prepacking costs as much as a few steps, so it is done once for many of
+them, and undone before training. Where autocast would cast float32 weights to bfloat16, they are
+cast once.
 
-A LoRA adapter is two narrow products more, of which the second adds to the layer's own: peft's way
-there takes as long as a wide one.
+A LoRA adapter adds two narrow matmuls, the second of which accumulates into the output of the
+layer; in PEFT's forward they take as long as a wide one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.patch import Patch, apply_patches
 
 MIN_DECODE_STEPS = 12
-"""Of decoding, for the copy to pay for itself."""
+"""For which prepacking pays."""
 MIN_PARAMETERS = 10**7
-"""In all; below, products cost less than calling them."""
+"""Of the model; the matmuls of smaller ones are bound by call overhead."""
 PREPACK_ROWS = 16
-"""For which weights are laid out. Measured, it makes no difference from 1 row to 256."""
+"""Batch size that the layout is chosen for. Measured from 1 to 256, it makes no difference."""
 
 
 @contextmanager
 def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterator[None]:
-    """`num_steps` of decoding will be made in here, or passes over prompts and sequences."""
+    """Around `num_steps` decoding steps, or around prefill and scoring."""
     dtype = matmul_dtype(model)
     if not is_worth_prepacking(model, dtype, num_steps=num_steps):
         yield
@@ -42,7 +42,7 @@ def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterat
 
 
 def matmul_dtype(model: Any) -> torch.dtype:
-    """What products of the model multiply in, here and now."""
+    """Autocast's where that is enabled, otherwise the model's."""
     if model.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
     dtype: torch.dtype = model.dtype
@@ -50,18 +50,17 @@ def matmul_dtype(model: Any) -> torch.dtype:
 
 
 def is_worth_prepacking(model: Any, dtype: torch.dtype, *, num_steps: int) -> bool:
-    """Whether copies are worth making, and possible."""
-    rounds = dtype != model.dtype  # all weights, which costs almost as much as the copies
+    casts = dtype != model.dtype  # of all weights, which costs almost as much as prepacking
     return (
-        (rounds or num_steps >= MIN_DECODE_STEPS)
+        (casts or num_steps >= MIN_DECODE_STEPS)
         and model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
-        and _can_multiply(dtype)
+        and _is_supported(dtype)
         and sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS
     )
 
 
-def _can_multiply(dtype: torch.dtype) -> bool:
+def _is_supported(dtype: torch.dtype) -> bool:
     ops = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
         return False
@@ -72,38 +71,47 @@ def _can_multiply(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def prepack_linear_layers(model: Any, head: LMHead, dtype: torch.dtype) -> Iterator[None]:
-    """Passes of the model and its head in here use copies of their weights of this moment."""
-    own_layers = set(head.module.modules())
-    others = [m for m in model.modules() if m not in own_layers]
-    layers = [m for m in others if type(m) is nn.Linear]
-    adapted = [m for m in others if _is_plain_adapter(m)]
-    head_linear = _product(*head.parameters(), dtype)
+    """Run model and LM head on prepacked copies of their current weights."""
+    head_modules = set(head.module.modules())
+    modules = [m for m in model.modules() if m not in head_modules]
+    linear = [m for m in modules if type(m) is nn.Linear]
+    adapted = [m for m in modules if _is_plain_lora(m)]
+    head_linear = _prepacked_linear(*head.parameters(), dtype)
     with apply_patches(
         [
-            *(Patch(m, "forward", _product(m.weight, m.bias, dtype)) for m in layers),
-            *(Patch(m, "forward", _adapted(m, dtype)) for m in adapted),
+            *(Patch(m, "forward", _prepacked_linear(m.weight, m.bias, dtype)) for m in linear),
+            *(Patch(m, "forward", _prepacked_lora(m, dtype)) for m in adapted),
             Patch(head, "linear", lambda hidden_ND, *_: head_linear(hidden_ND)),
         ]
     ):
         yield
 
 
-def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), PREPACK_ROWS)
-    bias = None if bias is None else bias.detach().to(dtype)
-
-    def product(x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), copy, bias, "none", [], "")
-        return found
-
-    return product
+def _prepack(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        weight_OI.detach().to(dtype), PREPACK_ROWS
+    )
+    return packed
 
 
-# ── adapters ─────────────────────────────────────────────────────────────────────────────────────
+def _prepacked_linear(
+    weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    packed = _prepack(weight_OI, dtype)
+    bias_O = None if bias_O is None else bias_O.detach().to(dtype)
+
+    def linear(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias_O, "none", [], "")
+        return y
+
+    return linear
 
 
-def _is_plain_adapter(module: Any) -> bool:
-    """A linear layer with one LoRA adapter and nothing that would act beside it."""
+# ── LoRA ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_plain_lora(module: Any) -> bool:
+    """A linear layer with one active LoRA adapter, unmerged, without variants or biases."""
     lora = sys.modules.get("peft.tuners.lora.layer")
     return (
         lora is not None
@@ -116,20 +124,17 @@ def _is_plain_adapter(module: Any) -> bool:
     )
 
 
-def _adapted(layer: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Like peft's forward, while nothing trains; the layers inside are laid out already."""
+def _prepacked_lora(layer: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """PEFT's forward in inference; `base_layer` and `lora_A` are prepacked themselves."""
     (name,) = layer.active_adapters
-    down, up_OR = layer.lora_A[name], layer.lora_B[name].weight.detach()
-    up = torch.ops.mkldnn._reorder_linear_weight(
-        (up_OR * layer.scaling[name]).to(dtype), PREPACK_ROWS
-    )
+    down = layer.lora_A[name]
+    up = _prepack(layer.lora_B[name].weight.detach() * layer.scaling[name], dtype)
 
-    def product(x: Tensor, *args: Any, **settings: Any) -> Tensor:
+    def linear(x: Tensor, *args: Any, **settings: Any) -> Tensor:
         x = x.to(dtype)
-        found: Tensor = layer.base_layer(x, *args, **settings)
+        y: Tensor = layer.base_layer(x, *args, **settings)
         if not layer.disable_adapters:
-            add = torch.ops.mkldnn._linear_pointwise.binary
-            found = add(down(x), found, up, None, "add")
-        return found
+            y = torch.ops.mkldnn._linear_pointwise.binary(down(x), y, up, None, "add")
+        return y
 
-    return product
+    return linear

@@ -1,15 +1,15 @@
-"""Linear layers that train in bfloat16 on a CPU: what autocast computes, with less in memory.
+"""Linear layers that train in bfloat16 on a CPU: autocast's results with less memory.
 
-Autocast rounds a weight when a pass first comes by it, between activations, and its input once for
-every layer that reads it; on the way back it widens each gradient of a weight before that is added.
-Here the rounded weights of a step lie in one piece, layers that read the same input share one
-rounded copy, and a gradient is widened while it is added. All numbers are the same.
+Autocast casts a weight in its first pass, between activations, casts an input once for each layer
+that consumes it, and casts each weight gradient to float32 before adding it. Here the shadow
+weights of a step share one buffer, layers with the same input share its cast, and the cast of a
+gradient is part of its addition. Results are bit-identical.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,15 @@ from courtside.training.cpu.gradient_buffers import GradientBuffers
 
 
 @contextmanager
-def use_bf16_linear(model: Any, head: nn.Module, rooms: GradientBuffers) -> Iterator[None]:
-    """Around all passes of a step, inside autocast; the head has products of its own. What autocast
-    would not round is left alone, and so are layers with a bias."""
+def use_bf16_linear(model: Any, head: nn.Module, buffers: GradientBuffers) -> Iterator[None]:
+    """Around all passes of a step, inside autocast. The LM head has its own matmuls; layers with a
+    bias and those that autocast would not cast are left alone."""
     if model.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         yield
         return
-    own = set(head.modules())
-    layers = [m for m in model.modules() if m not in own and _is_plain(m)]
-    products = _Products(layers, rooms, torch.get_autocast_dtype("cpu"))
-    with apply_patches(products.patches()):
+    head_modules = set(head.modules())
+    layers = [m for m in model.modules() if m not in head_modules and _is_plain(m)]
+    with apply_patches(_Bf16Layers(layers, buffers, torch.get_autocast_dtype("cpu")).patches()):
         yield
 
 
@@ -42,45 +41,46 @@ def _is_plain(module: Any) -> bool:
     return module.weight.requires_grad and module.weight.dtype == torch.float32
 
 
-class _Products:
-    def __init__(self, layers: Sequence[nn.Linear], rooms: GradientBuffers, dtype: torch.dtype):
-        self.layers, self.rooms, self.dtype = layers, rooms, dtype
-        self.copies = rooms.rounded([layer.weight for layer in layers], dtype)
-        self.read: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        """The last input, which is not kept for this, its version, and what it is rounded."""
+class _Bf16Layers:
+    def __init__(self, layers: Sequence[nn.Linear], buffers: GradientBuffers, dtype: torch.dtype):
+        self.layers, self.buffers, self.dtype = layers, buffers, dtype
+        self.shadow = buffers.shadow_weights([layer.weight for layer in layers], dtype)
+        self.last_cast: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        """The last input (not kept alive), its version, and its cast."""
 
     def patches(self) -> Iterator[Patch]:
-        for layer, copy in zip(self.layers, self.copies, strict=True):
-            yield Patch(layer, "forward", self._product(layer.weight, copy))
+        for layer, shadow in zip(self.layers, self.shadow, strict=True):
+            yield Patch(layer, "forward", self._forward(layer.weight, shadow))
 
-    def _product(self, weight: Tensor, copy: Tensor) -> Any:
-        def product(x: Tensor) -> Tensor:
-            found: Tensor = _Product.apply(x, weight, self._rounded(x), copy, self.rooms)  # type: ignore[no-untyped-call]
-            return found
+    def _forward(self, weight: Tensor, shadow: Tensor) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = _Bf16Linear.apply(x, weight, self._cast(x), shadow, self.buffers)  # type: ignore[no-untyped-call]
+            return y
 
-        return product
+        return forward
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        if self.read is None or self.read[0]() is not x or self.read[1] != x._version:
-            self.read = weakref.ref(x), x._version, x.detach().to(self.dtype)
-        return self.read[2]
+    def _cast(self, x: Tensor) -> Tensor:
+        last = self.last_cast
+        if last is None or last[0]() is not x or last[1] != x._version:
+            last = self.last_cast = weakref.ref(x), x._version, x.detach().to(self.dtype)
+        return last[2]
 
 
-class _Product(torch.autograd.Function):
+class _Bf16Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor, copy: Tensor, rooms: GradientBuffers
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, shadow: Tensor, buffers: GradientBuffers
     ) -> Tensor:
-        ctx.weight, ctx.rooms, ctx.dtype = weight, rooms, x.dtype
-        ctx.save_for_backward(rounded, copy)
-        return F.linear(rounded, copy)
+        ctx.weight, ctx.buffers, ctx.dtype = weight, buffers, x.dtype
+        ctx.save_for_backward(cast, shadow)
+        return F.linear(cast, shadow)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        rounded, copy = ctx.saved_tensors
-        gradient_NO, rounded_NI = gradient.flatten(0, -2), rounded.flatten(0, -2)
-        ctx.rooms.add(ctx.weight, gradient_NO.t() @ rounded_NI)
+        cast, shadow = ctx.saved_tensors
+        gradient_NO, cast_NI = gradient.flatten(0, -2), cast.flatten(0, -2)
+        ctx.buffers.accumulate(ctx.weight, gradient_NO.t() @ cast_NI)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        return (gradient_NO @ copy).view_as(rounded).to(ctx.dtype), None, None, None, None
+        return (gradient_NO @ shadow).view_as(cast).to(ctx.dtype), None, None, None, None

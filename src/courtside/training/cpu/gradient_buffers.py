@@ -1,12 +1,11 @@
-"""Where the gradients of a step lie on a CPU, while its passes add to them.
+"""Gradient buffers for training on a CPU: contiguous, and reused from step to step.
 
-A backward pass makes gradients between activations that it frees, and they stay until the optimiser
-has stepped. So the C library is left with holes that the next pass, of other lengths, fills badly.
-Gradients are therefore moved into one piece of memory when they are first made. It is kept for the
-next step, which would otherwise get it from the system anew, page by page: a tenth of an update.
+A backward pass allocates gradients between activations that it frees, and they live until the
+optimizer has stepped: the heap fragments, and the next pass, of other lengths, cannot reuse it. So
+a gradient is moved into a preallocated buffer as soon as it exists.
 
-A word embedding would make a gradient of all words in every pass, to be added to the one there is.
-Here the few rows that a pass has looked at are added to it. All numbers are as without.
+The gradient of an embedding would be allocated for the whole vocabulary in every pass; here the
+rows of the pass are added to the existing gradient. Results are bit-identical.
 """
 
 from __future__ import annotations
@@ -24,95 +23,93 @@ from torch.nn import functional as F
 from courtside.engines.patches.patch import Patch, apply_patches, has_class_forward
 
 MMAP_BYTES = 2**25
-"""Tensors from here on have memory of their own from the system anyway: it is the largest of
-glibc's thresholds for that."""
+"""Larger tensors do not fragment the heap: it is the largest value of glibc's mmap threshold."""
 ALIGNMENT = 64
-"""Bytes, a multiple of which each tensor of a piece begins at: a line of the cache."""
+"""Bytes: a cache line."""
 
 
 class GradientBuffers:
-    """For the gradients of parameters, and for what weights are while they are rounded. Large
-    gradients have none here."""
+    """Buffers for the gradients of parameters below `MMAP_BYTES`, and for shadow weights."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         small = [p for p in parameters if p.nbytes < MMAP_BYTES]
-        self._of = dict(zip(map(id, small), allocate_contiguous(small), strict=True))
-        self._rounded: tuple[list[int], list[Tensor]] = ([], [])
+        self._gradients = dict(zip(map(id, small), allocate_contiguous(small), strict=True))
+        self._shadow: tuple[list[int], list[Tensor]] = ([], [])
 
-    def rounded(self, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Copies of these weights, which the next step's overwrite."""
-        whose = [id(weight) for weight in weights]
-        if self._rounded[0] != whose:
-            self._rounded = whose, allocate_contiguous(weights, dtype)
-        copies = self._rounded[1]
+    def shadow_weights(self, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Copies of the weights in `dtype`; the next call overwrites them."""
+        ids = [id(weight) for weight in weights]
+        if self._shadow[0] != ids:
+            self._shadow = ids, allocate_contiguous(weights, dtype)
+        copies = self._shadow[1]
         for copy, weight in zip(copies, weights, strict=True):
             copy.copy_(weight.detach())
         return copies
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """To the parameter's; it is widened on the way."""
+    def accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add to the parameter's gradient; the cast to its dtype is part of the addition."""
         if parameter.grad is not None:
             parameter.grad.add_(gradient)
-        elif id(parameter) in self._of:
-            parameter.grad = self._of[id(parameter)].copy_(gradient)
+        elif id(parameter) in self._gradients:
+            parameter.grad = self._gradients[id(parameter)].copy_(gradient)
         else:
             parameter.grad = gradient.to(parameter.dtype)
 
     def move(self, parameter: Tensor) -> None:
-        """The gradient that autograd has just made; from then on it adds to what lies here."""
-        room = self._of.get(id(parameter))
-        if room is not None and parameter.grad is not None and parameter.grad is not room:
-            parameter.grad = room.copy_(parameter.grad)
+        """Move a gradient that autograd allocated; from then on autograd adds to the buffer."""
+        buffer = self._gradients.get(id(parameter))
+        if buffer is not None and parameter.grad is not None and parameter.grad is not buffer:
+            parameter.grad = buffer.copy_(parameter.grad)
 
 
 def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Uninitialised tensors of these shapes, one behind the other. Pages of memory exist from when
-    they are first written to: what is never filled costs nothing."""
+    """Uninitialized tensors of these shapes in one allocation. Pages that are never written take
+    no memory."""
     dtypes = [dtype or tensor.dtype for tensor in like]
-    sizes = [tensor.numel() * its.itemsize for tensor, its in zip(like, dtypes, strict=True)]
-    piece = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8)
-    parts = piece.split([_padded(size) for size in sizes])
+    sizes = [tensor.numel() * d.itemsize for tensor, d in zip(like, dtypes, strict=True)]
+    buffer = torch.empty(sum(map(_align, sizes)), dtype=torch.uint8)
+    parts = buffer.split([_align(size) for size in sizes])
     return [
-        part[:size].view(its).view(tensor.shape)
-        for part, size, its, tensor in zip(parts, sizes, dtypes, like, strict=True)
+        part[:size].view(d).view(tensor.shape)
+        for part, size, d, tensor in zip(parts, sizes, dtypes, like, strict=True)
     ]
 
 
-def _padded(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager
 def use_gradient_buffers(
-    model: Any, rooms: GradientBuffers, trained: Iterable[nn.Parameter]
+    model: Any, buffers: GradientBuffers, trained: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Around all passes of a step. The gradients stay when it ends."""
+    """Around all passes of a step. The gradients stay in the buffers afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(apply_patches(_embeddings(model)))
+        stack.enter_context(apply_patches(_embedding_patches(model)))
         for parameter in trained:
-            hook = parameter.register_post_accumulate_grad_hook(rooms.move)
+            hook = parameter.register_post_accumulate_grad_hook(buffers.move)
             stack.callback(hook.remove)
         yield
 
 
-# ── word embeddings ──────────────────────────────────────────────────────────────────────────────
+# ── embeddings ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _embeddings(model: Any) -> Iterator[Patch]:
+def _embedding_patches(model: Any) -> Iterator[Patch]:
     module = model.get_input_embeddings()
     if type(module) is not nn.Embedding or not has_class_forward(module):
         return
     plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     if plain and module.weight.requires_grad:
-        yield Patch(module, "forward", partial(_looked_up, module))
+        yield Patch(module, "forward", partial(_embed, module))
 
 
-def _looked_up(module: nn.Embedding, ids: Tensor) -> Tensor:
-    found: Tensor = _LookedUp.apply(module.weight, ids, module.padding_idx)  # type: ignore[no-untyped-call]
-    return found
+def _embed(module: nn.Embedding, ids: Tensor) -> Tensor:
+    embedded: Tensor = _Embedding.apply(module.weight, ids, module.padding_idx)  # type: ignore[no-untyped-call]
+    return embedded
 
 
-class _LookedUp(torch.autograd.Function):
+class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, ids: Tensor, padding_id: int | None) -> Tensor:
         ctx.weight_VD, ctx.padding_id = weight_VD, padding_id
@@ -123,9 +120,8 @@ class _LookedUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        add_embedding_gradient(
-            ctx.weight_VD, ids.flatten(), gradient.flatten(0, -2), ctx.padding_id
-        )
+        gradient_ND = gradient.flatten(0, -2)
+        add_embedding_gradient(ctx.weight_VD, ids.flatten(), gradient_ND, ctx.padding_id)
         return None, None, None
 
 
@@ -133,13 +129,13 @@ class _LookedUp(torch.autograd.Function):
 def add_embedding_gradient(
     weight_VD: Tensor, ids_N: Tensor, gradient_ND: Tensor, padding_id: int | None
 ) -> None:
-    """To the gradient of `weight_VD`; rows of one word are summed first, as torch does it."""
+    """Rows of one token are summed before they are added to the gradient, as torch does it."""
     if padding_id is not None:
-        on_N = ids_N != padding_id
-        ids_N, gradient_ND = ids_N[on_N], gradient_ND[on_N]
+        keep_N = ids_N != padding_id
+        ids_N, gradient_ND = ids_N[keep_N], gradient_ND[keep_N]
     if weight_VD.grad is None:
         weight_VD.grad = torch.zeros_like(weight_VD)
-    words_U, which_N = ids_N.unique(return_inverse=True)
-    sums_UD = gradient_ND.new_zeros(len(words_U), gradient_ND.shape[-1])
-    sums_UD.index_add_(0, which_N, gradient_ND)
-    weight_VD.grad.index_add_(0, words_U, sums_UD.to(weight_VD.grad.dtype))
+    unique_U, index_N = ids_N.unique(return_inverse=True)
+    sums_UD = gradient_ND.new_zeros(len(unique_U), gradient_ND.shape[-1])
+    sums_UD.index_add_(0, index_N, gradient_ND)
+    weight_VD.grad.index_add_(0, unique_U, sums_UD.to(weight_VD.grad.dtype))
