@@ -37,6 +37,8 @@ class Grade:
     passed: bool
     feedback: str
     """The reason in a sentence, which may become a teacher's context; empty: none."""
+    error: str | None = None
+    """What a grader of the user's own raised; the score is 0 then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

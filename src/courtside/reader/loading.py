@@ -7,20 +7,23 @@ from collections.abc import Callable
 from courtside.errors import RecipeError
 from courtside.reader.base import Reader
 from courtside.reader.combine import CombinedReader
+from courtside.reader.custom import CustomReader
 from courtside.reader.human import HumanReader
 from courtside.reader.model.client import ModelClient
 from courtside.reader.model.reader import ModelReader
 from courtside.reader.rules.reader import RuleReader
 from courtside.recipe.reader import (
     CombinedReaderConfig,
+    CustomReaderConfig,
     HumanReaderConfig,
     ModelReaderConfig,
+    ReaderConfig,
     RuleReaderConfig,
 )
 
 
 def make_reader(
-    config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CombinedReaderConfig,
+    config: ReaderConfig,
     *,
     ask_self: Callable[[ModelReaderConfig], ModelClient] | None = None,
     seed: int,
@@ -37,7 +40,7 @@ def make_reader(
 
 
 def _one(
-    config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig,
+    config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CustomReaderConfig,
     ask_self: Callable[[ModelReaderConfig], ModelClient] | None,
     seed: int,
 ) -> Reader:
@@ -45,6 +48,8 @@ def _one(
         return RuleReader(config, seed=seed)
     if isinstance(config, HumanReaderConfig):
         return HumanReader(config)
+    if isinstance(config, CustomReaderConfig):
+        return CustomReader(config)
     if config.endpoint is not None:
         from courtside.reader.model.openai_client import OpenAIClient
 

@@ -20,6 +20,7 @@ from courtside.recipe.losses import (
 )
 from courtside.recipe.reader import (
     CombinedReaderConfig,
+    CustomReaderConfig,
     EndpointConfig,
     HintsConfig,
     HumanReaderConfig,
@@ -37,6 +38,7 @@ from courtside.recipe.tasks import (
     CapabilityName,
     CheckName,
     ConversationTasks,
+    CustomTasks,
     DatasetTasks,
     EnvironmentTasks,
     InstructionTasks,
@@ -69,6 +71,8 @@ __all__ = [
     "Context",
     "ConversationTasks",
     "CrossEntropyLoss",
+    "CustomReaderConfig",
+    "CustomTasks",
     "DatasetTasks",
     "DivergenceLoss",
     "EndpointConfig",

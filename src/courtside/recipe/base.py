@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from courtside.plugins import check_import_path
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Setting = bool | int | float | str | tuple[bool | int | float | str, ...]
+"""A value of `settings`: keyword arguments of user code."""
+
+
+def import_path(example: str) -> AfterValidator:
+    """Validates `module:name`, the form in which a recipe names user code."""
+    return AfterValidator(lambda path: check_import_path(path, example))
 
 
 class Section(BaseModel):

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import Section, Share
+from courtside.recipe.base import Section, Setting, Share, import_path
 
 Detect = Literal[
     "tool_not_found", "invalid_arguments", "unparsable_call", "tool_error", "no_call", "event",
@@ -335,12 +335,23 @@ class HumanReaderConfig(SingleReader):
     """A hints file: one JSON object a line with trajectory, turn, text and optionally reason."""
 
 
+class CustomReaderConfig(SingleReader):
+    """A reader of your own: docs/extending.md shows one."""
+
+    kind: Literal["custom"]
+    path: Annotated[str, import_path("my_readers:Reader")]
+    """`module:Class`; an instance is called with trajectories and returns hints. The module is
+    installed, or lies where the command runs."""
+    settings: Mapping[str, Setting] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
 class CombinedReaderConfig(ReaderBase):
     kind: Literal["combined"]
     readers: Annotated[
         tuple[
             Annotated[
-                RuleReaderConfig | ModelReaderConfig | HumanReaderConfig,
+                RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CustomReaderConfig,
                 Field(discriminator="kind"),
             ],
             ...,
@@ -357,7 +368,11 @@ class CombinedReaderConfig(ReaderBase):
 
 
 ReaderConfig = Annotated[
-    RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CombinedReaderConfig,
+    RuleReaderConfig
+    | ModelReaderConfig
+    | HumanReaderConfig
+    | CustomReaderConfig
+    | CombinedReaderConfig,
     Field(discriminator="kind"),
 ]
 

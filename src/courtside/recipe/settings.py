@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Section, Share
-from courtside.recipe.tasks import Setting
+from courtside.recipe.base import Section, Setting, Share
 
 
 class TrainConfig(Section):

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
     TypeAdapter,
-    field_validator,
     model_validator,
 )
 
-from courtside.recipe.base import Section, Share
+from courtside.plugins import check_import_path
+from courtside.recipe.base import Section, Setting, Share, import_path
 
 
 class TasksBase(Section):
@@ -61,11 +62,20 @@ class InstructionTasks(TasksBase):
     the student must have internalised it."""
 
 
+def _check_grader(name: str) -> str:
+    return check_import_path(name, "my_graders:grade") if ":" in name else name
+
+
+GraderName = Annotated[str, AfterValidator(_check_grader)]
+
+
 class JsonlTasks(TasksBase):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages), and optionally answer, completion, rejected,
     privileged, tags, grader, grader_args, split. Tasks without a split get one by content hash."""
+    grader: GraderName | None = None
+    """Of tasks that name none: a built-in grader, or `module:function`."""
 
 
 class DatasetTasks(TasksBase):
@@ -77,7 +87,21 @@ class DatasetTasks(TasksBase):
     columns: Mapping[str, str] = Field(default_factory=lambda: {"prompt": "prompt"})
     """Field of a task → column of the data set: prompt or messages, answer, completion, rejected.
     `privileged.NAME` makes a privileged field."""
-    grader: str | None = None
+    grader: GraderName | None = None
+    """A built-in grader, or `module:function`."""
+
+
+class CustomTasks(TasksBase):
+    """Tasks from a function of your own: docs/extending.md shows one."""
+
+    kind: Literal["custom"]
+    path: Annotated[str, import_path("my_tasks:make_tasks")]
+    """`module:function`, which returns an iterable of `courtside.types.Task`, or of dicts with the
+    keys of JSONL tasks; the module is installed, or lies where the command runs."""
+    settings: Mapping[str, Setting] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    grader: GraderName | None = None
+    """Of dicts that name none: a built-in grader, or `module:function`."""
 
 
 class ConversationTasks(TasksBase):
@@ -123,14 +147,12 @@ class TrajectoryTasks(TasksBase):
 
 # ── environments ─────────────────────────────────────────────────────────────────────────────────
 
-Setting = bool | int | float | str | tuple[bool | int | float | str, ...]
-
 
 class EnvironmentTasks(TasksBase):
-    """Episodes of a world of your own: docs/environments.md says what such a class has."""
+    """Episodes of an environment of your own: docs/environments.md says what such a class has."""
 
     kind: Literal["environment"]
-    path: str
+    path: Annotated[str, import_path("my_environments.maze:Maze")]
     """`module:Class`; the module is installed, or lies where the command runs."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
@@ -138,19 +160,6 @@ class EnvironmentTasks(TasksBase):
     @property
     def is_environment(self) -> bool:
         return True
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_class(cls, path: str) -> str:
-        module, colon, name = path.partition(":")
-        if module.endswith(".py") or "/" in module:
-            raise ValueError(
-                f"{path!r} names a file; write the module with dots and without .py, as in "
-                "'worlds.maze:Maze'"
-            )
-        if not (colon and name.isidentifier() and all(w.isidentifier() for w in module.split("."))):
-            raise ValueError(f"{path!r} must be 'module:Class', as in 'worlds.maze:Maze'")
-        return path
 
 
 CapabilityName = Literal[
@@ -249,6 +258,7 @@ TasksConfig = Annotated[
     | InstructionTasks
     | JsonlTasks
     | DatasetTasks
+    | CustomTasks
     | ConversationTasks
     | TrajectoryTasks
     | EnvironmentTasks

@@ -25,6 +25,7 @@ def metrics_row(
     if grades:
         row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
         row["reward/passed"] = sum(grade.passed for grade in grades) / len(grades)
+        row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
         row["length/mean"] = sum(lengths) / len(lengths)

@@ -16,6 +16,7 @@ from typing import Any
 
 from courtside.errors import TaskError
 from courtside.tasks.checks import CHECKS, find_violation
+from courtside.tasks.custom_grader import is_custom_grader, load_grader, run_grader
 from courtside.types import Grade, Task
 
 
@@ -33,6 +34,8 @@ def grade(task: Task, response: str) -> Grade | None:
     """None when the task names no grader."""
     if task.grader is None:
         return None
+    if is_custom_grader(task.grader):
+        return run_grader(task.grader, task, response)
     require_gradable(task)
     wrong = GRADERS[task.grader].grade(task, response)
     if wrong is None:
@@ -44,9 +47,13 @@ def require_gradable(task: Task) -> None:
     """Raise `TaskError` unless the task's grader exists and has what it needs."""
     if task.grader is None:
         return
+    if is_custom_grader(task.grader):
+        load_grader(task.grader)
+        return
     if task.grader not in GRADERS:
         raise TaskError(
-            f"task {task.id}: grader = {task.grader!r} is not known; use one of {sorted(GRADERS)}"
+            f"task {task.id}: grader = {task.grader!r} is not known; use one of {sorted(GRADERS)}, "
+            "or your own as 'module:function'"
         )
     grader = GRADERS[task.grader]
     where = f"task {task.id}, grader {task.grader!r}"

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from courtside.errors import TaskError
-from courtside.tasks.parsing import Record, parse_tasks
+from courtside.tasks.parsing import Record, parse_tasks, with_default_grader
 from courtside.types import Task
 
 
-def read_jsonl_tasks(path: Path) -> tuple[Task, ...]:
-    tasks = parse_tasks("jsonl", read_json_lines(path))
+def read_jsonl_tasks(path: Path, grader: str | None = None) -> tuple[Task, ...]:
+    """`grader`: of tasks that name none."""
+    tasks = parse_tasks("jsonl", with_default_grader(read_json_lines(path), grader))
     if not tasks:
         raise TaskError(
             f"{path}: the file is empty. Write one JSON object a line, such as "

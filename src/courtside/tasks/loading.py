@@ -13,6 +13,7 @@ from courtside.errors import TaskError
 from courtside.recipe import (
     ArithmeticTasks,
     ConversationTasks,
+    CustomTasks,
     DatasetTasks,
     EnvironmentTasks,
     InstructionTasks,
@@ -30,6 +31,7 @@ from courtside.tasks.base import (
     add_system_message,
 )
 from courtside.tasks.chat_logs import read_chat_logs
+from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import read_jsonl_tasks
@@ -61,7 +63,10 @@ def make_task_source(
         case InstructionTasks():
             return _generated(instruction_space(config), config, seed, room)
         case JsonlTasks():
-            return _finite(read_jsonl_tasks(config.path), str(config.path), config, seed, room)
+            tasks = read_jsonl_tasks(config.path, config.grader)
+            return _finite(tasks, str(config.path), config, seed, room)
+        case CustomTasks():
+            return _finite(load_custom_tasks(config), config.path, config, seed, room)
         case DatasetTasks():
             return _finite(load_dataset_tasks(config), config.path, config, seed, room)
         case ConversationTasks():

@@ -26,6 +26,13 @@ class Record:
     fields: Mapping[str, Any]
 
 
+def with_default_grader(records: Iterable[Record], grader: str | None) -> Iterable[Record]:
+    """Records with `grader` set where they have none; an explicit null stays ungraded."""
+    if grader is None:
+        return records
+    return (replace(record, fields={"grader": grader, **record.fields}) for record in records)
+
+
 def parse_tasks(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
     """The tasks in their order; identical ones once.
 

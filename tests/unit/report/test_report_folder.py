@@ -169,6 +169,7 @@ def test_metrics_are_one_flat_row_a_step(folder, batch, update):
         "tokens/policy_gradient": 24,
         "reward/mean": 0.75,
         "reward/passed": 0.75,
+        "reward/grader_errors": 0,
         "length/mean": 6.0,
         "length/max": 6,
         "length/truncated": 0.25,

@@ -14,7 +14,8 @@ from courtside.types import Event, Grade, HintOutcome, Trajectory, Turn
 TURN = "turns.list.element"
 COLUMNS = [
     *("id", "task", "source", "policy_version", "temperature", "stop"),
-    *("grade_score", "grade_passed", "grade_feedback", "preference", "hints"),
+    *("grade_score", "grade_passed", "grade_feedback", "grade_error", "preference"),
+    "hints",
     *(f"{TURN}.role", f"{TURN}.chosen", f"{TURN}.events.list.element.kind"),
 ]
 
@@ -101,7 +102,9 @@ def _turn(role: Any, events: list[dict[str, str]]) -> Turn:
 
 def _trajectory(row: dict[str, Any], turns: tuple[Turn, ...]) -> Trajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
-    grade = None if passed is None else Grade(score=score, passed=passed, feedback=feedback)
+    grade = None
+    if passed is not None:
+        grade = Grade(score=score, passed=passed, feedback=feedback, error=row.get("grade_error"))
     return Trajectory(
         id=row["id"],
         task=task_from(json.loads(row["task"])),

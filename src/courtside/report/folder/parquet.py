@@ -157,6 +157,7 @@ def _schema() -> Any:
             ("grade_score", pa.float64()),
             ("grade_passed", pa.bool_()),
             ("grade_feedback", pa.string()),
+            ("grade_error", pa.string()),
             ("preference", pa.string()),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
@@ -184,6 +185,7 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
         "grade_score": grade and grade.score,
         "grade_passed": grade and grade.passed,
         "grade_feedback": grade and grade.feedback,
+        "grade_error": grade and grade.error,
         "preference": trajectory.preference,
         "turns": [_turn_row(turn) for turn in trajectory.turns],
         "teacher": target and target.teacher,
@@ -226,7 +228,12 @@ def stored_from(row: Tree, step: int) -> StoredTrajectory:
         "stop": row["stop"],
         "grade": None
         if passed is None
-        else {"score": score, "passed": passed, "feedback": feedback},
+        else {
+            "score": score,
+            "passed": passed,
+            "feedback": feedback,
+            "error": row.get("grade_error"),
+        },
         "preference": row["preference"],
     }
     return StoredTrajectory(

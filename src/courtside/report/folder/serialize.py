@@ -100,7 +100,12 @@ def turn_from(tree: Mapping[str, Any]) -> Turn:
 def grade_tree(grade: Grade | None) -> Tree | None:
     if grade is None:
         return None
-    return {"score": grade.score, "passed": grade.passed, "feedback": grade.feedback}
+    return {
+        "score": grade.score,
+        "passed": grade.passed,
+        "feedback": grade.feedback,
+        "error": grade.error,
+    }
 
 
 def trajectory_tree(trajectory: Trajectory) -> Tree:
