@@ -36,7 +36,7 @@ def load_plugin(
     """The class or function at `module:name`. `field` is the recipe field, for error messages."""
     where = f"{field} = {path!r}"
     module_name, _, name = path.partition(":")
-    plugin = getattr(_import(module_name, where, error), name, None)
+    plugin: Callable[..., Any] | None = getattr(_import(module_name, where, error), name, None)
     if not callable(plugin) or (kind == "class" and not inspect.isclass(plugin)):
         raise error(
             f"{where}: module {module_name!r} has no {kind} {name!r}; correct the name after the "
