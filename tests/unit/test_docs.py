@@ -312,6 +312,11 @@ def test_messages_are_those_of_the_code() -> None:
     said = "\n".join(text for file in sources for text in texts(ast.parse(file.read_text("utf-8"))))
     messages = list(first_column(section("docs/troubleshooting.md", "## Messages")))
     assert len(messages) > 30
+    notes = list(
+        first_column(section("docs/supported-models.md", "## What a note at the start means"))
+    )
+    assert len(notes) == 4
+    messages += notes
     assert [message for message in messages if message not in said] == []
 
 
