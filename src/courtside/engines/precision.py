@@ -1,7 +1,7 @@
-"""The numbers that matrix products multiply in, and what a CPU is better at in others.
+"""The dtype of matmuls, and what attention on a CPU needs.
 
-bfloat16 halves memory, and is two to three times as fast where the processor multiplies it itself:
-any GPU of today, and CPUs with instructions for it. On other CPUs it would be emulated, and slow.
+bfloat16 halves memory and is two to three times as fast where the processor has instructions for
+it: any current GPU, and some CPUs. Other CPUs emulate it slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARM_FLAGS = frozenset(["bf16"])
 
 
 def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """Of the products of a student or teacher, by its `dtype`; auto and int8: what is fastest."""
+    """For the `dtype` of a student or teacher; auto and int8: the fastest on this device."""
     if choice == "float32":
         return torch.float32
     if choice == "bfloat16" or device.type == "cuda" or has_native_bf16():
@@ -29,39 +29,35 @@ def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
 
 @cache
 def has_native_bf16() -> bool:
-    """Whether this CPU has instructions for it and torch's library of products uses them."""
+    """Whether this CPU has bf16 instructions and oneDNN uses them."""
     supported: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if not torch.backends.mkldnn.is_available() or supported is None or not supported():
         return False
-    return has_bf16_flag(_cpu_info())
+    path = Path("/proc/cpuinfo")
+    return path.is_file() and has_bf16_flag(path.read_text())
 
 
 def has_bf16_flag(cpu_info: str) -> bool:
-    """By what Linux says of its processors; not every torch has a public word for it.
+    """By Linux's /proc/cpuinfo; not every version of torch has a public function for it.
 
-    >>> has_instructions("flags : fpu avx512f avx512_bf16")
+    >>> has_bf16_flag("flags : fpu avx512f avx512_bf16")
     True
-    >>> has_instructions("flags : fpu avx512f")
+    >>> has_bf16_flag("flags : fpu avx512f")
     False
     """
     for line in cpu_info.splitlines():
-        name, _, words = line.partition(":")
-        wanted = {"flags": X86_FLAGS, "Features": ARM_FLAGS}.get(name.strip())
-        if wanted is not None:
-            return not wanted.isdisjoint(words.split())
+        name, _, flags = line.partition(":")
+        bf16_flags = {"flags": X86_FLAGS, "Features": ARM_FLAGS}.get(name.strip())
+        if bf16_flags is not None:
+            return not bf16_flags.isdisjoint(flags.split())
     return False
 
 
-def _cpu_info() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text() if path.is_file() else ""
-
-
 def cast_attention_inputs(*states: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the numbers that attention is computed in.
+    """Queries, keys and values in the dtype of attention.
 
-    On a GPU what autocast does: rotated queries and keys may be float32. On a CPU never less than
-    float32: its attention takes up to seven times as long in bfloat16.
+    On a GPU that of autocast, because RoPE may have returned float32. On a CPU at least float32,
+    because attention in bfloat16 takes up to seven times as long there.
     """
     device = states[0].device.type
     if device == "cpu":
@@ -72,7 +68,7 @@ def cast_attention_inputs(*states: Tensor) -> tuple[Tensor, ...]:
 
 
 def disable_cpu_autocast(device: torch.device) -> Any:
-    """Around an operation on a CPU whose input autocast would round."""
+    """Around an operation whose inputs autocast would cast to bfloat16 on a CPU."""
     if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return nullcontext()
     return torch.autocast("cpu", enabled=False)

@@ -382,7 +382,7 @@ def test_two_conversions_at_once_end_with_one_model(
 
 def test_another_file_under_the_name_is_refused(gguf: Path) -> None:
     gguf.write_bytes(b"something else")
-    with pytest.raises(ModelError, match="its checksum is not that of"):
+    with pytest.raises(ModelError, match="the checksum is not that of"):
         resolve_model("smollm2-135m")
 
 

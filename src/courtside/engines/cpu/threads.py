@@ -1,7 +1,7 @@
-"""As many threads as there are cores for this process, not as many as the machine has.
+"""As many threads as this process has cores, not as many as the machine has.
 
-A product with more threads than cores waits for the slowest of them, again and again: in a
-container with a quota of two cores, sixty-four threads take many times as long as two.
+A matmul with more threads than cores waits for the slowest of them: in a container with a quota of
+two cores, sixty-four threads take many times as long as two.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def limit_threads() -> None:
-    """Never more than cores; what the environment or the program asked for stays."""
+    """At most one per core, unless environment variables set the number."""
     if any(os.environ.get(name) for name in ENVIRONMENT_VARIABLES):
         return
     cores = usable_cores()
-    if cores < torch.get_num_threads():  # setting it again breaks the pool of a forked process
+    if cores < torch.get_num_threads():  # setting it again breaks a forked process's pool
         torch.set_num_threads(cores)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Physical ones that this process may run on, bounded by the quota of its control groups."""
+    """Physical cores that this process may run on, bounded by the quota of its control groups."""
     if hasattr(os, "sched_getaffinity"):
         processors = os.sched_getaffinity(0)
     else:
@@ -36,7 +36,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _siblings(root: Path, processor: int) -> str:
-    """The processors of one core, as the kernel lists them; where it does not, each is a core."""
+    """The logical processors of one core; without the kernel's topology each is a core."""
     topology = root / "sys/devices/system/cpu" / f"cpu{processor}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):
         if (topology / name).is_file():
@@ -45,22 +45,22 @@ def _siblings(root: Path, processor: int) -> str:
 
 
 def _quotas(root: Path) -> list[float]:
-    """Cores' worth of time, of every control group that this process is in."""
-    listed = root / "proc/self/cgroup"
-    if not listed.is_file():
+    """CPU quotas, in cores, of every control group of this process."""
+    cgroups = root / "proc/self/cgroup"
+    if not cgroups.is_file():
         return []
-    found = []
-    for line in listed.read_text().splitlines():
+    quotas: list[float] = []
+    for line in cgroups.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        here = top / group.lstrip("/")
-        # Its own and those around it. In a container the listed path may not be there: its top is.
-        for folder in [here, *here.parents]:
+        leaf = top / group.lstrip("/")
+        # The group and its ancestors. In a container the leaf may not exist, but the top does.
+        for folder in [leaf, *leaf.parents]:
             if folder.is_relative_to(top):
-                found += _quota(folder)
-    return found
+                quotas += _quota(folder)
+    return quotas
 
 
 def _quota(folder: Path) -> list[float]:

@@ -43,10 +43,10 @@ def choose_gradient_checkpointing(
     longest = min(recipe.rollout.limits.tokens or recipe.rollout.max_new_tokens, context_length)
     tokens = max(recipe.train.micro_batch_tokens or default_pass_tokens(weights.device), longest)
     needed = tokens * activation_bytes_per_token(weights.model, weights.autocast) / 2**30
-    left = max(0, available - pending_bytes(student)) / 2**30
-    if needed <= ACTIVATION_SHARE * left:
+    headroom = max(0, available - pending_bytes(student)) / 2**30
+    if needed <= ACTIVATION_SHARE * headroom:
         return None
-    reason = f"{tokens:,} tokens need {needed:.3g} GiB of activations, {left:.3g} GiB are left"
+    reason = f"{tokens:,} tokens need {needed:.3g} GiB of activations, {headroom:.3g} GiB are left"
     if not weights.model.supports_gradient_checkpointing:
         return f"{reason}; this model has no gradient checkpointing: lower train.micro_batch_tokens"
     weights.enable_gradient_checkpointing()
