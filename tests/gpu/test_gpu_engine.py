@@ -116,7 +116,7 @@ def test_room_that_was_given_back_is_made_again(
     for _ in range(3):
         assert [s.token_ids for s in made.sample(REQUESTS, sampling)] == expected
     if made.uses_continuous_batching:
-        assert not made._pool._stores
+        assert not made._kv_pool._buffers
 
 
 def test_greedy_is_what_generate_gives(device: torch.device) -> None:

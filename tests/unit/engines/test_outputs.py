@@ -25,6 +25,6 @@ def test_many_at_a_time_are_those_one_by_one(
     logps = [-0.5 * i for i in range(len(ids))]
     at_once.extend(1, ids, logps)
     for token, logp in zip(ids, logps, strict=True):
-        if not one_by_one.add([1], [token], [logp]):
+        if not one_by_one.append([1], [token], [logp]):
             break
     assert at_once.samples() == one_by_one.samples()

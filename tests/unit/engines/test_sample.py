@@ -241,7 +241,7 @@ def test_every_end_token_counts_wherever_it_is_named(make_engine: Make) -> None:
     model = tiny_model(layers=1)
     model.generation_config.eos_token_id = None
     engine.tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="no answer would ever end"):
+    with pytest.raises(ModelError, match="no sample would ever end"):
         LocalEngine(model, engine.tokenizer, name="tiny")
 
 
