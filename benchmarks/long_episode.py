@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workload import SEED
 
-from courtside.assemble import find_reason_to_score_first
+from courtside.assemble.teachers import find_reason_to_score_first
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
@@ -38,7 +38,6 @@ from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
 from courtside.training import weights as student_weights
-from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Hint, Message, Sample, Scored, Task, Trajectory
@@ -109,12 +108,7 @@ class Job:
         self.student = Student(
             self.weights, recipe, vocab_size=self.engine.head.vocab_size, pad_id=self.engine.pad_id
         )
-        with self.engine.autocast_context():
-            self.scored_before = (
-                find_reason_to_score_first(recipe)
-                or self.student.passes.padding_reason
-                or find_deferral_problem(self.weights.model)
-            )
+        self.scored_before = find_reason_to_score_first(recipe, self.student, self.engine)
         teacher = Teacher(
             name="self:live",
             engine=self.engine,

@@ -58,14 +58,15 @@ def evaluate_student(
         parts, num_steps = assemble(recipe), 0
     else:
         parts, num_steps = _trained_parts(recipe, run, _checkpoint(run, step))
-    if teacher and (recipe.teacher is None or not parts.teacher_can_answer()):
+    if teacher and (recipe.teacher is None or not parts.evaluator.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     who = ["student", "teacher"] if teacher else ["student"]
     for name in who if screen else []:
         assert screen is not None
         screen.say(f"answering as the {name}")
     return [
-        parts.evaluate(split, step=num_steps, who=w, num_tasks=num_tasks).evaluation for w in who
+        parts.evaluator.evaluate(split, step=num_steps, who=w, num_tasks=num_tasks).evaluation
+        for w in who
     ]
 
 

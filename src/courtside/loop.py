@@ -7,20 +7,19 @@ from courtside.runtime import Runtime
 
 
 def train_loop(parts: Runtime, run: Run) -> None:
-    """The student writes, the teacher corrects it where it is, the student moves."""
+    """The student samples, the teacher scores the same tokens, the student is updated."""
     with run.underway():
         for step in run.remaining_steps():
             train_step(parts, run, step)
 
 
 def train_step(parts: Runtime, run: Run, step: int) -> None:
-    """One turn of the loop. What it made is gone when the next begins: a teacher's hidden states
-    are as large as the batch."""
+    """A function of its own, so that a teacher's hidden states, as large as the batch, are freed
+    before the next step."""
     tasks = parts.tasks.batch(step, parts.recipe.train.prompts_per_step)
     with run.phase("rollout"):
         trajectories = parts.rollout(tasks, step)  # the student acts
-    with run.phase("reader"):
-        reading = parts.reader(trajectories)  # only a teacher sees these hints
+    reading = parts.reader(trajectories, run.phase)  # hints, for a teacher's context only
     with run.phase("teacher"):
         scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
     with run.phase("update"), run.keeping(step, scored):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -101,8 +101,6 @@ class Run:
             yield self.num_steps
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        if name == "reader" and self.recipe.reader is None:
-            return nullcontext()
         return self.meter.phase(name)
 
     @contextmanager
@@ -196,7 +194,7 @@ class Run:
             done = {(e.step, e.who, e.split) for e in self.folder.evaluations()}
             if (self.num_steps, who, split) in done:
                 continue
-            reason = self.parts.can_evaluate(split)
+            reason = self.parts.evaluator.reason_not_to(split)
             if reason is not None:
                 if self.num_steps == 0 and split not in without:
                     self.screen.say(f"not evaluated on {split} tasks: {reason}")
@@ -216,7 +214,7 @@ class Run:
             )
 
     def _measure(self, who: str, split: Split) -> Evaluation:
-        evaluation, played = self.parts.evaluate(split, step=self.num_steps, who=who)
+        evaluation, played = self.parts.evaluator.evaluate(split, step=self.num_steps, who=who)
         if not self.recipe.tasks.is_environment or (who, split) != ("student", "test"):
             return evaluation
         before = self.folder.path / "before.parquet"
@@ -235,7 +233,7 @@ class Run:
             for suite in config.suites:
                 yield f"student:{suite}", "test"
         gate = config.teacher and self.recipe.teacher is not None
-        if self.num_steps == 0 and gate and self.parts.teacher_can_answer():
+        if self.num_steps == 0 and gate and self.parts.evaluator.teacher_can_answer():
             yield "teacher", "test"
         if config.every and self.num_steps % config.every == 0:
             yield "student", "validation"
@@ -265,7 +263,7 @@ class Run:
         asked = {name: counts.get(f"model/{name}", 0) for name in ("tokens_in", "tokens_out")}
         if any(asked.values()):
             own = forward_flops(size, sum(asked.values()))
-            self.meter.add("reader", **asked, flops=own if self.parts.reads_itself else 0.0)
+            self.meter.add("reader", **asked, flops=own if self.parts.reader_is_student else 0.0)
 
     def _count_evaluation(self, evaluation: Evaluation) -> None:
         written = round(

@@ -128,7 +128,7 @@ MESSAGES = {
     "long prompt": r"prompts\.jsonl.*'long long.*tokens.*tasks\.overlong_prompts = 'drop'",
     "limit": r"tasks\.limit = 3, but .* has 2 train tasks",
     "vocabulary": r"teacher\.model = .*has another vocabulary.*same family",
-    "top-k": r"losses\[0\]\.support\.k = 259: the vocabulary has 258 words",
+    "top-k": r"losses\[0\]\.support\.k = 259: .* gives at most the 258 likeliest tokens",
     "privileged field": r"teacher\.context\.field = 'rulez'.*no such privileged field.*rule",
     "no route": r"none of its tags .* has a route",
     "no grader": r"has no grader, so it gives no reward",

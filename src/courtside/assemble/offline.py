@@ -1,4 +1,4 @@
-"""Runs on what was written before: recorded conversations, trajectories of another run."""
+"""Rollouts without sampling: recorded conversations, stored trajectories of another run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_pr
 from courtside.tasks.base import TaskSource
 from courtside.tasks.stored_trajectories import ReplaySource
 
-LOOKED_AT = 16
-"""Of what was recorded, before the first step."""
+MAX_PROBED = 16
+"""Trajectories whose surprise is measured before the first step."""
 
 
-def ids_named_by_hints(recipe: Recipe) -> frozenset[str]:
-    """The ids that the hints of its persons name now."""
-    return frozenset(name for person in persons_of(recipe) for name in hinted_task_ids(person))
+def hinted_ids(recipe: Recipe) -> frozenset[str]:
+    """The task ids that hints of human readers name."""
+    return frozenset(id for human in persons_of(recipe) for id in hinted_task_ids(human))
 
 
 def make_offline_rollout(
     recipe: Recipe, tasks: TaskSource, engine: LocalEngine, turns: IncrementalTemplate
 ) -> tuple[ChatLogRollout | ReplayRollout, Sequence[str]]:
-    """What takes the place of acting, and what a user should know of it."""
+    """The rollout, and notes for the user."""
     rollout: ChatLogRollout | ReplayRollout
     if isinstance(recipe.tasks, ConversationTasks):
         what = "recorded conversations"
@@ -38,13 +38,13 @@ def make_offline_rollout(
         _check_authors(recipe, tasks)
         what = "stored trajectories"
         rollout = ReplayRollout(load=tasks.load, turns=turns, vocab_size=engine.head.vocab_size)
-    some = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, LOOKED_AT)), 0)
+    sample = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, MAX_PROBED)), 0)
     notes = [
-        f"the {what} surprise the student by {surprise(some, engine):.2f} nats a token more than "
-        "its own words would (0: as if it had written them itself)"
+        f"the {what} surprise the student by {surprise(sample, engine):.2f} nats a token more than "
+        "its own samples would (0: as if it had sampled them itself)"
     ]
     if isinstance(rollout, ReplayRollout) and (
-        difference := describe_prompt_difference(some, turns)
+        difference := describe_prompt_difference(sample, turns)
     ):
         notes.append(difference)
     return rollout, notes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,6 +20,8 @@ from courtside.types import Message
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Noncharacters: Unicode keeps them out of texts, for uses like a mark where tokens must part."""
+
+MAX_CACHED_PROMPTS = 4096
 
 ChatMessage = Message | Mapping[str, Any]
 """A message, or one as chat APIs write it (with `tool_calls`, say)."""
@@ -40,10 +43,15 @@ class ChatTemplate:
         words = {str(word) for word in added if word.special} | set(tokenizer.all_special_tokens)
         special = "|".join(sorted(re.escape(word) for word in words if len(word) > 1)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
+        self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
         self._check_boundary()
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Everything up to where the assistant begins to write."""
+        """The prompt with its generation prompt, rendered once for length check, samples and
+        teacher."""
+        return self._cached_prompt_ids(tuple(messages))
+
+    def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         cut = unused_noncharacters(messages)[0]
         return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
 

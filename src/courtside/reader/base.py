@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from courtside.types import Hint, Trajectory
@@ -22,7 +23,36 @@ class ReaderOutput:
     counts: Mapping[str, int]
 
 
+@contextmanager
+def no_phase(name: str) -> Iterator[None]:
+    yield
+
+
 Reader = Callable[[Sequence[Trajectory]], ReaderOutput]
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Charges what happens inside to the phase of this name."""
+
+
+class ReaderStage:
+    """The reader stage of the loop: trajectories in, hints out."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+
+    def __call__(self, trajectories: Sequence[Trajectory], phase: Phase = no_phase) -> ReaderOutput:
+        with phase("reader"):
+            return self.reader(trajectories)
+
+
+class NoReader(ReaderStage):
+    """Gives no hints and costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda trajectories: ReaderOutput(hints=(), counts={}))
+
+    def __call__(self, trajectories: Sequence[Trajectory], phase: Phase = no_phase) -> ReaderOutput:
+        return self.reader(trajectories)
 
 
 def hintable_turns(trajectory: Trajectory) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ class EpisodeState:
     stop: StopReason | None = None
     began: float = field(default_factory=monotonic)
     timed_out: bool = False
+    oldest_version: int | None = None
+    """Of the weights of its samples, where the engine reports them."""
 
     @property
     def num_written(self) -> int:
@@ -219,6 +221,8 @@ class EpisodeRollout:
         return one.stop is None
 
     def _continue(self, one: EpisodeState, sample: Sample, answer: CallResult[Observation]) -> None:
+        for span in sample.policy_versions:
+            one.oldest_version = min(span.version, one.oldest_version or span.version)
         observation = self._observed(one, answer)
         turn = self.turns.assistant_turn(sample, observation.events)
         one.turns.append(turn)
@@ -274,7 +278,7 @@ class EpisodeRollout:
             task=one.start.task,
             turns=tuple(one.turns),
             source="student",
-            policy_version=version,
+            policy_version=version if one.oldest_version is None else one.oldest_version,
             temperature=sampling.temperature,
             stop=one.stop,
             grade=failed if one.timed_out else one.episode.grade(),

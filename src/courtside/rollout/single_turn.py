@@ -1,9 +1,9 @@
-"""One prompt, one answer: by the student or, off-policy, from data or the teacher."""
+"""One prompt, one answer: sampled by the student or, off-policy, from data or the teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from courtside.chat.template import ChatTemplate
 from courtside.chat.trajectories import make_trajectory
@@ -15,6 +15,15 @@ from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, Source, Task, Trajectory
 
 Writer = Callable[[Sequence[Task], Sampling, Sequence[int]], list[Sample]]
+
+
+class Attempt(NamedTuple):
+    """One of the samples of a prompt."""
+
+    number: int
+    """Of the task in its batch."""
+    task: Task
+    sample: int
 
 
 class SingleTurnRollout:
@@ -40,69 +49,73 @@ class SingleTurnRollout:
         self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        own = choose_student_tasks(self.config, tasks, seed=self.seed, step=step)
-        slots = [
-            (index, task, sample)
+        on_policy = choose_student_tasks(self.config, tasks, seed=self.seed, step=step)
+        attempts = [
+            Attempt(index, task, sample)
             for index, task in enumerate(tasks)
             for sample in range(self.config.samples_per_prompt)
         ]
-        mine = [slot for slot in slots if slot[0] in own]
-        rest = [(i, task) for i, task in enumerate(tasks) if i not in own]
-        trajectories = self._student(mine, step)
-        if rest and self.config.off_policy_source == "dataset":
-            for index, task in rest:
+        trajectories = self._student([a for a in attempts if a.number in on_policy], step)
+        off_policy = [a for a in attempts if a.number not in on_policy]
+        if self.config.off_policy_source == "dataset":
+            for index, task in {a.number: a.task for a in off_policy}.items():
                 trajectories += self._from_data(task, f"{step:06d}-{index:03d}")
-        elif rest:
-            trajectories += self._teacher([slot for slot in slots if slot[0] not in own], step)
+        elif off_policy:
+            trajectories += self._teacher(off_policy, step)
         return sorted(trajectories, key=lambda trajectory: trajectory.id)
 
-    def _student(self, slots: Sequence[tuple[int, Task, int]], step: int) -> list[Trajectory]:
-        prompts = {index: self.renderer.prompt_ids(task.messages) for index, task, _ in slots}
+    def _student(self, attempts: Sequence[Attempt], step: int) -> list[Trajectory]:
         requests = [
             SampleRequest(
-                prompt_ids=prompts[index], seed=seed_for(self.seed, "student", step, index, sample)
+                prompt_ids=self.renderer.prompt_ids(task.messages),
+                seed=seed_for(self.seed, "student", step, index, sample),
             )
-            for index, _, sample in slots
+            for index, task, sample in attempts
         ]
-        written = self.engine.sample(requests, self.sampling) if requests else []
+        samples = self.engine.sample(requests, self.sampling) if requests else []
         return [
             self._trajectory(
-                task, drawn, source="student", version=step, id=trajectory_id(step, index, sample)
+                attempt, request.prompt_ids, sample, "student", step, sample.oldest_version(step)
             )
-            for (index, task, sample), drawn in zip(slots, written, strict=True)
+            for attempt, request, sample in zip(attempts, requests, samples, strict=True)
         ]
 
-    def _teacher(self, slots: Sequence[tuple[int, Task, int]], step: int) -> list[Trajectory]:
+    def _teacher(self, attempts: Sequence[Attempt], step: int) -> list[Trajectory]:
         assert self.teacher_writes is not None, "the recipe was checked"
-        seeds = [seed_for(self.seed, "teacher", step, index, sample) for index, _, sample in slots]
-        written = self.teacher_writes([task for _, task, _ in slots], self.sampling, seeds)
+        seeds = [seed_for(self.seed, "teacher", step, a.number, a.sample) for a in attempts]
+        samples = self.teacher_writes([a.task for a in attempts], self.sampling, seeds)
         return [
             self._trajectory(
-                task, drawn, source="teacher", version=None, id=trajectory_id(step, index, sample)
+                attempt, self.renderer.prompt_ids(attempt.task.messages), sample, "teacher", step
             )
-            for (index, task, sample), drawn in zip(slots, written, strict=True)
+            for attempt, sample in zip(attempts, samples, strict=True)
         ]
 
     def _trajectory(
-        self, task: Task, drawn: Sample, *, source: Source, version: int | None, id: str
+        self,
+        attempt: Attempt,
+        prompt_ids: tuple[int, ...],
+        sample: Sample,
+        source: Source,
+        step: int,
+        version: int | None = None,
     ) -> Trajectory:
         return make_trajectory(
-            task,
-            self.renderer.prompt_ids(task.messages),
-            drawn,
-            id=id,
+            attempt.task,
+            prompt_ids,
+            sample,
+            id=trajectory_id(step, attempt.number, attempt.sample),
             source=source,
             policy_version=version,
             temperature=self.config.temperature,
-            grade=self.grade(task, drawn.text),
+            grade=self.grade(attempt.task, sample.text),
         )
 
     def _from_data(self, task: Task, id: str) -> list[Trajectory]:
         if task.completion is None:
             raise TaskError(
-                f"task {task.id}: rollout.student_fraction < 1 with off_policy_source = "
-                "'dataset' needs a "
-                "`completion` on every task, and this one has none. Add it, or use "
+                f"task {task.id}: rollout.student_fraction < 1 with off_policy_source = 'dataset' "
+                "needs a `completion` on every task, and this one has none. Add it, or use "
                 "off_policy_source = 'teacher'"
             )
         texts: list[tuple[str, Literal["better", "worse"] | None]] = [(task.completion, None)]

@@ -234,7 +234,10 @@ def test_they_are_read_as_they_are_and_measured_before(tmp_path: Path, tiny_fold
     assert {t.id: t for t in batch} == {t.id: t for t in STEPS[0]}
     assert any("the stored trajectories surprise the student by" in note for note in parts.notes)
     assert not any("chat template" in note for note in parts.notes)
-    assert parts.can_evaluate("test") == "nothing answers the student in stored trajectories"
+    assert (
+        parts.evaluator.reason_not_to("test")
+        == "nothing answers the student in stored trajectories"
+    )
     with pytest.raises(UserError, match=r"nothing answers the student.*tasks.kind and the rest"):
         evaluate_student(parts.recipe)
 

@@ -247,7 +247,7 @@ def test_another_model_reads_the_same_tokens(prepare: Any, tiny_teacher_folder: 
 
 def test_another_vocabulary_is_refused_with_an_example(prepare: Any, tmp_path: Path) -> None:
     other = save(tmp_path / "other", vocab_size=259, extra=("zebra",))
-    with pytest.raises(ModelError, match=r"259 and 258 words; 1 entries differ, such as 'zebra'"):
+    with pytest.raises(ModelError, match=r"259 and 258 tokens; 1 entries differ, such as 'zebra'"):
         prepare({"kind": "model", "model": other})
 
 

@@ -1,0 +1,111 @@
+"""Loads the models of a recipe, and checks that they share a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from courtside.engines.int8 import quantize_linear_layers
+from courtside.engines.loading import load_model, load_tokenizer
+from courtside.engines.local import LocalEngine
+from courtside.engines.precision import resolve_dtype
+from courtside.errors import ModelError
+from courtside.recipe import ModelTeacherConfig, Recipe, teachers_of
+from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
+from courtside.training.weights import StudentWeights
+
+ModelKey = tuple[str, Path | None, str]
+"""What makes two teachers the same model: name, adapter and dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    name: str
+    """The student's."""
+    weights: StudentWeights
+    tokenizer: Any
+    teachers: Mapping[ModelKey, tuple[Any, Any]]
+    """Model and tokenizer of each teacher that is a model, loaded once for all of its routes."""
+    vocab_size: int
+    kv_cache_tokens: int
+
+    def make_engine(
+        self, model: Any, name: str, *, autocast: torch.dtype | None = None
+    ) -> LocalEngine:
+        return LocalEngine(
+            model,
+            self.tokenizer,
+            name=name,
+            vocab_size=self.vocab_size,
+            autocast=autocast,
+            max_batch_tokens=self.kv_cache_tokens,
+        )
+
+
+def load_models(recipe: Recipe) -> Models:
+    name = recipe.student.model
+    weights = StudentWeights(recipe.student, seed=recipe.seed)
+    tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
+    teachers: dict[ModelKey, tuple[Any, Any]] = {}
+    for config in teachers_of(recipe):
+        if isinstance(config, ModelTeacherConfig) and key_of(config) not in teachers:
+            teachers[key_of(config)] = _load_teacher(config, weights.device)
+    vocab_size = _common_vocab_size(name, weights.model, tokenizer, teachers)
+    teacher_models = [model for model, _ in teachers.values()]
+    total = device_bytes(weights.device)
+    return Models(
+        name=name,
+        weights=weights,
+        tokenizer=tokenizer,
+        teachers=teachers,
+        vocab_size=vocab_size,
+        kv_cache_tokens=kv_cache_tokens(recipe, weights, teacher_models, total=total),
+    )
+
+
+def key_of(config: ModelTeacherConfig) -> ModelKey:
+    return config.model, config.adapter, config.dtype
+
+
+def _load_teacher(config: ModelTeacherConfig, device: torch.device) -> tuple[Any, Any]:
+    model: Any = load_model(
+        config.model,
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        adapter=config.adapter,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.dtype == "int8":
+        model = quantize_linear_layers(model)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    return model.requires_grad_(False), tokenizer
+
+
+def _common_vocab_size(
+    name: str, model: Any, tokenizer: Any, teachers: Mapping[ModelKey, tuple[Any, Any]]
+) -> int:
+    """The vocabulary that all models share; LM heads padded to another size are cut to it."""
+    vocabulary = tokenizer.get_vocab()
+    sizes: dict[str, int] = {name: model.get_output_embeddings().weight.shape[0]}
+    for (teacher_name, _, _), (teacher, teacher_tokenizer) in teachers.items():
+        teacher_vocabulary = teacher_tokenizer.get_vocab()
+        if teacher_vocabulary != vocabulary:
+            different = sorted(set(vocabulary.items()) ^ set(teacher_vocabulary.items()))
+            raise ModelError(
+                f"teacher.model = {teacher_name!r} has another vocabulary than the student "
+                f"{name!r} ({len(teacher_vocabulary)} and {len(vocabulary)} tokens; "
+                f"{len(different)} entries differ, such as {different[0][0]!r}). Token ids of one "
+                "mean nothing to the other: choose a teacher of the same family"
+            )
+        sizes[teacher_name] = teacher.get_output_embeddings().weight.shape[0]
+    smallest = min(sizes.values())
+    if max(vocabulary.values()) >= smallest:
+        raise ModelError(
+            f"the tokenizer of {name!r} has ids up to {max(vocabulary.values())}, but a head has "
+            f"only {smallest} rows ({sizes}). The model and its tokenizer do not belong together"
+        )
+    return smallest

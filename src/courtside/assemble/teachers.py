@@ -1,0 +1,205 @@
+"""Makes the teacher stage: each teacher's engine, weights, template and hint scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from courtside.assemble.capabilities import require_capabilities
+from courtside.assemble.models import Models, key_of
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
+from courtside.engines.base import Engine
+from courtside.engines.local import LocalEngine
+from courtside.environments.base import Environment
+from courtside.recipe import (
+    ModelTeacherConfig,
+    Recipe,
+    RoutedTeacherConfig,
+    SelfTeacherConfig,
+    teachers_of,
+)
+from courtside.rollout.episodes import reply_passes
+from courtside.rollout.mixing import make_sampling
+from courtside.tasks.base import TaskSource
+from courtside.teacher.context import task_context
+from courtside.teacher.hint_scoring import HintScorer, HintTrial
+from courtside.teacher.routing import RoutedTeachers
+from courtside.teacher.stage import TeacherStage
+from courtside.teacher.teacher import Teacher
+from courtside.training.hint_branches import find_deferral_problem
+from courtside.training.student import Student
+from courtside.training.weights import MovingAverage
+
+Serve = Callable[[LocalEngine], Engine]
+"""Puts another engine in the place of an in-process one, with the same weights."""
+
+
+class SelfWeights(NamedTuple):
+    """How the student's model becomes one of its own teachers."""
+
+    engine: LocalEngine
+    swap: Callable[[], AbstractContextManager[None]] = nullcontext
+    average: MovingAverage | None = None
+
+
+class TeacherFactory:
+    def __init__(
+        self,
+        recipe: Recipe,
+        models: Models,
+        *,
+        local: LocalEngine,
+        serve: Serve,
+        template: IncrementalTemplate,
+        trial: HintTrial | None,
+        defers_hints: bool,
+    ):
+        self.recipe, self.models, self.local, self.serve = recipe, models, local, serve
+        self.template = template
+        self.trial = trial
+        self.defers_hints = defers_hints
+        self.averages: dict[str, MovingAverage] = {}
+        """By the teacher's name: part of every checkpoint."""
+        self.sizes: dict[str, int] = {}
+        """Parameters of each teacher, by its name."""
+        self.notes: list[str] = []
+
+    def make_stage(self) -> TeacherStage:
+        teacher: Teacher | RoutedTeachers | None = None
+        config = self.recipe.teacher
+        if isinstance(config, RoutedTeacherConfig):
+            routes = {tag: self._make(t, f"{tag}:{_label(t)}") for tag, t in config.routes.items()}
+            teacher = RoutedTeachers(routes, config.default)
+        elif config is not None:
+            teacher = self._make(config, _label(config))
+        reference = None
+        if self.recipe.needs_reference:
+            frozen = SelfTeacherConfig(kind="self", weights="frozen")
+            reference = self._make(frozen, "reference")
+            del self.sizes["reference"]  # as large as the student
+        return TeacherStage(teacher, reference, hinted=self.recipe.reader is not None)
+
+    def _make(self, config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
+        student_template, template = self.template.renderer, self.template.renderer
+        engine: Engine
+        swap: Callable[[], AbstractContextManager[None]] = nullcontext
+        follow: Callable[[], None] = _stay
+        if isinstance(config, ModelTeacherConfig):
+            engine, template = self._model_teacher(config)
+        else:
+            engine, swap, average = self._self_weights(config, label)
+            if average is not None:
+                self.averages[label], follow = average, average.update
+        self.sizes[label] = engine.num_parameters
+        want, top_k = require_capabilities(self.recipe, engine, "teacher")
+        hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
+        return Teacher(
+            name=label,
+            engine=engine,
+            renderer=template,
+            shares_prompts=template is student_template,
+            context=config.context,
+            overlong=self.recipe.tasks.overlong_prompts,
+            want=want,
+            top_k=top_k,
+            hints=hints if self.recipe.reader is not None else None,
+            defers_hints=self.defers_hints,
+            weights=swap,
+            follow=follow,
+        )
+
+    def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
+        model, tokenizer = self.models.teachers[key_of(config)]
+        local = self.models.make_engine(model, config.model)
+        if _renders_alike(tokenizer, self.models.tokenizer):
+            return self.serve(local), self.template.renderer
+        if tokenizer.chat_template != self.models.tokenizer.chat_template:
+            self.notes.append(
+                f"{config.model} has another chat template than {self.models.name}: each renders "
+                "the prompt with its own, and the same answer tokens are scored"
+            )
+        template = ChatTemplate(tokenizer, name=config.model, eos_ids=local.eos_ids)
+        return self.serve(local), template
+
+    def _self_weights(self, config: SelfTeacherConfig, label: str) -> SelfWeights:
+        weights = self.models.weights
+        if config.weights == "live":
+            return SelfWeights(self.local)
+        if weights.adapter is not None and config.weights == "frozen":
+            return SelfWeights(self.local, weights.without_adapter)
+        if weights.adapter is not None:
+            shadow = {name: p.detach().clone() for name, p in weights.trained().items()}
+            average = MovingAverage(config.ema_decay, weights.trained(), shadow)
+            return SelfWeights(self.local, partial(weights.swap_in, shadow), average)
+        model = weights.copy()
+        engine = self.models.make_engine(model, label, autocast=weights.autocast)
+        if config.weights == "frozen":
+            return SelfWeights(engine)
+        average = MovingAverage(
+            config.ema_decay, weights.trained(), _trained_copies(model, weights)
+        )
+        return SelfWeights(engine, average=average)
+
+
+def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEngine) -> str | None:
+    """Why hints are scored before the update; None: the update scores them in its own pass."""
+    teacher, hints = recipe.teacher, recipe.hints
+    if not isinstance(teacher, SelfTeacherConfig) or teacher.weights != "live":
+        return "the teacher is not the live student"
+    if hints.min_shift is not None:
+        return "hints.min_shift drops some by what they do"
+    if hints.resamples:
+        return "hints.resamples tries them first"
+    if hints.cumulative:
+        return "hints.cumulative changes the context of later turns"
+    if hints.position == "system":
+        return "hints.position = 'system' changes the trajectory from its beginning"
+    with local.autocast_context():
+        problem = student.passes.padding_reason or local.branching_problem
+        return problem or find_deferral_problem(student.weights.model)
+
+
+def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:
+    if not recipe.hints.resamples or environment is None:
+        return None
+    return HintTrial(
+        sampling=make_sampling(recipe.rollout),
+        passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        num_replies=recipe.hints.resamples,
+        seed=recipe.seed,
+    )
+
+
+def check_contexts(recipe: Recipe, tasks: TaskSource) -> None:
+    """A privileged field that the tasks lack is an error now, not at the first step."""
+    for teacher in teachers_of(recipe):
+        if teacher.context is not None:
+            for task in tasks.batch(0, recipe.train.prompts_per_step):
+                task_context(teacher.context, task)
+
+
+def _renders_alike(tokenizer: Any, other: Any) -> bool:
+    """Whether both make the same ids of the same messages."""
+    backends = [getattr(t, "backend_tokenizer", None) for t in (tokenizer, other)]
+    if tokenizer.chat_template != other.chat_template or None in backends:
+        return False
+    first, second = (backend.to_str() for backend in backends if backend is not None)
+    return bool(first == second)
+
+
+def _trained_copies(model: Any, weights: Any) -> dict[str, Tensor]:
+    names = weights.trained().keys()
+    return {name: p.data for name, p in model.named_parameters() if name in names}
+
+
+def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
+    return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacherConfig) else teacher.model
+
+
+def _stay() -> None:
+    """A teacher whose weights do not change."""
