@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from workload import SEED
 
-from courtside.losses.divergences import divergence as full
+from courtside.losses.full_vocabulary import divergence as full
 from courtside.losses.fused.linear_divergence import (
     ChunkPlan,
     choose_backend,
@@ -29,6 +29,7 @@ from courtside.losses.fused.types import (
     RawLogits,
     Support,
 )
+from courtside.losses.policy_gradient import SampledTokenLoss
 from courtside.losses.top_k import top_k_divergence
 from courtside.types import LowRank
 
@@ -44,14 +45,14 @@ REVERSE = DivergenceSpec(name="reverse_kl")
 KINDS = {
     "reverse KL": REVERSE,
     "forward KL": DivergenceSpec(name="forward_kl"),
-    "JSD 0.5": DivergenceSpec(name="jsd", beta=0.5),
+    "JSD 0.5": DivergenceSpec(name="jsd", parameters={"beta": 0.5}),
     "top 64, tail": DivergenceSpec(
         name="reverse_kl", support=Support(k=64, of="teacher", form="tail")
     ),
 }
 MORE_KINDS = {
-    "skewed reverse 0.1": DivergenceSpec(name="skew_reverse_kl", alpha=0.1),
-    "skewed forward 0.1": DivergenceSpec(name="skew_forward_kl", alpha=0.1),
+    "skewed reverse 0.1": DivergenceSpec(name="skew_reverse_kl", parameters={"alpha": 0.1}),
+    "skewed forward 0.1": DivergenceSpec(name="skew_forward_kl", parameters={"alpha": 0.1}),
     "top 64 of both, tail": DivergenceSpec(
         name="reverse_kl", support=Support(k=64, of="joint", form="tail")
     ),
@@ -67,6 +68,10 @@ EXACT_LIMIT = 4e-3
 """The same from the same logits: what is left is the rounding of the gradient to bfloat16."""
 
 
+def cross_entropy(weight_N: Tensor) -> SampledTokenLoss:
+    return SampledTokenLoss(weight_N=weight_N, advantage_N=torch.ones_like(weight_N))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     student: Projection
@@ -74,14 +79,14 @@ class Inputs:
     ids_N: Tensor
     backend: Backend
 
-    def asked(self, divergence: DivergenceSpec | None) -> HeadLossSpec:
+    def spec(self, divergence: DivergenceSpec | None) -> HeadLossSpec:
         ones_N = torch.ones(len(self.ids_N), device=self.ids_N.device)
         return HeadLossSpec(
             ids_N=self.ids_N,
             temperature_N=ones_N,
             divergence=divergence,
             weight_N=None if divergence is None else ones_N / len(ones_N),
-            sampled=None if divergence is not None else -ones_N / len(ones_N),
+            sampled=() if divergence is not None else (cross_entropy(ones_N / len(ones_N)),),
         )
 
     def first(self, num_rows: int) -> Inputs:
@@ -172,8 +177,8 @@ def ours(
     return fused_linear_divergence(
         inputs.student,
         None if divergence is None else inputs.teacher,
-        inputs.asked(divergence),
-        into=into,
+        inputs.spec(divergence),
+        head_gradient=into,
         plan=plan,
         backend=inputs.backend,
     ), into
@@ -255,8 +260,7 @@ def gradient_by_logits(
     if divergence is None:
         value_N = -logp_NV.gather(-1, inputs.ids_N[:, None])[:, 0]
     elif divergence.support is None:
-        value_N = full(logp_NV, logq_NV, name=divergence.name, beta=divergence.beta,
-                       alpha=divergence.alpha)  # fmt: skip
+        value_N = full(logp_NV, logq_NV, name=divergence.name, **divergence.parameters)
     else:
         on = divergence.support
         # Of equal logits, which in bfloat16 are many, the word with the lower number.
@@ -310,7 +314,7 @@ def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
     raws = [RawLogits(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
     whole = slice(0, len(inputs.ids_N))
-    load_backend(inputs.backend)(raws[0], [(whole, raws[1])], inputs.asked(divergence), whole)
+    load_backend(inputs.backend)(raws[0], [(whole, raws[1])], inputs.spec(divergence), whole)
     return relative(logits_NV, right_NV)
 
 

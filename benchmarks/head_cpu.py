@@ -98,7 +98,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
     import torch
 
     from courtside.engines.lm_head import LMHead
-    from courtside.training.head.fused import backward_through_head
+    from courtside.training.head import backward_through_head
     from courtside.training.loss_terms import LossTerm
     from courtside.training.metrics import MetricAccumulator
     from courtside.training.token_batch import TokenBatch

@@ -47,7 +47,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
     few = inputs.first(part)
     logits = [side.hidden_ND @ side.weight_VD.t() for side in (few.student, few.teacher)]
     student_NV = torch.empty_like(logits[0])
-    asked, rows = few.asked(KINDS[kind]), []
+    spec, rows = few.spec(KINDS[kind]), []
     for warps, lanes in TILINGS:
         if clock.elapsed > seconds:
             print(f"  the rest of the layouts: left out, --seconds {seconds} have passed")
@@ -61,7 +61,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
             )
             whole = slice(0, len(student_NV))
             triton_backend.vocabulary_pass_triton(
-                student, [(whole, teacher)], asked, whole, tiling=tiling
+                student, [(whole, teacher)], spec, whole, tiling=tiling
             )
 
         found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))

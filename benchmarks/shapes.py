@@ -14,6 +14,7 @@ from workload import SEED
 from courtside.engines.local import LocalEngine
 from courtside.losses.fused.linear_divergence import fused_linear_divergence
 from courtside.losses.fused.types import HeadGradient, HeadLossSpec, Projection
+from courtside.losses.policy_gradient import SampledTokenLoss
 
 LLAMA = {
     "smollm2-135m": dict(
@@ -90,10 +91,11 @@ def gradient_of_sampled(engine: LocalEngine, hidden_ND: Tensor, ids_N: Tensor) -
         into = HeadGradient(weight_VD=torch.zeros_like(weight_VD, dtype=torch.float32))
     dtype = engine.autocast or weight_VD.dtype
     ones_N = torch.ones(len(hidden_ND), device=hidden_ND.device)
-    found = fused_linear_divergence(
+    loss = SampledTokenLoss(weight_N=ones_N, advantage_N=ones_N)
+    result = fused_linear_divergence(
         Projection(hidden_ND=hidden_ND, weight_VD=weight_VD.detach().to(dtype)),
         None,
-        HeadLossSpec(ids_N=ids_N, temperature_N=ones_N, sampled=-ones_N),
-        into=into,
+        HeadLossSpec(ids_N=ids_N, temperature_N=ones_N, sampled=(loss,)),
+        head_gradient=into,
     )
-    return found.hidden_gradient_ND.to(hidden_ND.dtype)
+    return result.hidden_gradient_ND.to(hidden_ND.dtype)

@@ -70,6 +70,8 @@ def words(p: Tensor, q: Tensor, name: str, loss: dict[str, Any]) -> Tensor:
         beta = loss["beta"]
         m = (beta * Q + (1 - beta) * P).log()
         terms = beta * Q * (q - m) + (1 - beta) * P * (p - m)
+    elif name == "total_variation":
+        terms = (P - Q).abs() / 2
     elif name == "skew_forward_kl":
         terms = Q * (q - (loss["alpha"] * Q + (1 - loss["alpha"]) * P).log())
     else:

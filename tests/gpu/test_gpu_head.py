@@ -19,7 +19,7 @@ from linear_divergence_reference import (
     expected,
     label,
     make_case,
-    room,
+    zero_gradient,
 )
 from torch import Tensor
 
@@ -62,10 +62,10 @@ def name(divergence: DivergenceSpec | None) -> str:
 def through(
     case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SEAMS, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
-    into = room(case)
-    asked = case.asked(divergence, **options)
+    into = zero_gradient(case)
+    spec = case.spec(divergence, **options)
     ours = fused_linear_divergence(
-        case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
+        case.student, case.teacher, spec, head_gradient=into, plan=plan, backend="triton"
     )
     return ours, into
 
@@ -245,14 +245,14 @@ def test_one_head_for_both(divergence: DivergenceSpec, device: torch.device) -> 
     assert max(found.values()) < 5e-5, found
     case = replace(case, teacher=case.student)
     ours, _ = through(case, divergence, sampled=False)
-    assert ours.found is not None and float(ours.found.value_N.abs().max()) < 1e-5
+    assert ours.divergence is not None and float(ours.divergence.value_N.abs().max()) < 1e-5
 
 
 def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.device) -> None:
     case = some(device, torch.bfloat16)
     trained, _ = through(case, FULL[0])
     frozen = fused_linear_divergence(
-        case.student, case.teacher, case.asked(FULL[0]), plan=SEAMS, backend="triton"
+        case.student, case.teacher, case.spec(FULL[0]), plan=SEAMS, backend="triton"
     )
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
 

@@ -17,8 +17,8 @@ from textbook import naive_loss
 from torch import Tensor
 
 from courtside.assemble import assemble
+from courtside.losses.fused import linear_divergence, torch_backend
 from courtside.runtime import Runtime
-from courtside.training.head import fused
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
@@ -164,7 +164,7 @@ def test_gradients_in_bfloat16(
     losses: str, student: dict[str, Any], folders: dict[str, Path], device: torch.device
 ) -> None:
     """Weights of float32 under autocast, or an adapter on a base of bfloat16. How far arithmetic in
-    bfloat16 is from float64 at all is what autograd through whole logits gives."""
+    bfloat16 is from float64 at all is what autograd over blocks of logits gives."""
     parts = make_parts(folders, device, LOSSES[losses], dtype="bfloat16", **student)
     scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
     ours, _ = our_gradients(parts, scored)
@@ -173,7 +173,8 @@ def test_gradients_in_bfloat16(
         parameter.grad = None
     right, _ = textbook_gradients(parts, scored, LOSSES[losses])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fused, "_groups", lambda rows, components: None)
+        patched.setattr(linear_divergence, "choose_backend", lambda *_: "torch")
+        patched.setattr(torch_backend, "as_closed_form", lambda _: None)
         plain, _ = our_gradients(parts, scored)
     error, usual = (off(together(found), together(right)) for found in (ours, plain))
     # Which 20 words of a random teacher are the likeliest is itself a matter of rounding.

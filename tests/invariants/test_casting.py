@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.runtime import Runtime
+from courtside.training import head
 from courtside.training import student as step
-from courtside.training.head import fused
 
 CAPPED = [{"kind": "divergence", "clip": 0.5}]
-"""A loss that goes through autograd, a chunk at a time."""
+"""A loss without a closed form, differentiated by autograd a block at a time."""
 
 
 class Casts(TorchDispatchMode):
@@ -112,21 +112,21 @@ def test_both_heads_are_rounded_once_a_step(
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder)
     scored, rounding = batch_of(parts), []
-    real = fused._in_arithmetic
+    real = head._cast
 
-    def in_arithmetic(*head: Any) -> Any:
-        rounding.append(head)
-        return real(*head)
+    def cast(*parameters: Any) -> Any:
+        rounding.append(parameters)
+        return real(*parameters)
 
-    monkeypatch.setattr(fused, "_in_arithmetic", in_arithmetic)
+    monkeypatch.setattr(head, "_cast", cast)
     for number in range(2):
         parts.student.step(number, scored)
         assert len(rounding) == 2 * (number + 1), "the student's and the teacher's"
-        assert parts.student._heads is None
+        assert parts.student._cast_weights is None
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside another autocast"])
-@pytest.mark.parametrize("losses", [[{"kind": "divergence"}], CAPPED], ids=["fused", "autograd"])
+@pytest.mark.parametrize("losses", [[{"kind": "divergence"}], CAPPED], ids=["closed", "autograd"])
 def test_a_step_reads_the_weights_of_the_step_before(
     losses: Any, outer: bool, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:

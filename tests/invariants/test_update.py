@@ -177,6 +177,8 @@ ON_POLICY: dict[str, list[dict[str, Any]]] = {
     "jsd": [{"kind": "divergence", "divergence": "jsd", "beta": 0.3}],
     "skew forward": [{"kind": "divergence", "divergence": "skew_forward_kl", "alpha": 0.2}],
     "skew reverse": [{"kind": "divergence", "divergence": "skew_reverse_kl", "alpha": 0.2}],
+    "total variation": [{"kind": "divergence", "divergence": "total_variation"}],
+    "total variation of both": [top_k("joint", divergence="total_variation")],
     "clip": [{"kind": "divergence", "clip": 0.05}],
     "forward clip": [{"kind": "divergence", "divergence": "forward_kl", "clip": 0.05}],
     "entropy aware": [

@@ -20,25 +20,26 @@ from courtside.losses.fused.types import (
     Projection,
     Support,
 )
+from courtside.losses.policy_gradient import SampledTokenLoss
 from courtside.types import LowRank
 
 FULL = [
     DivergenceSpec(name="reverse_kl"),
     DivergenceSpec(name="forward_kl"),
-    DivergenceSpec(name="jsd", beta=0.3),
-    DivergenceSpec(name="skew_forward_kl", alpha=0.2),
-    DivergenceSpec(name="skew_reverse_kl", alpha=0.2),
+    DivergenceSpec(name="jsd", parameters={"beta": 0.3}),
+    DivergenceSpec(name="skew_forward_kl", parameters={"alpha": 0.2}),
+    DivergenceSpec(name="skew_reverse_kl", parameters={"alpha": 0.2}),
 ]
 ENDS = [
-    DivergenceSpec(name="jsd", beta=0.0),
-    DivergenceSpec(name="jsd", beta=1.0),
-    *(DivergenceSpec(name=f"skew_{kl}_kl", alpha=alpha)
+    DivergenceSpec(name="jsd", parameters={"beta": 0.0}),
+    DivergenceSpec(name="jsd", parameters={"beta": 1.0}),
+    *(DivergenceSpec(name=f"skew_{kl}_kl", parameters={"alpha": alpha})
       for kl in ("forward", "reverse") for alpha in (0.0, 1.0)),
 ]  # fmt: skip
 ON_SUPPORT = [
-    DivergenceSpec(name=name, support=Support(k=3, of=of, form=form), **options)
+    DivergenceSpec(name=name, parameters=parameters, support=Support(k=3, of=of, form=form))
     for of in ("teacher", "student", "joint")
-    for name, options, form in (
+    for name, parameters, form in (
         ("reverse_kl", {}, "tail"),
         ("forward_kl", {}, "tail"),
         ("jsd", {"beta": 0.3}, "tail"),
@@ -46,13 +47,24 @@ ON_SUPPORT = [
         ("reverse_kl", {}, "renormalized"),
     )
 ]
+WITHOUT_CLOSED_FORM = [
+    DivergenceSpec(name="total_variation"),
+    DivergenceSpec(name="reverse_kl", clip=0.05),
+    DivergenceSpec(name="jsd", parameters={"beta": 0.3}, clip=0.01),
+]
+TOTAL_VARIATION_ON_SUPPORT = [
+    DivergenceSpec(name="total_variation", support=Support(k=3, of=of, form=form))
+    for of in ("teacher", "joint")
+    for form in ("tail", "renormalized")
+]
 
 
 def label(divergence: DivergenceSpec) -> str:
-    share = divergence.beta if divergence.alpha is None else divergence.alpha
+    share = next(iter(divergence.parameters.values()), None)
     on = divergence.support
     where = f"-{on.of}-{on.form}" if on else ""
-    return divergence.name + (f"-{share}" if share is not None else "") + where
+    clip = "" if divergence.clip is None else f"-clip {divergence.clip}"
+    return divergence.name + (f"-{share}" if share is not None else "") + where + clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +76,19 @@ class Case:
     weight_N: Tensor
     coefficient_N: Tensor
 
-    def asked(self, divergence: DivergenceSpec | None, *, sampled: bool = True) -> HeadLossSpec:
+    def spec(self, divergence: DivergenceSpec | None, *, sampled: bool = True) -> HeadLossSpec:
         return HeadLossSpec(
             ids_N=self.ids_N,
             temperature_N=self.temperature_N,
             divergence=divergence,
             weight_N=None if divergence is None else self.weight_N,
-            sampled=self.coefficient_N if sampled else None,
+            sampled=(self.sampled_loss(),) if sampled else (),
         )
+
+    def sampled_loss(self) -> SampledTokenLoss:
+        """coefficient · log π."""
+        ones_N = torch.ones_like(self.coefficient_N)
+        return SampledTokenLoss(weight_N=ones_N, advantage_N=-self.coefficient_N)
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> Case:
         """All tensors of the two heads in that dtype; per-row numbers in float32 or better."""
@@ -193,7 +210,7 @@ def expected(case: Case, divergence: DivergenceSpec | None, *, sampled: bool = T
     value_N, loss = torch.zeros_like(logp_N), p_NV.sum() * 0
     on_N = case.weight_N != 0
     if divergence is not None:
-        value_N = _divergence(p_NV[on_N], q_NV[on_N], divergence)
+        value_N = divergence_by_hand(p_NV[on_N], q_NV[on_N], divergence)
         loss = loss + (case.weight_N[on_N] * value_N).sum()
         value_N = torch.zeros_like(logp_N).masked_scatter(on_N, value_N)
     if sampled:
@@ -228,11 +245,11 @@ def _logp(side: Projection, vocab_size: int, temperature_N: Tensor) -> Tensor:
     return (logits_NV / temperature_N[:, None]).log_softmax(-1)
 
 
-def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -> Tensor:
+def divergence_by_hand(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -> Tensor:
     """p student, q teacher: log-probs."""
     on = divergence.support
     if on is None:
-        return _words(p_NV, q_NV, divergence).sum(-1)
+        return _terms(p_NV, q_NV, divergence).sum(-1)
     rows = []
     for p_V, q_V in zip(p_NV, q_NV, strict=True):
         best = {
@@ -247,32 +264,40 @@ def _divergence(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -> Tenso
             q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
         if on.form == "renormalized":
             p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
-        if on.form == "stop_gradient":
-            rows.append((p_S.exp() * (p_S - q_S).detach()).sum())
+        if on.form == "stop_gradient" and divergence.name == "reverse_kl":
+            terms_S = p_S.exp() * (p_S - q_S).detach()
+            rows.append(terms_S.clamp(max=divergence.clip or math.inf).sum())
         else:
-            rows.append(_words(p_S, q_S, divergence).sum())
+            rows.append(_terms(p_S, q_S, divergence).sum())
     return torch.stack(rows)
 
 
-def _words(p: Tensor, q: Tensor, divergence: DivergenceSpec) -> Tensor:
+def _terms(p: Tensor, q: Tensor, divergence: DivergenceSpec) -> Tensor:
+    terms = _uncapped_terms(p, q, divergence)
+    return terms if divergence.clip is None else terms.clamp(max=divergence.clip)
+
+
+def _uncapped_terms(p: Tensor, q: Tensor, divergence: DivergenceSpec) -> Tensor:
     name, P, Q = divergence.name, p.exp(), q.exp()
+    if name == "total_variation":
+        return (P - Q).abs() / 2
     if name == "reverse_kl":
         return P * (p - q)
     if name == "forward_kl":
         return Q * (q - p)
     if name == "jsd":
-        beta = divergence.beta
+        beta = divergence.parameters["beta"]
         if beta in (0, 1):
             return P * (p - q) if beta else Q * (q - p)
         m = (beta * Q + (1 - beta) * P).log()
         return beta * Q * (q - m) + (1 - beta) * P * (p - m)
-    alpha = divergence.alpha
+    alpha = divergence.parameters["alpha"]
     if name == "skew_forward_kl":
         return Q * (q - (alpha * Q + (1 - alpha) * P).log())
     return P * (p - (alpha * P + (1 - alpha) * Q).log())
 
 
-def room(case: Case, dtype: torch.dtype | None = None) -> HeadGradient:
+def zero_gradient(case: Case, dtype: torch.dtype | None = None) -> HeadGradient:
     """Zeros for the gradient of the student's head."""
     weight_VD = case.student.weight_VD
     dtype = dtype or torch.promote_types(weight_VD.dtype, torch.float32)
@@ -293,7 +318,7 @@ def differences(ours: HeadLoss, into: HeadGradient | None, right: Expected) -> d
                      "reverse_kl_N")
     }  # fmt: skip
     pairs["hidden_ND"] = (ours.hidden_gradient_ND, right.hidden_ND)
-    pairs["value_N"] = (None if ours.found is None else ours.found.value_N, right.value_N)
+    pairs["value_N"] = (None if ours.divergence is None else ours.divergence.value_N, right.value_N)
     for name in ("weight_VD", "bias_V", "down_RD", "up_VR"):
         pairs[name] = (None if into is None else getattr(into, name), getattr(right, name))
     result = {}

@@ -47,7 +47,7 @@ class Mutation(NamedTuple):
 
 
 MUTATION_LIST = """
-kl_terms.py
+divergences/kl_terms.py
 - (logp_TV - other_logp_TV)
 + (other_logp_TV - logp_TV)
 - (logp_TV - other_logp_TV).masked_fill(p_TV == 0, 0.0)
@@ -65,10 +65,63 @@ kl_terms.py
 + 0.0
 - math.log1p(-share) if share < 1 else -math.inf
 + 0.0
-- return mixed_TV.masked_fill(nowhere_TV, -math.inf)
+- return mixed_TV.masked_fill(excluded_TV, -math.inf)
 + return mixed_TV
-- first_TV.masked_fill(nowhere_TV, 0.0), second_TV.masked_fill(nowhere_TV, 0.0)
-+ first_TV, second_TV
+- first_TV.masked_fill(excluded_TV, 0.0).logaddexp(
++ first_TV.logaddexp(
+
+divergences/reverse_kl.py
+- terms=kl_terms,
++ terms=lambda s, t: kl_terms(t, s),
+- (student_logp_TK - teacher_logp_TK).detach()
++ (student_logp_TK - teacher_logp_TK)
++ (teacher_logp_TK - student_logp_TK).detach()
+- return p_TK * (
++ return p_TK.detach() * (
+
+divergences/forward_kl.py
+- kl_terms(teacher_logp_TV, student_logp_TV)
++ kl_terms(student_logp_TV, teacher_logp_TV)
++ -teacher_logp_TV.exp() * student_logp_TV
++ kl_terms(teacher_logp_TV, student_logp_TV.detach())
+
+divergences/jsd.py
+- if beta == 0:
++ if beta == 2:
++ if beta == 1:
+- if beta == 1:
++ if beta == 2:
+- mixture_TV = log_mixture(teacher_logp_TV, student_logp_TV, beta)
++ mixture_TV = log_mixture(student_logp_TV, teacher_logp_TV, beta)
++ mixture_TV = log_mixture(teacher_logp_TV, student_logp_TV, beta).detach()
+- beta * kl_terms(teacher_logp_TV, mixture_TV)
++ (1 - beta) * kl_terms(teacher_logp_TV, mixture_TV)
+- (1 - beta) * kl_terms(student_logp_TV, mixture_TV)
++ beta * kl_terms(student_logp_TV, mixture_TV)
++ (1 - beta) * kl_terms(mixture_TV, student_logp_TV)
+- from_teacher_TV + (1 - beta)
++ from_teacher_TV - (1 - beta)
+
+divergences/skewed.py
+- log_mixture(teacher_logp_TV, student_logp_TV, alpha)
++ log_mixture(student_logp_TV, teacher_logp_TV, alpha)
+- log_mixture(student_logp_TV, teacher_logp_TV, alpha)
++ log_mixture(teacher_logp_TV, student_logp_TV, alpha)
++ log_mixture(student_logp_TV.detach(), teacher_logp_TV, alpha)
+- terms=_forward_terms
++ terms=_reverse_terms
+
+divergences/total_variation.py
+- return 0.5 * (
++ return (
+- .abs()
++ .clamp(min=0)
+
+divergences/registry.py
+- if not parameter.low <= values[name] <= parameter.high:
++ if not parameter.low <= values[name]:
+
+full_vocabulary.py
 - teacher_logp_TV = teacher_logp_TV.detach()
 + pass
 - terms(student_logp_TV, teacher_logp_TV).sum(-1)
@@ -81,71 +134,17 @@ kl_terms.py
 + student_logp_TV, teacher_logp_TV
 - (torch.float32, torch.float64)
 + (torch.float32, torch.float64, torch.bfloat16)
-
-divergences.py
-- sum_over_vocabulary(kl_terms, student_logp_TV, teacher_logp_TV, clip)
-+ sum_over_vocabulary(lambda s, t: kl_terms(t, s), student_logp_TV, teacher_logp_TV, clip)
-- kl_terms(teacher_TV, student_TV)
-+ kl_terms(student_TV, teacher_TV)
-+ -teacher_TV.exp() * student_TV
-+ kl_terms(teacher_TV, student_TV.detach())
-- if beta == 0:
-+ if beta == 2:
-+ if beta == 1:
-- if beta == 1:
-+ if beta == 2:
-- mixture_TV = log_mixture(teacher_TV, student_TV, beta)
-+ mixture_TV = log_mixture(student_TV, teacher_TV, beta)
-+ mixture_TV = log_mixture(teacher_TV, student_TV, beta).detach()
-- beta * kl_terms(teacher_TV, mixture_TV)
-+ (1 - beta) * kl_terms(teacher_TV, mixture_TV)
-- (1 - beta) * kl_terms(student_TV, mixture_TV)
-+ beta * kl_terms(student_TV, mixture_TV)
-+ (1 - beta) * kl_terms(mixture_TV, student_TV)
-- from_teacher_TV + (1 - beta)
-+ from_teacher_TV - (1 - beta)
-- log_mixture(teacher_TV, student_TV, alpha)
-+ log_mixture(student_TV, teacher_TV, alpha)
-- log_mixture(student_TV, teacher_TV, alpha)
-+ log_mixture(teacher_TV, student_TV, alpha)
-+ log_mixture(student_TV.detach(), teacher_TV, alpha)
-- skew_forward_kl if name == "skew_forward_kl" else skew_reverse_kl
-+ skew_forward_kl
-- forward_kl if name == "forward_kl" else reverse_kl
-+ reverse_kl if name == "forward_kl" else forward_kl
-- return plain(student_logp_TV, teacher_logp_TV, clip=clip)
-+ return plain(student_logp_TV, teacher_logp_TV)
+- student_logp_TV, teacher_logp_TV, clip)
++ student_logp_TV, teacher_logp_TV, None)
 - return -kl_terms(logp_TV, torch.zeros_like(logp_TV))
 + return kl_terms(logp_TV, torch.zeros_like(logp_TV))
-- <= threshold
-+ > threshold
-- entropy(teacher_logp_TV.detach())
-+ entropy(student_logp_TV.detach())
-- return weight * forward_kl(student_logp_TV
-+ return forward_kl(student_logp_TV
-+ return weight * reverse_kl(student_logp_TV
-- .masked_fill(sure_T, 0.0)
-+  * (~sure_T)
-- lam * teacher_TV + (1 - lam)
-+ (1 - lam) * teacher_TV + lam
-+ lam * teacher_TV + (lam - 1)
-- -torch.inf).log_softmax(-1)
-+ -torch.inf)
-- mixed_TV.masked_fill(teacher_TV == -torch.inf, -torch.inf)
-+ mixed_TV
-- teacher_TV = teacher_logp_TV.detach()
-+ teacher_TV = teacher_logp_TV
-- reference_logp_TV.detach()
-+ reference_logp_TV
-- if lam == 1:
-+ if lam == 0:
 
 top_k.py
-- new_TK = ~_is_among(student_ids_TK, teacher_ids_TK)
-+ new_TK = torch.ones_like(student_ids_TK, dtype=torch.bool)
-+ new_TK = _is_among(student_ids_TK, teacher_ids_TK)
-- teacher_logp_TV if of == "teacher" else
-+ teacher_logp_TV if of == "student" else
+- torch.cat([all_TK, ~shared_TK], dim=-1), overlap_T
++ torch.cat([all_TK, all_TK], dim=-1), overlap_T
++ torch.cat([all_TK, shared_TK], dim=-1), overlap_T
+- teacher_ids_TK if of == "teacher" else
++ teacher_ids_TK if of == "student" else
 - student_logp_TK = student_logp_TK.masked_fill(~keep_TK, -math.inf)
 + pass
 - teacher_logp_TK = teacher_logp_TK.masked_fill(~keep_TK, -math.inf)
@@ -160,36 +159,19 @@ top_k.py
 + pass
 - teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
 + pass
-- _score_terms, student_logp_TK, teacher_logp_TK, clip
-+ _score_terms, student_logp_TK, teacher_logp_TK, None
-- (student_TK - teacher_TK).detach()
-+ (student_TK - teacher_TK)
-+ (teacher_TK - student_TK).detach()
-- return p_TK * (
-+ return p_TK.detach() * (
+- return sum_terms(terms, student_logp_TK, teacher_logp_TK, clip)
++ return sum_terms(terms, student_logp_TK, teacher_logp_TK, None)
 - tail_T1 = 1 - logp_TK.exp().sum(-1, keepdim=True)
 + tail_T1 = 1 - logp_TK.exp().amax(-1, keepdim=True)
-- 8 * torch.finfo(logp_TK.dtype).eps
+- 8 * torch.finfo(dtype).eps
 + 0.01
 + 0.0
 - (tail_T1 + (tail_T1.clamp(min=floor) - tail_T1).detach()).log()
 + tail_T1.clamp(min=floor).log()
-- name=name, beta=beta, alpha=alpha, clip=clip
-+ name=name, beta=beta, alpha=alpha
 - logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
 + logp_TK.exp().sum(-1)
-- student_logp_TV.dtype).mean(-1)
-+ student_logp_TV.dtype).sum(-1)
-
-sampled.py
-- gap_T = (student_logp_T - teacher_logp_T).detach()
-+ gap_T = student_logp_T - teacher_logp_T.detach()
-- gap_T = (student_logp_T - teacher_logp_T)
-+ gap_T = (teacher_logp_T - student_logp_T)
-- return gap_T * student_logp_T
-+ return gap_T + student_logp_T
-- return (sampler_logp_T - teacher_logp_T)
-+ return (teacher_logp_T - sampler_logp_T)
+- shared_TK.double().mean(-1)
++ shared_TK.double().sum(-1)
 
 policy_gradient.py
 - target_T - sampler_logp_T
@@ -225,18 +207,22 @@ policy_gradient.py
 + .clamp(max=limit) * advantage_T
 - rewards_M - rewards_M.mean()
 + rewards_M - rewards_N.mean()
-- centred_M.square().mean().sqrt()
-+ centred_M.std()
+- centered_M.square().mean().sqrt()
++ centered_M.std()
 - bool((rewards_M == rewards_M[0]).all())
 + len(rewards_M) == 1
 - if scale_by_std else 1.0
 + if not scale_by_std else 1.0
 - rewards_N = rewards_N.detach()
 + pass
-
-cross_entropy.py
-- return -student_logp_T
-+ return student_logp_T
+- return torch.where(on_N, values_N, 0.0)
++ return values_N
+- advantage_N + mask(reverse_kl_N)
++ advantage_N - mask(reverse_kl_N)
+- (loss.weight_N * loss.per_token(leaf_N, reverse_kl_N)).sum()
++ loss.per_token(leaf_N, reverse_kl_N).sum()
+- weight_N=self.weight_N[rows],
++ weight_N=self.weight_N[: rows.stop - rows.start],
 
 preference.py
 - -logsigmoid(beta * margin_N)
@@ -269,11 +255,7 @@ reduce.py
 - assert denominator > 0
 + assert denominator >= 0
 
-fused/torch_backend.py
-- reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
-+ reverse_kl_N=block.dot(block.p_NV, block.logq_NV) - negative_N,
-- teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
-+ teacher_entropy_N=-block.dot(block.p_NV, block.logq_NV),
+fused/closed_forms.py
 - block.logp_NV.sub_(block.logq_NV)
 + block.logp_NV.add_(block.logq_NV)
 - value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
@@ -282,65 +264,82 @@ fused/torch_backend.py
 + (weight_N + pull_N)[:, None], out=block.logp_NV)
 - block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
 + block.logp_NV.addcmul_(block.q_NV, weight_N[:, None])
-- value_N = block.dot(block.p_NV, logp_NV) - first
+- value_N = block.dot(block.p_NV, logp_NV) - student_share
 + value_N = block.dot(block.p_NV, logp_NV)
-- logp_NV.sub_(torch.exp(logp_NV, out=block.room_NV))
+- logp_NV.sub_(torch.exp(logp_NV, out=block.scratch_NV))
 + pass
-- pull_N = pull_N - weight_N * weighed_NV.sum(-1)
+- pull_N = pull_N - weight_N * pulled_NV.sum(-1)
 + pass
-- weighed_NV.mul_(-weight_N[:, None])
-+ weighed_NV.mul_(weight_N[:, None])
-- _weighted(block, weight_N * (1 - divergence.beta), centre_N, pull_N)
-+ _weighted(block, weight_N * divergence.beta, centre_N, pull_N)
-+ _weighted(block, weight_N, centre_N, pull_N)
-- return divergence.beta * from_teacher_N + (1 - divergence.beta) * (centre_N - first)
-+ return (1 - divergence.beta) * from_teacher_N + divergence.beta * (centre_N - first)
+- pulled_NV.mul_(-weight_N[:, None])
++ pulled_NV.mul_(weight_N[:, None])
+- block.set_centered(weight_N * (1 - beta), center_N, pull_N)
++ block.set_centered(weight_N * beta, center_N, pull_N)
++ block.set_centered(weight_N, center_N, pull_N)
+- return beta * from_teacher_N + (1 - beta) * (center_N - student_share)
++ return (1 - beta) * from_teacher_N + beta * (center_N - student_share)
 - else (shares[1], shares[0])
 + else shares
-- sub_((weight_N * centre_N + pull_N)[:, None])
+- sub_((weight_N * center_N + pull_N)[:, None])
 + sub_(pull_N[:, None])
-+ sub_((weight_N * centre_N - pull_N)[:, None])
-- block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
-+ pass
-- sampled_token_gradient(block, pull_N + here.gradient_NK.sum(-1))
-+ sampled_token_gradient(block, pull_N)
-- block.logp_NV.scatter_add_(-1, ids_NK, here.gradient_NK)
-+ pass
-- return ids_NK, torch.cat([all_NK, ~shared_NK], dim=-1), share_N
-+ return ids_NK, torch.cat([all_NK, all_NK], dim=-1), share_N
-- factor_N = student.scale / temperature_N
-+ factor_N = torch.ones_like(temperature_N)
-- slope_NV = 1 - share_NV.square()
-+ slope_NV = torch.ones_like(share_NV)
-- torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
-+ torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
++ sub_((weight_N * center_N - pull_N)[:, None])
 - return value_N, p_NK * (gap_NK - gap_N1)
 + return value_N, p_NK * (gap_NK + 1)
-- _dot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
-+ _dot(p_NK, gap_NK)
+- torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
++ torch.linalg.vecdot(p_NK, gap_NK)
 - (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
 + (1 - x.sum(-1, keepdim=True))
+- if divergence.support is not None or divergence.clip is not None or
++ if divergence.support is not None or
+
+fused/torch_backend.py
+- reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
++ reverse_kl_N=block.dot(block.p_NV, block.logq_NV) - negative_N,
+- teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
++ teacher_entropy_N=-block.dot(block.p_NV, block.logq_NV),
+- block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
++ pass
+- -(pull_N + gradient_NV.sum(-1))[:, None]
++ -pull_N[:, None]
+- block.logp_NV.add_(gradient_NV)
++ pass
+- -(pull_N + gradient_NK.sum(-1))[:, None]
++ -pull_N[:, None]
+- block.logp_NV.scatter_add_(-1, ids_NK, gradient_NK)
++ pass
+- factor_N = student.scale / temperature_N
++ factor_N = torch.ones_like(temperature_N)
+- slope_NV = 1 - tanh_NV.square()
++ slope_NV = torch.ones_like(tanh_NV)
+- torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
++ torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
+- logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
++ pass
+- target.logp_NK[:, : support.k]
++ target.logp_NK[:, -support.k :]
 
 fused/linear_divergence.py
-- vocab_size = min(len(student.weight_VD), len(teacher.weight_VD))
+- vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))
 + vocab_size = len(student.weight_VD)
+- mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
++ mixed_NV = lam * teacher_NV + (lam - 1) * reference_NV
++ mixed_NV = (1 - lam) * teacher_NV + lam * reference_NV
 
 fused/matmuls.py
-- _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=True)
+- _multiply(gradient_VC, _operand(student, rows), weight_VD, add=True)
 + pass
-+ _multiply(words_VC, _operand(student, rows), into.weight_VD[:vocab_size], add=False)
-- into.bias_V[:vocab_size].add_(gradient_CV.sum(0, dtype=into.bias_V.dtype))
++ _multiply(gradient_VC, _operand(student, rows), weight_VD, add=False)
+- bias_V[:vocab_size].add_(gradient_CV.sum(0, dtype=bias_V.dtype))
 + pass
 - values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t()) * low.scale
 + values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t())
-- _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=True)
+- _multiply(gradient_VC, low_rank.values_NR[rows], up_VR, add=True)
 + pass
-+ _multiply(words_VC, narrow.values_NR[rows], into.up_VR[:vocab_size], add=False)
-- gradient_NR = (narrow.gradient_NR * low.scale).to(low.down_RD.dtype)
-+ gradient_NR = narrow.gradient_NR.to(low.down_RD.dtype)
++ _multiply(gradient_VC, low_rank.values_NR[rows], up_VR, add=False)
+- gradient_NR = (low_rank.gradient_NR * low.scale).to(low.down_RD.dtype)
++ gradient_NR = low_rank.gradient_NR.to(low.down_RD.dtype)
 - _multiply(gradient_NR, low.down_RD, gradient_ND, add=True)
 + pass
-- _multiply(gradient_NR.t(), _operand(student, slice(None)), into.down_RD, add=True)
+- _multiply(gradient_NR.t(), hidden_ND, head_gradient.down_RD, add=True)
 + pass
 """
 """A file of `losses`, then as in a diff: a text that occurs exactly once, and what replaces it.

@@ -1,4 +1,4 @@
-"""Textbook formulas, word by word in probability space. They share no code with the package.
+"""Textbook formulas, token by token in probability space. They share no code with the package.
 
 Every function takes one position: lists of 0-dimensional tensors, so that autograd gives the
 reference gradient too. A probability of exactly zero is skipped (0·log 0 = 0).
@@ -20,7 +20,7 @@ def number(x: Tensor) -> float:
 
 
 def softmax_by_hand(logits_V: Tensor) -> list[Tensor]:
-    """Probabilities; a logit of −inf is a word that cannot be said."""
+    """Probabilities; a logit of −inf is an excluded token."""
     allowed = [v for v in range(len(logits_V)) if number(logits_V[v]) != -math.inf]
     largest = max(number(logits_V[v]) for v in allowed)
     weights = {v: torch.exp(logits_V[v] - largest) for v in allowed}
@@ -68,6 +68,21 @@ def skew_reverse_kl(
 ) -> Tensor:
     pairs = zip(student, teacher, strict=True)
     return capped_sum([kl_term(p, alpha * p + (1 - alpha) * q) for p, q in pairs], clip)
+
+
+def total_variation(student: Words, teacher: Words, clip: float | None = None) -> Tensor:
+    pairs = zip(student, teacher, strict=True)
+    # The sign by hand: the derivative of |x| at 0 is 0.
+    return capped_sum([(p - q) * _sign(p - q) / 2 for p, q in pairs], clip)
+
+
+def _sign(x: Tensor) -> float:
+    return float((number(x) > 0) - (number(x) < 0))
+
+
+def sampled_reverse_kl(student_logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
+    """Surrogate: its expected gradient is that of KL(student ‖ teacher) at each prefix."""
+    return (student_logp_T - teacher_logp_T).detach() * student_logp_T
 
 
 def entropy(p: Words) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_divergence_reference import FULL, ON_SUPPORT, make_case, room
+from linear_divergence_reference import FULL, ON_SUPPORT, make_case, zero_gradient
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,9 +37,11 @@ class _Largest(TorchDispatchMode):
 def test_no_more_than_a_chunk_of_logits_exists(divergence: DivergenceSpec | None) -> None:
     case = make_case(num_rows=64, vocab_size=64, sizes=(3, 3))
     with _Largest() as largest:
-        asked = case.asked(divergence)
+        spec = case.spec(divergence)
         plan = ChunkPlan(chunk=8, part=4)
-        fused_linear_divergence(case.student, case.teacher, asked, into=room(case), plan=plan)
+        fused_linear_divergence(
+            case.student, case.teacher, spec, head_gradient=zero_gradient(case), plan=plan
+        )
     assert largest.numel == 8 * 64
 
 
@@ -99,17 +101,17 @@ def test_refusals_say_why() -> None:
     case = make_case()
     half = case.to(torch.float16)
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):
-        fused_linear_divergence(half.student, half.teacher, half.asked(FULL[0]))
+        fused_linear_divergence(half.student, half.teacher, half.spec(FULL[0]))
     too_many = DivergenceSpec(name="reverse_kl", support=Support(k=24, of="teacher", form="tail"))
-    with pytest.raises(ValueError, match="k = 24: the vocabulary has 23 words"):
-        fused_linear_divergence(case.student, case.teacher, case.asked(too_many))
-    with pytest.raises(ValueError, match="jsd needs a beta"):
+    with pytest.raises(ValueError, match="k = 24: the vocabulary has 23 tokens"):
+        fused_linear_divergence(case.student, case.teacher, case.spec(too_many))
+    with pytest.raises(ValueError, match="'jsd' needs beta"):
         DivergenceSpec(name="jsd")
-    with pytest.raises(ValueError, match="the skewed ones need one"):
-        DivergenceSpec(name="reverse_kl", alpha=0.1)
+    with pytest.raises(ValueError, match="alpha belongs to 'skew_forward_kl' and"):
+        DivergenceSpec(name="reverse_kl", parameters={"alpha": 0.1})
     with pytest.raises(ValueError, match="between 0 and 1"):
-        DivergenceSpec(name="jsd", beta=1.5)
+        DivergenceSpec(name="jsd", parameters={"beta": 1.5})
     with pytest.raises(AssertionError, match="needs a teacher"):
-        fused_linear_divergence(case.student, None, case.asked(FULL[0]))
+        fused_linear_divergence(case.student, None, case.spec(FULL[0]))
     with pytest.raises(AssertionError, match="has weights"):
         HeadLossSpec(ids_N=case.ids_N, temperature_N=case.temperature_N, divergence=FULL[0])

@@ -16,14 +16,15 @@ from strategies import logit_pairs
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses import divergences
-from courtside.losses.divergences import divergence
+from courtside.losses.divergences import Divergence, divergence_names, find_divergence, register
+from courtside.losses.full_vocabulary import divergence, entropy
 
 close = partial(assert_close, rtol=1e-9, atol=1e-12)
 CLIPS = st.sampled_from([None, 0.01, 0.3])
 SHARES = st.sampled_from([1e-3, 0.1, 0.5, 0.7, 0.99])
 INNER = [("reverse_kl", {}), ("forward_kl", {}), ("jsd", {"beta": 0.3}),
-         ("skew_forward_kl", {"alpha": 0.2}), ("skew_reverse_kl", {"alpha": 0.2})]  # fmt: skip
+         ("skew_forward_kl", {"alpha": 0.2}), ("skew_reverse_kl", {"alpha": 0.2}),
+         ("total_variation", {})]  # fmt: skip
 
 
 def agree(
@@ -39,18 +40,26 @@ def agree(
 
 @given(logit_pairs(masks="student_more"), CLIPS)
 def test_reverse_kl(pair: tuple[Tensor, Tensor], clip: float | None) -> None:
-    agree(partial(divergences.reverse_kl, clip=clip), partial(textbook.reverse_kl, clip=clip), pair)
+    agree(
+        partial(divergence, name="reverse_kl", clip=clip),
+        partial(textbook.reverse_kl, clip=clip),
+        pair,
+    )
 
 
 @given(logit_pairs(masks="teacher_more"), CLIPS)
 def test_forward_kl(pair: tuple[Tensor, Tensor], clip: float | None) -> None:
-    agree(partial(divergences.forward_kl, clip=clip), partial(textbook.forward_kl, clip=clip), pair)
+    agree(
+        partial(divergence, name="forward_kl", clip=clip),
+        partial(textbook.forward_kl, clip=clip),
+        pair,
+    )
 
 
 @given(logit_pairs(masks="independent"), SHARES, CLIPS)
 def test_jsd(pair: tuple[Tensor, Tensor], beta: float, clip: float | None) -> None:
     agree(
-        partial(divergences.jsd, beta=beta, clip=clip),
+        partial(divergence, name="jsd", beta=beta, clip=clip),
         partial(textbook.jsd, beta=beta, clip=clip),
         pair,
     )
@@ -59,7 +68,7 @@ def test_jsd(pair: tuple[Tensor, Tensor], beta: float, clip: float | None) -> No
 @given(logit_pairs(masks="independent"), SHARES, CLIPS)
 def test_skew_forward_kl(pair: tuple[Tensor, Tensor], alpha: float, clip: float | None) -> None:
     agree(
-        partial(divergences.skew_forward_kl, alpha=alpha, clip=clip),
+        partial(divergence, name="skew_forward_kl", alpha=alpha, clip=clip),
         partial(textbook.skew_forward_kl, alpha=alpha, clip=clip),
         pair,
     )
@@ -68,8 +77,17 @@ def test_skew_forward_kl(pair: tuple[Tensor, Tensor], alpha: float, clip: float 
 @given(logit_pairs(masks="independent"), SHARES, CLIPS)
 def test_skew_reverse_kl(pair: tuple[Tensor, Tensor], alpha: float, clip: float | None) -> None:
     agree(
-        partial(divergences.skew_reverse_kl, alpha=alpha, clip=clip),
+        partial(divergence, name="skew_reverse_kl", alpha=alpha, clip=clip),
         partial(textbook.skew_reverse_kl, alpha=alpha, clip=clip),
+        pair,
+    )
+
+
+@given(logit_pairs(masks="independent"), CLIPS)
+def test_total_variation(pair: tuple[Tensor, Tensor], clip: float | None) -> None:
+    agree(
+        partial(divergence, name="total_variation", clip=clip),
+        partial(textbook.total_variation, clip=clip),
         pair,
     )
 
@@ -77,63 +95,12 @@ def test_skew_reverse_kl(pair: tuple[Tensor, Tensor], alpha: float, clip: float 
 @given(logit_pairs(masks="independent"))
 def test_entropy(pair: tuple[Tensor, Tensor]) -> None:
     logits_TV = pair[0].requires_grad_()
-    ours_T = divergences.entropy(logits_TV.log_softmax(-1))
+    ours_T = entropy(logits_TV.log_softmax(-1))
     (gradient_TV,) = torch.autograd.grad(ours_T.sum(), logits_TV)
     expected_T = torch.stack([textbook.entropy(textbook.softmax_by_hand(row)) for row in logits_TV])
     (expected_gradient_TV,) = torch.autograd.grad(expected_T.sum(), logits_TV)
     close(ours_T, expected_T)
     close(gradient_TV, expected_gradient_TV)
-
-
-@given(logit_pairs(masks="teacher_more"), st.sampled_from([0.0, 0.5, 1.0, 10.0]))
-def test_entropy_aware(pair: tuple[Tensor, Tensor], threshold: float) -> None:
-    def reference(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-        unsure = textbook.number(textbook.entropy(teacher)) > threshold
-        return 1.7 * textbook.forward_kl(student, teacher) * float(unsure)
-
-    agree(partial(divergences.entropy_aware, threshold=threshold, weight=1.7), reference, pair)
-
-
-def test_entropy_aware_is_zero_where_the_teacher_is_sure_even_if_the_kl_is_infinite() -> None:
-    student = torch.tensor([[0.0, -torch.inf]], dtype=torch.float64)
-    teacher = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
-    loss = partial(divergences.entropy_aware, threshold=0.1, weight=1.0)
-    value_T, gradient_TV = of_ours(loss, student, teacher)
-    close(value_T, torch.zeros(1, dtype=torch.float64))
-    close(gradient_TV, torch.zeros(1, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("lam", [0.5, 1.0, 1.5])
-def test_extrapolated_is_the_normalised_power_mixture(lam: float) -> None:
-    teacher_TV, reference_TV = torch.randn(2, 3, 5, dtype=torch.float64).unbind()
-    teacher_TV[0, 2] = -torch.inf
-    teacher_TV.requires_grad_()
-    reference_TV.requires_grad_()
-    ours_TV = divergences.extrapolate_logprobs(
-        teacher_TV.log_softmax(-1), reference_TV.log_softmax(-1), lam
-    )
-    assert not ours_TV.requires_grad
-    for row, (teacher_V, reference_V) in enumerate(zip(teacher_TV, reference_TV, strict=True)):
-        teacher, reference = (textbook.softmax_by_hand(x) for x in (teacher_V, reference_V))
-        powers = [q**lam * r ** (1 - lam) for q, r in zip(teacher, reference, strict=True)]
-        total = sum(powers, torch.zeros(()))
-        expected_V = torch.stack([power / total for power in powers]).detach()
-        close(ours_TV[row].exp(), expected_V)
-
-
-@pytest.mark.parametrize("lam", [0.5, 1.5])
-def test_a_word_that_both_exclude_stays_excluded_by_extrapolation(lam: float) -> None:
-    teacher_TV = torch.tensor([[0.2, 0.0, 0.8]], dtype=torch.float64).log()
-    reference_TV = torch.tensor([[0.5, 0.0, 0.5]], dtype=torch.float64).log()
-    total = 0.2**lam + 0.8**lam  # The reference is the same for both words and cancels.
-    expected_TV = torch.tensor([[0.2**lam / total, 0.0, 0.8**lam / total]], dtype=torch.float64)
-    close(divergences.extrapolate_logprobs(teacher_TV, reference_TV, lam).exp(), expected_TV)
-
-
-def test_extrapolation_by_one_is_the_teacher_whatever_the_reference_excludes() -> None:
-    teacher_TV = torch.tensor([[0.2, 0.8]], dtype=torch.float64).log()
-    reference_TV = torch.tensor([[0.0, 1.0]], dtype=torch.float64).log()
-    close(divergences.extrapolate_logprobs(teacher_TV, reference_TV, 1.0), teacher_TV)
 
 
 @pytest.mark.parametrize(("name", "extra"), INNER)
@@ -147,18 +114,16 @@ def test_gradcheck(name: str, extra: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(("name", "extra"), INNER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_divergence_keeps_dtype_is_zero_at_the_teacher_and_picks_the_right_one(
+def test_divergence_keeps_dtype_and_is_zero_at_the_teacher(
     name: str, extra: dict[str, float], dtype: torch.dtype
 ) -> None:
     student_TV, teacher_TV = torch.randn(2, 4, 7, dtype=dtype).log_softmax(-1).unbind()
     value_T = divergence(student_TV, teacher_TV, name=name, **extra)
     assert value_T.dtype == dtype
-    assert_close(value_T, getattr(divergences, name)(student_TV, teacher_TV, **extra))
     assert bool((value_T > 1e-3).all())
     nothing_T = divergence(student_TV, student_TV, name=name, **extra)
     assert_close(nothing_T, torch.zeros(4, dtype=dtype), atol=1e-6, rtol=0)
     clipped_T = divergence(student_TV, teacher_TV, name=name, clip=0.02, **extra)
-    assert_close(clipped_T, getattr(divergences, name)(student_TV, teacher_TV, clip=0.02, **extra))
     assert bool((clipped_T < value_T).all())
 
 
@@ -168,12 +133,12 @@ def test_divergence_keeps_dtype_is_zero_at_the_teacher_and_picks_the_right_one(
 def test_infinite_where_the_mathematics_is_infinite() -> None:
     sure = torch.tensor([[1.0, 0.0]], dtype=torch.float64).log()
     unsure = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
-    assert divergences.reverse_kl(unsure, sure).item() == math.inf
-    assert divergences.forward_kl(sure, unsure).item() == math.inf
-    assert divergences.skew_forward_kl(sure, unsure, alpha=0.0).item() == math.inf
-    close(divergences.reverse_kl(sure, unsure).item(), math.log(2))
+    assert divergence(unsure, sure, name="reverse_kl").item() == math.inf
+    assert divergence(sure, unsure, name="forward_kl").item() == math.inf
+    assert divergence(sure, unsure, name="skew_forward_kl", alpha=0.0).item() == math.inf
+    close(divergence(sure, unsure, name="reverse_kl").item(), math.log(2))
     disjoint = torch.tensor([[0.0, 1.0]], dtype=torch.float64).log()
-    close(divergences.jsd(sure, disjoint, beta=0.5).item(), math.log(2))
+    close(divergence(sure, disjoint, name="jsd", beta=0.5).item(), math.log(2))
 
 
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
@@ -182,13 +147,13 @@ def test_a_capped_infinite_word_gives_the_cap_and_no_gradient(name: str) -> None
     everywhere = torch.tensor([[0.0, 0.2, 0.4]], dtype=torch.float64)
     pair = (everywhere, one_sided) if name == "reverse_kl" else (one_sided, everywhere)
     reference = getattr(textbook, name)
-    agree(partial(getattr(divergences, name), clip=0.2), partial(reference, clip=0.2), pair)
+    agree(partial(divergence, name=name, clip=0.2), partial(reference, clip=0.2), pair)
 
 
 def test_a_probability_that_underflows_counts_as_zero() -> None:
     student = torch.tensor([[0.0, -2000.0]], dtype=torch.float64)
     teacher = torch.tensor([[0.0, -torch.inf]], dtype=torch.float64)
-    for ours in (divergences.reverse_kl, partial(divergences.jsd, beta=0.5)):
+    for ours in (partial(divergence, name="reverse_kl"), partial(divergence, name="jsd", beta=0.5)):
         value_T, gradient_TV = of_ours(ours, student, teacher)
         close(value_T, torch.zeros(1, dtype=torch.float64))
         close(gradient_TV, torch.zeros(1, 2, dtype=torch.float64))
@@ -204,18 +169,20 @@ def a_pair() -> tuple[Tensor, Tensor]:
 
 def test_jsd_tends_to_forward_and_reverse_kl_and_is_defined_as_them_at_the_ends() -> None:
     pair = a_pair()
-    forward_T, forward_gradient_TV = of_ours(divergences.forward_kl, *pair)
-    reverse_T, reverse_gradient_TV = of_ours(divergences.reverse_kl, *pair)
+    forward_T, forward_gradient_TV = of_ours(partial(divergence, name="forward_kl"), *pair)
+    reverse_T, reverse_gradient_TV = of_ours(partial(divergence, name="reverse_kl"), *pair)
     tiny = 1e-6
-    near_zero_T, near_zero_gradient_TV = of_ours(partial(divergences.jsd, beta=tiny), *pair)
-    near_one_T, near_one_gradient_TV = of_ours(partial(divergences.jsd, beta=1 - tiny), *pair)
+    near_zero_T, near_zero_gradient_TV = of_ours(partial(divergence, name="jsd", beta=tiny), *pair)
+    near_one_T, near_one_gradient_TV = of_ours(
+        partial(divergence, name="jsd", beta=1 - tiny), *pair
+    )
     loosely = partial(assert_close, rtol=1e-4, atol=1e-5)
     loosely(near_zero_T / tiny, forward_T)
     loosely(near_zero_gradient_TV / tiny, forward_gradient_TV)
     loosely(near_one_T / tiny, reverse_T)
     loosely(near_one_gradient_TV / tiny, reverse_gradient_TV)
     for beta, expected in ((0.0, forward_T), (1.0, reverse_T)):
-        close(of_ours(partial(divergences.jsd, beta=beta), *pair)[0], expected)
+        close(of_ours(partial(divergence, name="jsd", beta=beta), *pair)[0], expected)
     # The scale jumps at the ends, as documented: D itself vanishes there.
     assert float(near_zero_T.max()) < 1e-4 < 1e-2 < float(forward_T.min())
 
@@ -224,9 +191,9 @@ def test_skewed_forms_are_the_plain_ones_at_zero_and_vanish_quadratically_at_one
     student_TV, teacher_TV = a_pair()
     student_p_TV, teacher_p_TV = student_TV.softmax(-1), teacher_TV.softmax(-1)
     for name in ("forward", "reverse"):
-        skewed = getattr(divergences, f"skew_{name}_kl")
+        skewed = partial(divergence, name=f"skew_{name}_kl")
         plain_T, plain_gradient_TV = of_ours(
-            getattr(divergences, f"{name}_kl"), student_TV, teacher_TV
+            partial(divergence, name=f"{name}_kl"), student_TV, teacher_TV
         )
         ours_T, gradient_TV = of_ours(partial(skewed, alpha=0.0), student_TV, teacher_TV)
         close(ours_T, plain_T)
@@ -261,7 +228,15 @@ def test_options_that_do_not_belong_are_refused(arguments: dict[str, float], say
         divergence(logp_TV, logp_TV, **arguments)
 
 
+def test_a_name_is_registered_once_and_an_unknown_one_is_refused() -> None:
+    for name in divergence_names():
+        assert find_divergence(name).name == name
+        register(find_divergence(name))  # the same again, as a second import does
+    with pytest.raises(ValueError, match="two divergences are registered as 'jsd'"):
+        register(Divergence(name="jsd", terms=find_divergence("jsd").terms))
+
+
 def test_half_precision_log_probabilities_are_refused() -> None:
     logp_TV = torch.zeros(1, 2, dtype=torch.bfloat16).log_softmax(-1)
     with pytest.raises(AssertionError, match="fp32"):
-        divergences.reverse_kl(logp_TV, logp_TV)
+        divergence(logp_TV, logp_TV, name="reverse_kl")

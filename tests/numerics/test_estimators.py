@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from references import sampled_reverse_kl
 from torch import Tensor
 
-from courtside.losses.divergences import reverse_kl
+from courtside.losses.full_vocabulary import divergence
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
-from courtside.losses.sampled import sampled_reverse_kl
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
@@ -59,7 +59,9 @@ def moments_of_sampled_forms(
     student_V: Tensor, teacher_V: Tensor
 ) -> dict[str, tuple[float, float]]:
     student_logp_V = student_V.log_softmax(-1)
-    kl_V = reverse_kl(student_logp_V[None], teacher_V[None]).expand(len(student_V))
+    kl_V = divergence(student_logp_V[None], teacher_V[None], name="reverse_kl").expand(
+        len(student_V)
+    )
     gap_V = teacher_gap(teacher_V, student_logp_V)
     centred_V = teacher_gap(teacher_V, student_logp_V, baseline_T=-kl_V)
     exact_V = exact_gradient(student_V, teacher_V)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from courtside.losses.divergences import reverse_kl
+from courtside.losses.full_vocabulary import divergence
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 WORDS, K, MASS = 200, 20, 0.773
@@ -55,7 +55,7 @@ def trained(form: str, of: str, name: str = "reverse_kl", start: str = "far") ->
     for _ in range(steps):
         logp_TV = logits_TV.log_softmax(-1)
         if form == "full":
-            loss_T = reverse_kl(logp_TV, teacher_TV)
+            loss_T = divergence(logp_TV, teacher_TV, name="reverse_kl")
         else:
             ids_TK, keep_TK = top_k_ids(logp_TV, teacher_TV, k=K, of=of)
             loss_T = top_k_divergence(

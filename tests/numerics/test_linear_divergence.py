@@ -12,33 +12,36 @@ from linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,
+    TOTAL_VARIATION_ON_SUPPORT,
+    WITHOUT_CLOSED_FORM,
     Case,
     differences,
     exact_case,
     expected,
     label,
     make_case,
-    room,
+    zero_gradient,
 )
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses.divergences import divergence as full_divergence
 from courtside.losses.fused import torch_backend
+from courtside.losses.fused.closed_forms import reverse_kl_with_tail
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
-from courtside.losses.fused.torch_backend import reverse_kl_with_tail, select_support
 from courtside.losses.fused.types import (
     DivergenceSpec,
+    Extrapolation,
     HeadGradient,
     HeadLoss,
     Support,
     TokenStatistics,
+    TopKTarget,
 )
-from courtside.losses.policy_gradient import policy_gradient, teacher_gap
+from courtside.losses.policy_gradient import SampledTokenLoss, policy_gradient, teacher_gap
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
-EVERY = [*FULL, *ENDS, *ON_SUPPORT]
+EVERY = [*FULL, *ENDS, *ON_SUPPORT, *WITHOUT_CLOSED_FORM, *TOTAL_VARIATION_ON_SUPPORT]
 SMALL = ChunkPlan(chunk=3, part=2)
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,9 +55,11 @@ HEADS: dict[str, dict[str, Any]] = {
 def through(
     case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SMALL, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
-    into = room(case)
-    asked = case.asked(divergence, **options)
-    return fused_linear_divergence(case.student, case.teacher, asked, into=into, plan=plan), into
+    into = zero_gradient(case)
+    spec = case.spec(divergence, **options)
+    return fused_linear_divergence(
+        case.student, case.teacher, spec, head_gradient=into, plan=plan
+    ), into
 
 
 def log_probs(case: Case) -> list[Tensor]:
@@ -75,34 +80,34 @@ def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None, he
 
 @pytest.mark.parametrize("divergence", EVERY, ids=label)
 def test_the_losses_on_log_probs_agree(divergence: DivergenceSpec) -> None:
-    """A second witness: `full` and `top_k`, differentiated by autograd."""
+    """A second witness: the losses on log-probs, differentiated by autograd."""
     case = make_case(sizes=(6, 6))
     hidden_ND = case.student.hidden_ND.requires_grad_()
     logp_NV, logq_NV = log_probs(case)
-    parameters = {"name": divergence.name, "beta": divergence.beta, "alpha": divergence.alpha}
     on = divergence.support
     ours, _ = through(case, divergence, sampled=False)
-    assert ours.found is not None
+    assert ours.divergence is not None
     if on is None:
-        value_N = full_divergence(logp_NV, logq_NV, **parameters)
+        value_N = divergence.value(logp_NV, logq_NV, None)
     else:
         ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=on.k, of=on.of)
         logp_NK, logq_NK = logp_NV.gather(-1, ids_NK), logq_NV.gather(-1, ids_NK)
-        value_N = top_k_divergence(logp_NK, logq_NK, keep_NK, form=on.form, **parameters)
-        assert_close(ours.found.student_mass_N, support_mass(logp_NK, keep_NK).detach())
-        assert_close(ours.found.teacher_mass_N, support_mass(logq_NK, keep_NK).detach())
-        assert_close(ours.found.overlap_N, overlap(logp_NV, logq_NV, on.k).detach())
+        value_N = divergence.value(logp_NK, logq_NK, keep_NK)
+        assert_close(ours.divergence.student_mass_N, support_mass(logp_NK, keep_NK).detach())
+        assert_close(ours.divergence.teacher_mass_N, support_mass(logq_NK, keep_NK).detach())
+        assert_close(ours.divergence.overlap_N, overlap(logp_NV, logq_NV, on.k).detach())
     (gradient_ND,) = torch.autograd.grad((value_N * case.weight_N).sum(), hidden_ND)
     on_N = case.weight_N > 0
-    assert_close(ours.found.value_N[on_N], value_N[on_N].detach(), rtol=1e-9, atol=1e-12)
+    assert_close(ours.divergence.value_N[on_N], value_N[on_N].detach(), rtol=1e-9, atol=1e-12)
     assert_close(ours.hidden_gradient_ND, gradient_ND, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", ["tail", "stop_gradient", "renormalized", "naive"])
 def test_a_cap_on_words_of_a_support(form: str) -> None:
     case = make_case(num_rows=4)
-    on = Support(k=5, of="joint", form=form, clip=0.02)
-    ours, _ = through(case, DivergenceSpec(name="reverse_kl", support=on), sampled=False)
+    on = Support(k=5, of="joint", form=form)
+    spec = DivergenceSpec(name="reverse_kl", support=on, clip=0.02)
+    ours, _ = through(case, spec, sampled=False)
     hidden_ND = case.student.hidden_ND.requires_grad_()
     logp_NV, logq_NV = log_probs(case)
     ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=5, of="joint")
@@ -118,14 +123,14 @@ def test_a_cap_on_words_of_a_support(form: str) -> None:
 def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
     """Also where next to nothing is left for the tail, and where words are listed twice."""
     logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
-    ids_NK, keep_NK, _ = select_support(logp_NV, logq_NV, Support(k=7, of="joint", form="tail"))
+    ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=7, of="joint")
     logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
     right_N = top_k_divergence(logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail")
     (gradient_NK,) = torch.autograd.grad(right_N.sum(), logp_NK)
-    value_N, found_NK = reverse_kl_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
+    value_N, ours_NK = reverse_kl_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
     assert not bool(keep_NK.all())
     assert_close(value_N, right_N.detach(), rtol=1e-9, atol=1e-12)
-    assert_close(found_NK, gradient_NK, rtol=1e-9, atol=1e-12)
+    assert_close(ours_NK, gradient_NK, rtol=1e-9, atol=1e-12)
 
 
 # ── what does not change the result ──────────────────────────────────────────────────────────────
@@ -150,8 +155,8 @@ def test_chunks_do_not_change_anything(
     for name in (field.name for field in fields(TokenStatistics)):
         close(getattr(ours.statistics, name), getattr(whole.statistics, name))
     if divergence is not None:
-        assert ours.found is not None and whole.found is not None
-        close(ours.found.value_N, whole.found.value_N)
+        assert ours.divergence is not None and whole.divergence is not None
+        close(ours.divergence.value_N, whole.divergence.value_N)
 
 
 def test_blocks_do_not_change_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +179,8 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     case.teacher.hidden_ND[off_N] = torch.nan
     ours, head = through(case, divergence, sampled=sampled)
     assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
-    assert ours.found is not None and right.found is not None
-    assert torch.equal(ours.found.value_N, right.found.value_N)
+    assert ours.divergence is not None and right.divergence is not None
+    assert torch.equal(ours.divergence.value_N, right.divergence.value_N)
     assert torch.equal(ours.hidden_gradient_ND, right.hidden_gradient_ND)
     assert torch.equal(head.weight_VD, right_head.weight_VD)
     if not sampled:
@@ -187,8 +192,10 @@ def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> Non
     case = make_case()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = through(case, divergence)
-    assert ours.found is not None
-    assert bool(ours.found.value_N[0].isnan()) and bool(ours.hidden_gradient_ND[0].isnan().all())
+    assert ours.divergence is not None
+    assert bool(ours.divergence.value_N[0].isnan()) and bool(
+        ours.hidden_gradient_ND[0].isnan().all()
+    )
     assert bool(ours.hidden_gradient_ND[1:].isfinite().all())
 
 
@@ -203,20 +210,22 @@ def test_one_head_for_both(divergence: DivergenceSpec) -> None:
     assert max(off.values()) < 1e-9, off
     case = replace(case, teacher=replace(case.student))
     ours, into = through(case, divergence, sampled=False)
-    assert ours.found is not None
+    assert ours.divergence is not None
     # In float64 the tail of a support has a floor of 2e-15, which a value may show.
-    assert float(ours.found.value_N.abs().max()) < 1e-12
-    if divergence.support is None:
+    assert float(ours.divergence.value_N.abs().max()) < 1e-12
+    if divergence.support is None and divergence.name != "total_variation":  # has a kink there
         assert float(into.weight_VD.abs().max()) < 1e-14
 
 
 def test_a_frozen_head_saves_its_gradient_and_nothing_else() -> None:
     case = make_case(bias=True)
     trained, into = through(case, FULL[0])
-    frozen = fused_linear_divergence(case.student, case.teacher, case.asked(FULL[0]), plan=SMALL)
+    frozen = fused_linear_divergence(case.student, case.teacher, case.spec(FULL[0]), plan=SMALL)
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
     twice = HeadGradient(weight_VD=into.weight_VD.clone(), bias_V=into.bias_V.clone())
-    fused_linear_divergence(case.student, case.teacher, case.asked(FULL[0]), into=twice, plan=SMALL)
+    fused_linear_divergence(
+        case.student, case.teacher, case.spec(FULL[0]), head_gradient=twice, plan=SMALL
+    )
     assert_close(twice.weight_VD, 2 * into.weight_VD)  # added, not set
     assert_close(twice.bias_V, 2 * into.bias_V)
 
@@ -229,7 +238,7 @@ def test_an_adapter_on_a_frozen_head_saves_the_gradient_of_the_weight() -> None:
     into = HeadGradient(down_RD=torch.zeros_like(low.down_RD), up_VR=torch.zeros_like(low.up_VR))
     for times in (1, 2):  # added, not set
         ours = fused_linear_divergence(
-            case.student, case.teacher, case.asked(FULL[0]), into=into, plan=SMALL
+            case.student, case.teacher, case.spec(FULL[0]), head_gradient=into, plan=SMALL
         )
         assert_close(into.down_RD, times * right.down_RD)
         assert_close(into.up_VR, times * right.up_VR)
@@ -265,46 +274,54 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec |
     """Policy gradient with an importance ratio and a baseline, which need log π and KL(π‖q)."""
     case = make_case(sizes=(6, 6))
     sampler_logp_N = -torch.rand(7, dtype=torch.float64) - 2.5
-    seen: list[slice] = []
-
-    def coefficient(rows: slice, found: TokenStatistics) -> Tensor:
-        seen.append(rows)
-        assert found.teacher_logp_N is not None and found.reverse_kl_N is not None
-        with torch.enable_grad():
-            logp_N = found.student_logp_N.requires_grad_()
-            advantage_N = teacher_gap(
-                found.teacher_logp_N, sampler_logp_N[rows], baseline_T=-found.reverse_kl_N
-            )
-            loss_N = policy_gradient(
-                logp_N, advantage_N, sampler_logp_T=sampler_logp_N[rows], clip=(0.2, 0.3)
-            )
-            (gradient_N,) = torch.autograd.grad(loss_N.sum() / 7, logp_N)
-        return gradient_N
-
-    asked = replace(case.asked(divergence), sampled=coefficient)
-    ours = fused_linear_divergence(case.student, case.teacher, asked, plan=SMALL)
-    assert [n for rows in seen for n in range(rows.start, rows.stop)] == list(range(7))
-    right = expected(case, None, sampled=False)
-    fixed_N = coefficient(
-        slice(0, 7),
-        TokenStatistics(
-            student_logp_N=right.student_logp_N,
-            student_entropy_N=right.student_entropy_N,
-            teacher_logp_N=right.teacher_logp_N,
-            reverse_kl_N=right.reverse_kl_N,
-        ),
+    teacher_logp_N = expected(case, None).teacher_logp_N
+    loss = SampledTokenLoss(
+        weight_N=torch.full((7,), 1 / 7, dtype=torch.float64),
+        advantage_N=teacher_gap(teacher_logp_N, sampler_logp_N),
+        sampler_logp_N=sampler_logp_N,
+        clip=(0.2, 0.3),
+        baseline=True,
     )
+    spec = replace(case.spec(divergence), sampled=(loss,))
+    ours = fused_linear_divergence(case.student, case.teacher, spec, plan=SMALL)
+    right = expected(case, None, sampled=False)
+    logp_N = right.student_logp_N.requires_grad_()
+    advantage_N = teacher_gap(teacher_logp_N, sampler_logp_N, baseline_T=-right.reverse_kl_N)
+    loss_N = policy_gradient(logp_N, advantage_N, sampler_logp_T=sampler_logp_N, clip=(0.2, 0.3))
+    (fixed_N,) = torch.autograd.grad(loss_N.sum() / 7, logp_N)
     assert fixed_N.any() and not fixed_N.all(), "a clip that acts on some"
     right = expected(replace(case, coefficient_N=fixed_N), divergence)
     assert_close(ours.hidden_gradient_ND, right.hidden_ND, rtol=1e-8, atol=1e-12)
 
 
+def test_rows_without_weight_may_have_nan_in_a_sampled_loss() -> None:
+    """No advantage, no sampler: the row adds nothing, and no NaN reaches the others."""
+    case = make_case()
+    sampler_logp_N = -torch.rand(7, dtype=torch.float64) - 2.5
+    weight_N = torch.ones(7, dtype=torch.float64)
+    weight_N[3] = 0.0
+    loss = SampledTokenLoss(
+        weight_N=weight_N, advantage_N=case.coefficient_N, sampler_logp_N=sampler_logp_N
+    )
+    right = fused_linear_divergence(
+        case.student, None, replace(case.spec(None), sampled=(loss,)), plan=SMALL
+    )
+    loss.advantage_N[3] = sampler_logp_N[3] = torch.nan
+    ours = fused_linear_divergence(
+        case.student, None, replace(case.spec(None), sampled=(loss,)), plan=SMALL
+    )
+    assert torch.equal(ours.hidden_gradient_ND, right.hidden_gradient_ND)
+    assert not ours.hidden_gradient_ND[3].any()
+
+
 def test_without_a_teacher_only_the_sampled_words_count() -> None:
     case = make_case()
-    into = room(case)
-    ours = fused_linear_divergence(case.student, None, case.asked(None), into=into, plan=SMALL)
+    into = zero_gradient(case)
+    ours = fused_linear_divergence(
+        case.student, None, case.spec(None), head_gradient=into, plan=SMALL
+    )
     off = differences(ours, into, expected(case, None))
-    assert max(off.values()) < 1e-9 and ours.found is None
+    assert max(off.values()) < 1e-9 and ours.divergence is None
     assert ours.statistics.teacher_logp_N is ours.statistics.reverse_kl_N is None
     assert "teacher_logp_N" not in off
 
@@ -312,7 +329,7 @@ def test_without_a_teacher_only_the_sampled_words_count() -> None:
 def test_nothing_asked_is_a_gradient_of_zero() -> None:
     case = make_case()
     ours = fused_linear_divergence(
-        case.student, case.teacher, case.asked(None, sampled=False), plan=SMALL
+        case.student, case.teacher, case.spec(None, sampled=False), plan=SMALL
     )
     assert not ours.hidden_gradient_ND.any()
     assert_close(ours.statistics.reverse_kl_N, expected(case, None).reverse_kl_N)
@@ -364,7 +381,7 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
 def test_hidden_states_may_have_another_dtype_than_the_head() -> None:
     case = make_case().to(torch.float32)
     low = replace(case.student, weight_VD=case.student.weight_VD.bfloat16())
-    ours = fused_linear_divergence(low, case.teacher, case.asked(FULL[0]), plan=SMALL)
+    ours = fused_linear_divergence(low, case.teacher, case.spec(FULL[0]), plan=SMALL)
     assert ours.hidden_gradient_ND.dtype == torch.float32
     right = expected(replace(case, student=low), FULL[0])
     assert float((ours.hidden_gradient_ND - right.hidden_ND).norm() / right.hidden_ND.norm()) < 2e-2
@@ -374,19 +391,99 @@ def test_hidden_states_may_have_another_dtype_than_the_head() -> None:
 def test_extreme_logits_stay_finite(divergence: DivergenceSpec) -> None:
     case = make_case(spread=1e4).to(torch.float32)
     ours, into = through(case, divergence)
-    assert ours.found is not None
-    for found in (ours.found.value_N, ours.hidden_gradient_ND, into.weight_VD,
+    assert ours.divergence is not None
+    for found in (ours.divergence.value_N, ours.hidden_gradient_ND, into.weight_VD,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
         assert bool(found.isfinite().all())
 
 
-def test_ties_are_broken_as_in_top_k() -> None:
-    torch.manual_seed(0)
-    student_NV, teacher_NV = (torch.randint(4, (50, 40)).double().log_softmax(-1) for _ in range(2))
-    for of in ("teacher", "student", "joint"):
-        right = top_k_ids(student_NV, teacher_NV, k=6, of=of)
-        ids_NK, keep_NK, share_N = select_support(
-            student_NV, teacher_NV, Support(k=6, of=of, form="tail")
-        )
-        assert torch.equal(ids_NK, right[0]) and torch.equal(keep_NK, right[1])
-        assert_close(share_N.double(), overlap(student_NV, teacher_NV, 6), rtol=1e-6, atol=0)
+# ── other targets ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.5])
+@pytest.mark.parametrize("divergence", [*FULL, WITHOUT_CLOSED_FORM[0]], ids=label)
+@pytest.mark.parametrize("head", HEADS)
+def test_an_extrapolated_target(divergence: DivergenceSpec, lam: float, head: str) -> None:
+    """q^λ·ref^(1−λ), normalized: as a teacher whose logits are those of the mixture."""
+    case = make_case(**HEADS[head])
+    other = make_case(seed=1, **HEADS[head]).teacher
+    target = Extrapolation(teacher=case.teacher, reference=other, lam=lam)
+    logq_NV, reference_NV = (
+        teacher_log_probs(replace(case, teacher=side)) for side in (case.teacher, other)
+    )
+    mixed_NV = (lam * logq_NV + (1 - lam) * reference_NV).log_softmax(-1)
+    copied = replace(
+        case.teacher, hidden_ND=mixed_NV * case.temperature_N[:, None], scale=1.0, softcap=None,
+        weight_VD=torch.eye(mixed_NV.shape[1]).double(), bias_V=None, low_rank=None,
+    )  # fmt: skip
+    ours = fused_linear_divergence(case.student, target, case.spec(divergence), plan=SMALL)
+    right = expected(replace(case, teacher=copied), divergence)
+    off = differences(ours, None, right)
+    assert max(off.values()) < 1e-9, off
+
+
+def teacher_log_probs(case: Case) -> Tensor:
+    """[N, V] from the statistics of one token at a time."""
+    vocab_size = len(case.student.weight_VD)
+    columns = []
+    for token in range(vocab_size):
+        one = replace(case, ids_N=torch.full_like(case.ids_N, token))
+        columns.append(expected(one, None).teacher_logp_N)
+    return torch.stack(columns, dim=-1)
+
+
+TOP_K_FORMS = [
+    ("reverse_kl", {}, ("tail", "stop_gradient", "renormalized", "naive")),
+    ("forward_kl", {}, ("tail", "stop_gradient", "renormalized", "naive")),
+    ("jsd", {"beta": 0.3}, ("tail", "renormalized")),
+    ("skew_reverse_kl", {"alpha": 0.2}, ("tail", "renormalized")),
+    ("total_variation", {}, ("tail", "renormalized")),
+]
+
+
+@pytest.mark.parametrize("head", ["plain", "both adapted"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize(
+    ("name", "parameters", "form"), [(n, p, f) for n, p, forms in TOP_K_FORMS for f in forms]
+)
+def test_a_teacher_of_which_only_the_top_k_are_known(
+    name: str, parameters: dict[str, float], form: Any, clip: float | None, head: str
+) -> None:
+    """The value and the gradient that its hidden states give, from k of the K that it gives."""
+    case = make_case(**HEADS[head])
+    top = teacher_log_probs(case).topk(6, dim=-1)
+    target = TopKTarget(ids_NK=top.indices, logp_NK=top.values)
+    support = Support(k=4, of="teacher", form=form)
+    divergence = DivergenceSpec(name=name, parameters=parameters, support=support, clip=clip)
+    into = zero_gradient(case)
+    ours = fused_linear_divergence(
+        case.student, target, case.spec(divergence), head_gradient=into, plan=SMALL
+    )
+    right, right_head = through(case, divergence)
+    assert ours.divergence is not None and right.divergence is not None
+    for field in fields(ours.divergence):
+        assert_close(getattr(ours.divergence, field.name), getattr(right.divergence, field.name))
+    assert_close(ours.hidden_gradient_ND, right.hidden_gradient_ND, rtol=1e-9, atol=1e-12)
+    assert_close(into.weight_VD, right_head.weight_VD, rtol=1e-9, atol=1e-12)
+    assert_close(ours.statistics.student_entropy_N, right.statistics.student_entropy_N)
+    assert ours.statistics.reverse_kl_N is ours.statistics.teacher_entropy_N is None
+
+
+def test_what_a_top_k_teacher_cannot_serve_is_refused() -> None:
+    case = make_case()
+    top = teacher_log_probs(case).topk(6, dim=-1)
+    target = TopKTarget(ids_NK=top.indices, logp_NK=top.values)
+
+    def refused(divergence: DivergenceSpec, says: str) -> None:
+        with pytest.raises(AssertionError, match=says):
+            fused_linear_divergence(case.student, target, case.spec(divergence))
+
+    refused(FULL[0], "whole vocabulary needs its hidden states")
+    for of in ("student", "joint"):
+        on = Support(k=4, of=of, form="tail")
+        refused(DivergenceSpec(name="reverse_kl", support=on), "use of = 'teacher'")
+    on = Support(k=7, of="teacher", form="tail")
+    refused(DivergenceSpec(name="reverse_kl", support=on), "support.k = 7.* 6 most likely")
+    loss = replace(case.sampled_loss(), baseline=True)
+    with pytest.raises(AssertionError, match="a baseline needs"):
+        fused_linear_divergence(case.student, target, replace(case.spec(None), sampled=(loss,)))

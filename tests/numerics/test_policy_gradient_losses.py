@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import references as textbook
@@ -15,9 +16,13 @@ from strategies import logit_pairs
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses.cross_entropy import cross_entropy
-from courtside.losses.policy_gradient import group_advantage, policy_gradient, teacher_gap
-from courtside.losses.sampled import kl_estimate, sampled_reverse_kl
+from courtside.losses.policy_gradient import (
+    SampledTokenLoss,
+    group_advantage,
+    policy_gradient,
+    sampled_token_coefficients,
+    teacher_gap,
+)
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 close = partial(assert_close, rtol=1e-9, atol=1e-12)
@@ -65,7 +70,7 @@ def test_expected_gradient_of_the_sampled_forms_is_that_of_the_kl(
         gap_V = teacher_gap(teacher_V, student_logp_V)
         exact_V = kl_gradient(student_V, teacher_V)
         for loss in (
-            lambda logp_V, q=teacher_V: sampled_reverse_kl(logp_V, q),
+            lambda logp_V, q=teacher_V: textbook.sampled_reverse_kl(logp_V, q),
             lambda logp_V, a=gap_V: policy_gradient(logp_V, a),
             lambda logp_V, a=gap_V, mu=student_logp_V: policy_gradient(
                 logp_V, a, sampler_logp_T=mu
@@ -74,24 +79,9 @@ def test_expected_gradient_of_the_sampled_forms_is_that_of_the_kl(
             close(expected(gradients_by_word(loss, student_V), student_logp_V), exact_V)
 
 
-def test_sampled_reverse_kl_and_its_estimate_by_hand() -> None:
-    student_T = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    teacher_T = torch.tensor([-3.0, -0.5], dtype=torch.float64, requires_grad=True)
-    loss_T = sampled_reverse_kl(student_T, teacher_T)
-    close(loss_T, torch.tensor([2.0 * -1.0, -1.5 * -2.0], dtype=torch.float64))
-    gradient_T, unwanted = torch.autograd.grad(
-        loss_T.sum(), (student_T, teacher_T), allow_unused=True
-    )
-    close(gradient_T, torch.tensor([2.0, -1.5], dtype=torch.float64))
-    assert unwanted is None
-    estimate_T = kl_estimate(student_T, teacher_T)
-    assert not estimate_T.requires_grad
-    close(estimate_T, torch.tensor([2.0, -1.5], dtype=torch.float64))
-
-
 def test_the_mean_of_the_estimate_is_the_kl_of_the_sampler() -> None:
     _, teacher_V, sampler_V = three_policies()
-    mean = (sampler_V.exp() * kl_estimate(sampler_V, teacher_V)).sum()
+    mean = (sampler_V.exp() * -teacher_gap(teacher_V, sampler_V)).sum()
     close(mean, textbook.reverse_kl(list(sampler_V.exp()), list(teacher_V.exp())))
 
 
@@ -269,8 +259,43 @@ def test_cross_entropy_of_a_text_by_hand() -> None:
     logits_TV = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     text_T = torch.tensor([3, 0, 0, 4])
     logp_T = logits_TV.log_softmax(-1).gather(-1, text_T[:, None])[:, 0]
-    (gradient_TV,) = torch.autograd.grad(cross_entropy(logp_T).sum(), logits_TV)
+    ones_T = torch.ones(4, dtype=torch.float64)
+    loss_T = SampledTokenLoss(weight_N=ones_T, advantage_N=ones_T).per_token(logp_T, None)
+    (gradient_TV,) = torch.autograd.grad(loss_T.sum(), logits_TV, retain_graph=True)
     words = [textbook.softmax_by_hand(row) for row in logits_TV]
     expected_T = -torch.stack([torch.log(p[y]) for p, y in zip(words, text_T, strict=True)])
-    close(cross_entropy(logp_T), expected_T)
+    close(loss_T, expected_T)
     close(gradient_TV, torch.autograd.grad(expected_T.sum(), logits_TV)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio"),
+    [({}, False), ({}, True), ({"truncate": 0.9}, True), ({"clip": (0.1, 0.2)}, True)],
+)
+@pytest.mark.parametrize("baseline", [False, True])
+def test_coefficients_are_the_gradient_of_all_losses_together(
+    options: dict[str, Any], ratio: bool, baseline: bool
+) -> None:
+    logp_N, sampler_N = (-torch.rand(9, dtype=torch.float64) - 1 for _ in range(2))
+    advantage_N, kl_N = torch.randn(9, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
+    weight_N = torch.tensor([0.5, 0.0, 2.0] * 3, dtype=torch.float64)
+    loss = SampledTokenLoss(
+        weight_N=weight_N, advantage_N=advantage_N, sampler_logp_N=sampler_N if ratio else None,
+        baseline=baseline, **options,
+    )  # fmt: skip
+    ones_N = torch.ones(9, dtype=torch.float64)
+    other = SampledTokenLoss(weight_N=ones_N, advantage_N=ones_N)
+    assert loss.needs_statistics == (ratio or baseline) and not other.needs_statistics
+    ours_N = sampled_token_coefficients([loss, other], logp_N, kl_N)
+    centered_N = advantage_N + kl_N if baseline else advantage_N
+    ratio_N = (logp_N - sampler_N).exp() if ratio else ones_N
+    moves_N = ones_N
+    if "clip" in options:
+        clipped_N = ratio_N.clamp(0.9, 1.2)
+        moves_N = (ratio_N * centered_N <= clipped_N * centered_N).double()
+        assert 0 < float(moves_N.sum()) < 9, "a clip that acts on some"
+    ratio_N = ratio_N.clamp(max=options.get("truncate", math.inf))
+    close(ours_N, -weight_N * moves_N * ratio_N * centered_N - 1)
+    rows = slice(3, 7)
+    part_N = sampled_token_coefficients([loss.select_rows(rows)], logp_N[rows], kl_N[rows])
+    close(part_N, ours_N[rows] + 1)

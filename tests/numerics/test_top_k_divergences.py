@@ -17,12 +17,14 @@ from strategies import logit_pairs
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses import divergences, top_k
+from courtside.losses import top_k
+from courtside.losses.full_vocabulary import divergence
 from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
 
 close = partial(assert_close, rtol=1e-8, atol=1e-11)
 OPTIONS = [("reverse_kl", {}), ("forward_kl", {}), ("jsd", {"beta": 0.3}),
-           ("skew_forward_kl", {"alpha": 0.2}), ("skew_reverse_kl", {"alpha": 0.2})]  # fmt: skip
+           ("skew_forward_kl", {"alpha": 0.2}), ("skew_reverse_kl", {"alpha": 0.2}),
+           ("total_variation", {})]  # fmt: skip
 OF = ("teacher", "student", "joint")
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 
@@ -98,9 +100,7 @@ def test_every_form_is_its_textbook_formula(
 def test_a_support_of_the_whole_vocabulary_gives_the_full_divergence(
     name: str, options: dict[str, float], pair: tuple[Tensor, Tensor], of: str
 ) -> None:
-    expected_T, expected_gradient_TV = of_ours(
-        partial(divergences.divergence, name=name, **options), *pair
-    )
+    expected_T, expected_gradient_TV = of_ours(partial(divergence, name=name, **options), *pair)
     for form in forms_of(name):
         ours = partial(on_support, k=pair[0].shape[-1], of=of, form=form, name=name, **options)
         value_T, gradient_TV = of_ours(ours, *pair)
@@ -211,7 +211,7 @@ def test_a_student_at_one_e_th_of_the_teachers_mass_can_be_told_from_the_masses(
 @pytest.mark.parametrize(
     ("name", "form", "says"),
     [
-        ("reverse_kl", "naive", r"\+1 per word .* 1/e of the teacher's mass"),
+        ("reverse_kl", "naive", r"\+1 per token .* 1/e of the teacher's mass"),
         ("forward_kl", "naive", "renormalized"),
         ("forward_kl", "stop_gradient", "renormalized"),
     ],
@@ -219,7 +219,7 @@ def test_a_student_at_one_e_th_of_the_teachers_mass_can_be_told_from_the_masses(
 def test_forms_with_a_wrong_fixed_point_warn_once_and_say_why(
     name: str, form: str, says: str
 ) -> None:
-    top_k._warn_of_fixed_point.cache_clear()
+    top_k._warn_of_bias.cache_clear()
     logp_TV = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
     ours = partial(on_support, logp_TV, logp_TV, k=2, of="teacher", form=form, name=name)
     with pytest.warns(UserWarning, match=says):
@@ -249,5 +249,5 @@ def test_unknown_forms_supports_and_too_large_k_are_refused() -> None:
         ours(k=2, of="teacher", form="bucket")
     with pytest.raises(ValueError, match="both"):
         ours(k=2, of="both", form="tail")
-    with pytest.raises(ValueError, match="3 words"):
+    with pytest.raises(ValueError, match="3 tokens"):
         ours(k=4, of="teacher", form="tail")

@@ -19,27 +19,34 @@ from linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,
+    TOTAL_VARIATION_ON_SUPPORT,
+    WITHOUT_CLOSED_FORM,
     Case,
     differences,
     exact_case,
     expected,
     label,
     make_case,
-    room,
+    zero_gradient,
 )
-from torch import Tensor
 from torch.testing import assert_close
 
 import courtside
 from courtside.errors import RunError
-from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
+from courtside.losses.fused.closed_forms import CLOSED_FORMS, as_closed_form
+from courtside.losses.fused.linear_divergence import (
+    ChunkPlan,
+    choose_backend,
+    fused_linear_divergence,
+)
 from courtside.losses.fused.types import (
     DivergenceSpec,
     HeadGradient,
     HeadLoss,
     Support,
-    TokenStatistics,
+    TopKTarget,
 )
+from courtside.losses.policy_gradient import SampledTokenLoss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "triton" not in sys.modules:
@@ -55,7 +62,11 @@ pytestmark = [
     # Of words past the end of a row, in the interpreter; they are never stored.
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
 ]
-EVERY = [*FULL, *ENDS, *ON_SUPPORT]
+EVERY = [
+    divergence
+    for divergence in (*FULL, *ENDS, *ON_SUPPORT, *TOTAL_VARIATION_ON_SUPPORT)
+    if divergence.support is not None or as_closed_form(divergence) is not None
+]
 SMALL = ChunkPlan(chunk=4, part=3)
 TILE = 32 * 4
 """Words in a tile of float32 on one warp, the smallest there is."""
@@ -75,10 +86,10 @@ def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 def through(
     case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan = SMALL, **options: Any
 ) -> tuple[HeadLoss, HeadGradient]:
-    into = room(case)
-    asked = case.asked(divergence, **options)
+    into = zero_gradient(case)
+    spec = case.spec(divergence, **options)
     ours = fused_linear_divergence(
-        case.student, case.teacher, asked, into=into, plan=plan, backend="triton"
+        case.student, case.teacher, spec, head_gradient=into, plan=plan, backend="triton"
     )
     return ours, into
 
@@ -133,8 +144,8 @@ def test_words_that_both_sides_have_and_that_were_sampled(divergence: Divergence
     ids_N = (student.hidden_ND @ student.weight_VD.t()).argmax(-1)
     case = replace(case, teacher=teacher, ids_N=ids_N)
     ours, into = through(case, divergence)
-    assert ours.found is not None and ours.found.overlap_N is not None
-    assert 0 < float(ours.found.overlap_N.mean()) < 1
+    assert ours.divergence is not None and ours.divergence.overlap_N is not None
+    assert 0 < float(ours.divergence.overlap_N.mean()) < 1
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -218,10 +229,10 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     case.teacher.hidden_ND[off_N] = torch.nan
     ours, head = through(case, divergence, sampled=sampled)
     assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
-    assert ours.found is not None and right.found is not None
+    assert ours.divergence is not None and right.divergence is not None
     # Where the sampled word is on the support, it is rounded in another place: no exact equality.
     close = partial(assert_close, rtol=1e-5, atol=1e-7)
-    close(ours.found.value_N, right.found.value_N)
+    close(ours.divergence.value_N, right.divergence.value_N)
     close(ours.hidden_gradient_ND, right.hidden_gradient_ND)
     close(head.weight_VD, right_head.weight_VD)
     if not sampled:
@@ -233,8 +244,10 @@ def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> Non
     case = small()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = through(case, divergence)
-    assert ours.found is not None
-    assert bool(ours.found.value_N[0].isnan()) and bool(ours.hidden_gradient_ND[0].isnan().all())
+    assert ours.divergence is not None
+    assert bool(ours.divergence.value_N[0].isnan()) and bool(
+        ours.hidden_gradient_ND[0].isnan().all()
+    )
     assert bool(ours.hidden_gradient_ND[1:].isfinite().all())
 
 
@@ -251,29 +264,84 @@ def test_chunks_do_not_change_anything(divergence: DivergenceSpec | None, plan: 
 
 @pytest.mark.parametrize("divergence", [None, FULL[1], FULL[3], ON_SUPPORT[0]], ids=str)
 def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec | None) -> None:
-    """The kernel in two halves, the caller between them."""
+    """The statistics run, then the gradient run: an importance ratio and a baseline."""
     case = small()
-
-    def coefficient(rows: slice, found: TokenStatistics) -> Tensor:
-        assert found.reverse_kl_N is not None
-        return found.student_logp_N.exp() * found.reverse_kl_N / 7
-
-    asked = replace(case.asked(divergence), sampled=coefficient)
-    ours = fused_linear_divergence(case.student, case.teacher, asked, plan=SMALL, backend="triton")
-    found = expected(case, None)
-    fixed_N = found.student_logp_N.exp() * found.reverse_kl_N / 7
+    rows = len(case.ids_N)
+    loss = SampledTokenLoss(
+        weight_N=torch.full_like(case.coefficient_N, 1 / 7),
+        advantage_N=case.coefficient_N,
+        sampler_logp_N=torch.full_like(case.coefficient_N, -2.5),
+        baseline=True,
+    )
+    spec = replace(case.spec(divergence), sampled=(loss,))
+    ours = fused_linear_divergence(case.student, case.teacher, spec, plan=SMALL, backend="triton")
+    plain = expected(case, None)
+    advantage_N = case.coefficient_N.double().cpu() + plain.reverse_kl_N
+    fixed_N = -(plain.student_logp_N + 2.5).exp() * advantage_N / 7
+    assert fixed_N.shape == (rows,)
     right = expected(replace(case, coefficient_N=fixed_N), divergence)
     assert_close(ours.hidden_gradient_ND.double().cpu(), right.hidden_ND, rtol=1e-4, atol=1e-6)
 
 
+def test_there_is_a_kernel_for_every_closed_form_and_torch_for_the_others() -> None:
+    assert triton_backend.FORMS.keys() == CLOSED_FORMS.keys()
+    if DEVICE == "cuda":
+        weight_VD = torch.empty(2, 2, device=DEVICE)
+        assert choose_backend(weight_VD, FULL[0]) == "triton"
+        assert choose_backend(weight_VD, TOTAL_VARIATION_ON_SUPPORT[0]) == "triton"
+        for divergence in WITHOUT_CLOSED_FORM:
+            assert choose_backend(weight_VD, divergence) == "torch"
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize("head", [{}, {"scale": 1.7, "softcap": 2.0}], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "divergence",
+    [d for d in (*ON_SUPPORT, *TOTAL_VARIATION_ON_SUPPORT) if d.support.of == "teacher"],
+    ids=label,
+)
+def test_a_teacher_of_which_only_the_top_k_are_known(
+    divergence: DivergenceSpec, head: dict[str, Any], with_kernels: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(triton_backend, "TOP_K_KERNELS", with_kernels)
+    case = small(vocab_size=4 * TILE + 37, **head)
+    vocab_size, teacher = len(case.student.weight_VD), case.teacher
+    logits_NV = teacher.hidden_ND.double() @ teacher.weight_VD[:vocab_size].double().t()
+    logits_NV = logits_NV * teacher.scale
+    if teacher.softcap is not None:
+        logits_NV = teacher.softcap * torch.tanh(logits_NV / teacher.softcap)
+    top = (logits_NV / case.temperature_N[:, None]).log_softmax(-1).topk(5, dim=-1)
+    target = TopKTarget(ids_NK=top.indices, logp_NK=top.values.float())
+    into = zero_gradient(case)
+    ours = fused_linear_divergence(
+        case.student, target, case.spec(divergence), head_gradient=into, plan=SMALL,
+        backend="triton",
+    )  # fmt: skip
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+    right, _ = through(case, divergence)
+    assert ours.divergence is not None and right.divergence is not None
+    assert_close(ours.divergence.overlap_N, right.divergence.overlap_N)
+    assert_close(ours.divergence.teacher_mass_N, right.divergence.teacher_mass_N)
+
+
+@pytest.mark.parametrize("divergence", ON_SUPPORT[::3], ids=label)
+def test_a_support_without_its_kernels(divergence: DivergenceSpec, monkeypatch: Any) -> None:
+    monkeypatch.setattr(triton_backend, "TOP_K_KERNELS", False)
+    case = small(vocab_size=4 * TILE + 37)
+    ours, into = through(case, divergence)
+    off = differences(ours, into, expected(case, divergence))
+    assert max(off.values()) < 2e-5, off
+
+
 def test_without_a_teacher_only_the_sampled_words_count() -> None:
     case = small()
-    into = room(case)
+    into = zero_gradient(case)
     ours = fused_linear_divergence(
-        case.student, None, case.asked(None), into=into, plan=SMALL, backend="triton"
+        case.student, None, case.spec(None), head_gradient=into, plan=SMALL, backend="triton"
     )
     off = differences(ours, into, expected(case, None))
-    assert max(off.values()) < 2e-5 and ours.found is None
+    assert max(off.values()) < 2e-5 and ours.divergence is None
     assert ours.statistics.teacher_logp_N is ours.statistics.reverse_kl_N is None
 
 

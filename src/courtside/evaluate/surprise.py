@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from courtside.engines.base import InProcessEngine, ScoreRequest
-from courtside.losses.divergences import entropy
+from courtside.losses.full_vocabulary import entropy
 from courtside.types import Trajectory
 
 CHUNK = 256

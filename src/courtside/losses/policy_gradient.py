@@ -1,12 +1,14 @@
-"""Policy gradient on sampled tokens: π student, μ the sampler that drew them, A an advantage.
+"""Policy gradient on sampled tokens: π student, μ the sampler, A an advantage.
 
-An advantage must depend on which token was sampled. A divergence summed over words does not, and
-as an advantage has an expected gradient of zero: it belongs into a loss of its own.
+An advantage must depend on which token was sampled. A divergence summed over the vocabulary does
+not, and as an advantage has an expected gradient of zero: it belongs into a loss of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ def teacher_gap(
     `baseline_T` is V, what A is on average: −KL(π‖q) at the position, over the whole vocabulary or
     a top-k. It leaves the expected gradient alone, as anything does that does not depend on the
     sampled token. It always lowers the mean square of A, and the variance of the gradient where
-    the student is spread over many words; where it is nearly certain of one, it can raise that.
+    the student is spread over many tokens; where it is nearly certain of one, it can raise that.
     λ > 1 extrapolates beyond the teacher, away from the reference.
 
     Where μ = π this makes the policy gradient that of KL(π‖q). With an older sampler, importance
@@ -75,6 +77,68 @@ def policy_gradient(
     return -ratio_T.detach().clamp(max=limit) * advantage_T * student_logp_T
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokenLoss:
+    """A policy gradient on N sampled tokens as plain tensors, before the student's log-probs exist.
+
+    Cross-entropy is the case A = 1 without a ratio; a preference loss has its coefficient as −A.
+    """
+
+    weight_N: Tensor
+    """Denominator included; the other tensors may be NaN where it is 0."""
+    advantage_N: Tensor
+    sampler_logp_N: Tensor | None = None
+    """None: no importance ratio."""
+    truncate: float | None = None
+    clip: tuple[float, float] | None = None
+    baseline: bool = False
+    """Whether −KL(π‖q) at the position is subtracted from the advantage."""
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether ∂loss/∂log π depends on the student's distribution."""
+        return self.sampler_logp_N is not None or self.baseline
+
+    def select_rows(self, rows: slice) -> SampledTokenLoss:
+        sampler_logp_N = None if self.sampler_logp_N is None else self.sampler_logp_N[rows]
+        return replace(
+            self,
+            weight_N=self.weight_N[rows],
+            advantage_N=self.advantage_N[rows],
+            sampler_logp_N=sampler_logp_N,
+        )
+
+    def per_token(self, student_logp_N: Tensor, reverse_kl_N: Tensor | None) -> Tensor:
+        """`policy_gradient` of each token, not weighted; 0 where the weight is."""
+        on_N = self.weight_N > 0
+
+        def mask(values_N: Tensor) -> Tensor:
+            # Before the loss: a NaN that is masked afterwards is still NaN in the gradient.
+            return torch.where(on_N, values_N, 0.0)
+
+        advantage_N = mask(self.advantage_N)
+        if self.baseline:
+            assert reverse_kl_N is not None, "a baseline needs the teacher's whole distribution"
+            advantage_N = advantage_N + mask(reverse_kl_N)
+        sampler_logp_N = None if self.sampler_logp_N is None else mask(self.sampler_logp_N)
+        return policy_gradient(
+            mask(student_logp_N), advantage_N, sampler_logp_T=sampler_logp_N,
+            truncate=self.truncate, clip=self.clip,
+        )  # fmt: skip
+
+
+def sampled_token_coefficients(
+    losses: Sequence[SampledTokenLoss], student_logp_N: Tensor, reverse_kl_N: Tensor | None
+) -> Tensor:
+    """∂/∂log π of the weighted sum of all `losses`, at each sampled token."""
+    with torch.enable_grad():
+        leaf_N = student_logp_N.detach().requires_grad_()
+        total = sum((loss.weight_N * loss.per_token(leaf_N, reverse_kl_N)).sum() for loss in losses)
+    assert isinstance(total, Tensor)
+    (coefficient_N,) = torch.autograd.grad(total, leaf_N)
+    return coefficient_N
+
+
 def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -> Tensor:
     """Each reward minus the mean of its group, detached; equal `group_N` means the same prompt.
 
@@ -90,7 +154,7 @@ def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -
         # By comparison, not by a zero spread: the mean of equal floats may be an ulp off.
         if bool((rewards_M == rewards_M[0]).all()):
             continue
-        centred_M = rewards_M - rewards_M.mean()
-        spread = centred_M.square().mean().sqrt() if scale_by_std else 1.0
-        advantage_N[in_group_N] = centred_M / spread
+        centered_M = rewards_M - rewards_M.mean()
+        spread = centered_M.square().mean().sqrt() if scale_by_std else 1.0
+        advantage_N[in_group_N] = centered_M / spread
     return advantage_N

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -13,7 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import RefusedValue, Section, Share
+from courtside.losses.divergences import divergence_names, find_divergence
+from courtside.recipe.base import RefusedValue, Section
+
+_DIVERGENCES = f"{', '.join(divergence_names())}, or `module:attribute` for one of your own."
 
 
 class FullSupport(Section):
@@ -24,9 +28,9 @@ class TopKSupport(Section):
     kind: Literal["top_k"]
     k: PositiveInt = 64
     of: Literal["teacher", "student", "joint"] = "teacher"
-    """Whose k likeliest words. `student` is right only near the teacher; its overlap is logged."""
+    """Whose k most likely tokens. `student` is right only near the teacher: overlap is logged."""
     form: Literal["tail", "stop_gradient", "renormalized", "naive"] = "tail"
-    """tail: all other words of both as one class. naive has a wrong fixed point (mass · 1/e)."""
+    """tail: all other tokens of both as one class. naive has a wrong fixed point (mass · 1/e)."""
 
 
 class SampledSupport(RefusedValue):
@@ -61,20 +65,20 @@ class LossBase(Section):
 
 class DivergenceLoss(LossBase):
     kind: Literal["divergence"]
-    divergence: Literal["reverse_kl", "forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl"] = (
-        "reverse_kl"
-    )
-    beta: Share | None = None
+    divergence: str = Field(default="reverse_kl", description=_DIVERGENCES)
+    beta: float | None = None
     """Of jsd: M = β·teacher + (1−β)·student. 0 and 1 are the forward and reverse KL."""
-    alpha: Share | None = None
+    alpha: float | None = None
     """Of the skewed forms: forward KL(q ‖ α·q + (1−α)·π), reverse KL(π ‖ α·π + (1−α)·q)."""
+    parameters: Mapping[str, float] = {}
+    """Of any other divergence: its parameters by name."""
     support: Annotated[FullSupport | TopKSupport | SampledSupport, Field(discriminator="kind")] = (
         FullSupport(kind="full")
     )
     against: Literal["teacher", "reference"] = "teacher"
     """reference: the student before training, to hold it where it was."""
     clip: PositiveFloat | None = None
-    """Cap on the contribution of one word at one position, so that style words do not dominate."""
+    """Cap on the term of one token at one position, so that style tokens do not dominate."""
     entropy_aware: EntropyAware | None = None
     extrapolate: PositiveFloat = 1.0
     """λ: the target is q^λ · ref^(1−λ), normalised; above 1 it goes beyond the teacher."""
@@ -86,30 +90,25 @@ class DivergenceLoss(LossBase):
                 "extrapolate goes from the reference through the teacher; use against "
                 "= 'teacher' with it"
             )
-        skewed = self.divergence.startswith("skew")
-        if (self.beta is not None) != (self.divergence == "jsd"):
+        for name, value in (("beta", self.beta), ("alpha", self.alpha)):
+            if value is not None and name in self.parameters:
+                raise ValueError(f"{name} is set twice; remove it from `parameters`")
+        if ":" not in self.divergence:  # One from outside is imported when the run starts.
+            divergence = find_divergence(self.divergence)
+            divergence.check_parameters(self.divergence_parameters)
+            if self.support.kind == "top_k":
+                divergence.check_form(self.support.form)
+        if self.support.kind == "top_k" and (self.entropy_aware or self.extrapolate != 1.0):
             raise ValueError(
-                "beta belongs to divergence = 'jsd' and to no other; set beta there (0.5 is the "
-                "symmetric one), or remove it"
+                "entropy_aware and extrapolate need the whole distribution; use "
+                "support = { kind = 'full' }"
             )
-        if (self.alpha is not None) != skewed:
-            raise ValueError(
-                "alpha belongs to the skewed divergences and to no other; set alpha there (0.1 is "
-                "common), or remove it"
-            )
-        if self.support.kind == "top_k":
-            mixes = skewed or self.divergence == "jsd"
-            if mixes and self.support.form in ("stop_gradient", "naive"):
-                raise ValueError(
-                    f"support.form = {self.support.form!r} is defined for reverse_kl and "
-                    f"forward_kl; use form = 'tail' with {self.divergence}"
-                )
-            if self.entropy_aware or self.extrapolate != 1.0:
-                raise ValueError(
-                    "entropy_aware and extrapolate need the whole distribution; use "
-                    "support = { kind = 'full' }"
-                )
         return self
+
+    @property
+    def divergence_parameters(self) -> dict[str, float]:
+        fields = {"beta": self.beta, "alpha": self.alpha}
+        return {**{k: v for k, v in fields.items() if v is not None}, **self.parameters}
 
 
 class PolicyGradientLoss(LossBase):
@@ -140,9 +139,9 @@ class PolicyGradientLoss(LossBase):
             return value
         if "top_k" in value or "divergence" in value or "kl" in value:
             raise ValueError(
-                f"{value!r}: a divergence summed over words does not depend on which token was "
-                "sampled, so as an advantage its expected gradient is zero. Use a loss of kind = "
-                "'divergence' to push on whole distributions, or advantage = 'teacher_gap'"
+                f"{value!r}: a divergence summed over the vocabulary does not depend on the "
+                "sampled token, so as an advantage its expected gradient is zero. Use a loss of "
+                "kind = 'divergence' to push on whole distributions, or advantage = 'teacher_gap'"
             )
         raise ValueError(f"{value!r} is not known; use 'teacher_gap' or 'reward'")
 

@@ -27,7 +27,7 @@ from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu.bf16_linear import use_bf16_linear
 from courtside.training.cpu.gradient_buffers import GradientBuffers, use_gradient_buffers
-from courtside.training.head.fused import Heads, backward_through_head
+from courtside.training.head import CastWeights, backward_through_head, check_divergences
 from courtside.training.hint_branches import complete_targets, uses_dropout
 from courtside.training.loss_terms import (
     LossTerm,
@@ -54,7 +54,8 @@ class Student:
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
         )
-        self._heads: Heads | None = None
+        check_divergences(recipe.losses)
+        self._cast_weights: CastWeights | None = None
         """Head weights in the matmul dtype, cast once a step on a CPU, where casting is slow."""
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
@@ -151,7 +152,7 @@ class Student:
             yield
             return
         model, trained = self.weights.model, self.weights.trained().values()
-        self._heads = {}
+        self._cast_weights = {}
         try:
             with (
                 use_gradient_buffers(model, self._gradient_buffers, trained),
@@ -159,7 +160,7 @@ class Student:
             ):
                 yield
         finally:
-            self._heads = None
+            self._cast_weights = None
 
     @cached_property
     def _gradient_buffers(self) -> GradientBuffers:
@@ -217,7 +218,7 @@ class Student:
             tokens = make_token_batch(group, terms, hidden_ND[start:end], trained)
             gradient_ND, logp_N = backward_through_head(
                 tokens, self.head, terms, chunk=self.recipe.train.logits_chunk_tokens,
-                metrics=metrics, heads=self._heads,
+                metrics=metrics, cast_weights=self._cast_weights,
             )  # fmt: skip
             gradients.append(gradient_ND)
             logps.append(logp_N)

@@ -1,8 +1,8 @@
-"""The trained positions of a micro-batch as flat tensors, one row a position."""
+"""The trained tokens of a micro-batch as flat tensors, one row per position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,160 +19,151 @@ class TokenBatch:
     """N positions that share a teacher."""
 
     hidden_ND: Tensor
-    """The student's, with its graph or as a leaf."""
+    """The student's hidden states that predict the tokens, with or without their graph."""
     ids_N: Tensor
     temperature_N: Tensor
     sampler_logp_N: Tensor
     """NaN where the token was not sampled by us."""
     by_student_N: Tensor
     teacher_logp_N: Tensor
-    """NaN where no teacher spoke."""
+    """NaN where the teacher did not score the token."""
     reference_logp_N: Tensor
     teacher_hidden_ND: Tensor | None
     reference_hidden_ND: Tensor | None
     weight_CN: Mapping[str, Tensor]
-    """By component: how much the position counts in its mean; 0 where it does not train."""
+    """By loss term: how much the position counts in its mean; 0 where it does not train."""
     advantage_CN: Mapping[str, Tensor]
-    """By component: the advantage from rewards, or a preference's coefficient."""
+    """By loss term: the advantage from rewards, or a preference's coefficient."""
     teacher_head: Any
     reference_head: Any
+    teacher_top_ids_NK: Tensor | None = None
+    """The teacher's most likely tokens in place of its hidden states, most likely first."""
+    teacher_top_logp_NK: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids_N)
 
-    def split(self, size: int) -> Iterator[TokenBatch]:
-        for start in range(0, len(self), size):
-            yield self.cut(start, start + size)
-
-    def cut(self, start: int, end: int) -> TokenBatch:
-        return self._pick(slice(start, end))
-
-    def only(self, on_N: Tensor) -> TokenBatch:
-        """The rows where `on_N` is True, or those at the places that it names."""
-        return self._pick(on_N)
-
-    def _pick(self, which: slice | Tensor) -> TokenBatch:
+    def select(self, index_M: Tensor) -> TokenBatch:
+        """The positions at these indices, or where a mask is True."""
         parts: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) and not (field.name == "hidden_ND" and not len(value)):
-                parts[field.name] = value[which]
+            if isinstance(value, Tensor):
+                parts[field.name] = value[index_M]
             elif isinstance(value, Mapping):
-                parts[field.name] = {key: v[which] for key, v in value.items()}
+                parts[field.name] = {key: v[index_M] for key, v in value.items()}
         return replace(self, **parts)
 
 
 def make_token_batch(
     group: Sequence[Scored],
-    components: Sequence[LossTerm],
+    terms: Sequence[LossTerm],
     hidden_ND: Tensor,
     trained: Mapping[str, tuple[bool, ...]],
 ) -> TokenBatch:
-    """Rows of the trained tokens of trajectories with one teacher, in order; `hidden_ND` is already
-    of those and in that order."""
+    """The trained tokens of trajectories with one teacher, in order; `hidden_ND` has only those."""
     device = hidden_ND.device
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     counts = [s.trajectory.num_chosen for s in group]
-    # Columns are made on the host and travel together: a GPU is waited for nowhere here.
-    columns = _columns(group, components, counts)
+    # Columns are made on the host and copied together, without synchronizing with a GPU.
+    columns = _columns(group, terms, counts)
     values_KN = tensor_on(list(columns.values()), dtype=dtype, device=device)
     column = dict(zip(columns, values_KN.unbind(), strict=True))
     ids = [token for s in group for token in s.trajectory.chosen_ids]
+
+    def gather(targets: Sequence[Target | None], name: str, fill: float = 0.0) -> Tensor | None:
+        return _gather(targets, counts, name, fill, device)
+
+    def logprobs(targets: Sequence[Target | None]) -> Tensor:
+        logp_N = gather(targets, "logp_T", float("nan"))
+        return torch.full_like(values_KN[0], float("nan")) if logp_N is None else logp_N.to(dtype)
+
     targets = [s.target for s in group]
     references = [s.reference for s in group]
-    rows = TokenBatch(
-        hidden_ND=hidden_ND[:0],  # put in when the others are picked
+    all_chosen = TokenBatch(
+        hidden_ND=values_KN.new_empty(len(ids), 0),  # replaced when the trained ones are selected
         ids_N=tensor_on(ids, dtype=torch.long, device=device),
         temperature_N=column["temperature", ""],
         sampler_logp_N=column["sampler", ""],
         by_student_N=column["by_student", ""] > 0,
-        teacher_logp_N=_logps(targets, counts, device).to(dtype),
-        reference_logp_N=_logps(references, counts, device).to(dtype),
-        teacher_hidden_ND=_hiddens(targets, counts, device),
-        reference_hidden_ND=_hiddens(references, counts, device),
+        teacher_logp_N=logprobs(targets),
+        reference_logp_N=logprobs(references),
+        teacher_hidden_ND=gather(targets, "hidden_TD"),
+        reference_hidden_ND=gather(references, "hidden_TD"),
         weight_CN={name: v for (kind, name), v in column.items() if kind == "weight"},
         advantage_CN={name: v for (kind, name), v in column.items() if kind == "advantage"},
         teacher_head=_head(targets),
         reference_head=_head(references),
+        teacher_top_ids_NK=gather(targets, "top_ids_TK"),
+        teacher_top_logp_NK=gather(targets, "top_logp_TK"),
     )
-    wanted = [wanted for s in group for wanted in trained[s.trajectory.id]]
-    if not all(wanted):
-        kept = [i for i, looked_at in enumerate(wanted) if looked_at]
-        rows = rows.only(tensor_on(kept, dtype=torch.long, device=device))
-    return replace(rows, hidden_ND=hidden_ND)
+    mask = [is_trained for s in group for is_trained in trained[s.trajectory.id]]
+    if not all(mask):
+        indices = [i for i, is_trained in enumerate(mask) if is_trained]
+        all_chosen = all_chosen.select(tensor_on(indices, dtype=torch.long, device=device))
+    return replace(all_chosen, hidden_ND=hidden_ND)
 
 
 def _columns(
-    group: Sequence[Scored], components: Sequence[LossTerm], counts: Sequence[int]
+    group: Sequence[Scored], terms: Sequence[LossTerm], counts: Sequence[int]
 ) -> dict[tuple[str, str], list[float]]:
-    """Numbers of all chosen tokens, by what they are and, where it has one, its component."""
+    """Numbers of all chosen tokens, by (kind, name of the loss term or "")."""
 
-    def spread(values: list[float]) -> list[float]:
-        """One value a trajectory to one a position."""
+    def repeat(values: list[float]) -> list[float]:
+        """From one value per trajectory to one per position."""
         pairs = zip(values, counts, strict=True)
         return [value for value, count in pairs for _ in range(count)]
 
-    def stream(values: Mapping[str, tuple[float, ...]], missing: float = 0.0) -> list[float]:
-        """Values by trajectory, one a position."""
-        found: list[float] = []
+    def concatenate(values: Mapping[str, tuple[float, ...]], missing: float = 0.0) -> list[float]:
+        column: list[float] = []
         for s, count in zip(group, counts, strict=True):
-            found += values.get(s.trajectory.id) or [missing] * count
-        return found
+            column += values.get(s.trajectory.id) or [missing] * count
+        return column
 
-    sampled = {
+    sampler_logp = {
         s.trajectory.id: tuple(s.trajectory.sampler_logp)
         for s in group
         if s.trajectory.sampler_logp
     }
     columns = {
-        ("temperature", ""): spread([s.trajectory.temperature for s in group]),
-        ("sampler", ""): stream(sampled, missing=float("nan")),
-        ("by_student", ""): spread([float(s.trajectory.source == "student") for s in group]),
+        ("temperature", ""): repeat([s.trajectory.temperature for s in group]),
+        ("sampler", ""): concatenate(sampler_logp, missing=float("nan")),
+        ("by_student", ""): repeat([float(s.trajectory.source == "student") for s in group]),
     }
-    for c in components:
-        columns["weight", c.name] = stream(c.weight)
-        if c.advantage:
-            columns["advantage", c.name] = stream(c.advantage)
+    for term in terms:
+        columns["weight", term.name] = concatenate(term.weight)
+        if term.advantage:
+            columns["advantage", term.name] = concatenate(term.advantage)
     return columns
 
 
-def _logps(targets: Sequence[Target | None], counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.cat(
-        [
-            torch.full((count,), float("nan"), device=device)
-            if target is None
-            else _spread(target.logp_T.to(device), target.token_indices, count, float("nan"))
-            for target, count in zip(targets, counts, strict=True)
-        ]
-    )
-
-
-def _hiddens(
-    targets: Sequence[Target | None], counts: Sequence[int], device: torch.device
+def _gather(
+    targets: Sequence[Target | None],
+    counts: Sequence[int],
+    name: str,
+    fill: float,
+    device: torch.device,
 ) -> Tensor | None:
-    parts = [
-        (target, count)
-        for target, count in zip(targets, counts, strict=True)
-        if target is not None and target.hidden_TD is not None
-    ]
-    assert len(parts) in (0, len(targets)), "a group has one teacher"
-    if not parts:
+    """A tensor of the targets at all chosen tokens, `fill` at those that a target does not score
+    (no loss trains there); None: no target has it."""
+    tensors = [None if target is None else getattr(target, name) for target in targets]
+    like = next((tensor for tensor in tensors if tensor is not None), None)
+    if like is None:
         return None
-    # Zeros where the teacher says nothing: finite, and no loss looks there.
-    return torch.cat(
-        [_spread(t.hidden_TD.to(device), t.token_indices, n, 0.0) for t, n in parts]  # type: ignore[union-attr]
-    )
-
-
-def _spread(values: Tensor, where: tuple[int, ...] | None, count: int, fill: float) -> Tensor:
-    """Values of some of `count` positions, at their places among all of them."""
-    if where is None:
-        assert len(values) == count
-        return values
-    spread = values.new_full((count, *values.shape[1:]), fill)
-    spread[tensor_on(where, dtype=torch.long, device=values.device)] = values
-    return spread
+    parts = []
+    for target, tensor, count in zip(targets, tensors, counts, strict=True):
+        indices = None if target is None else target.token_indices
+        if tensor is not None and indices is None:
+            assert len(tensor) == count
+            parts.append(tensor.to(device))
+            continue
+        part = torch.full((count, *like.shape[1:]), fill, dtype=like.dtype, device=device)
+        if tensor is not None:
+            index_M = tensor_on(indices or (), dtype=torch.long, device=device)
+            part[index_M] = tensor.to(device)
+        parts.append(part)
+    return torch.cat(parts)
 
 
 def _head(targets: Sequence[Target | None]) -> Any:
-    return next((t.head for t in targets if t is not None), None)
+    return next((target.head for target in targets if target is not None), None)

@@ -1,1 +1,1 @@
-"""LM head and divergence in one pass: no logits of a whole batch exist."""
+"""LM head and losses in one pass, a chunk of positions at a time: no logits of a whole batch."""

@@ -1,16 +1,13 @@
-"""One path from hidden states and two heads to loss and gradients: the divergence head.
+"""From hidden states and two LM heads to loss and gradients, without the logits of a whole batch.
 
-Rows go through in chunks. For a chunk: two matrix products make the logits of student and teacher;
-one pass over them gives every statistic and, in place of the student's logits, the gradient by
-them, in closed form and without a graph; two more products take that gradient to the hidden states
-and the head. [rows × words] exists for one chunk, in the dtype of the heads; softmax and sums are
+Rows (positions) go through in chunks. For a chunk: two matmuls make the logits of student and
+teacher; one pass over the vocabulary gives every statistic and, in place of the student's logits,
+the gradient by them, without a graph; two more matmuls take that gradient to the hidden states and
+the head. [rows × vocabulary] exists for one chunk, in the dtype of the heads; softmax and sums are
 float32 or better.
 
-The pass over the words is `fused_triton` on a GPU and `fused_words` (torch) elsewhere, or
-where Triton is not installed; both compute the same formulas, which `fused_words` states.
-
-Not here: words masked with −inf, a cap on the contribution of each of all words, targets mixed from
-several models. `full` and `top_k` have those, as functions of log-probs.
+The pass over the vocabulary is `triton_backend` on a GPU where it has kernels for the divergence,
+and `torch_backend` for everything else; both compute the formulas of `closed_forms`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from courtside.losses.fused.closed_forms import as_closed_form
 from courtside.losses.fused.matmuls import (
-    LowRankActivations,
     adapter_backward,
     allocate_logits,
     compute_logits,
@@ -34,34 +31,39 @@ from courtside.losses.fused.matmuls import (
 from courtside.losses.fused.torch_backend import vocabulary_pass_torch
 from courtside.losses.fused.types import (
     Backend,
+    DivergenceSpec,
     DivergenceStats,
+    Extrapolation,
     HeadGradient,
     HeadLoss,
     HeadLossSpec,
     Projection,
     RawLogits,
+    Target,
     TeacherLogits,
     TokenStatistics,
-    concatenate_fields,
+    TopKTarget,
+    concatenate_rows,
 )
 
 CPU_BYTES = 9 * 2**24
-"""For the logits of one chunk: 512 + 256 rows of 49152 words in float32. Products run well."""
+"""For the logits of one chunk: 512 + 256 rows of a vocabulary of 49152 in float32, which is enough
+for the matmuls."""
 CUDA_ROWS = 4608
-"""On a GPU: so many rows of logits in 16 bits where the head trains, 1.3 GiB of 151936 words. Each
-chunk reads and writes the head's whole gradient once, which at hidden size 1024 costs as much as a
-fifth of the products."""
+"""On a GPU: rows of 16-bit logits where the head trains, 1.3 GiB for a vocabulary of 151936. Each
+chunk loads and stores the head's whole gradient once, which at hidden size 1024 costs a fifth of
+the matmuls."""
 CUDA_FROZEN_ROWS = 2048
-"""And where it does not: nothing is gained by more."""
+"""And where it is frozen: nothing is gained by more."""
 CUDA_BYTES = 2**29
-"""But at least this: a chunk of a small head must be worth its launches."""
+"""At least this: a chunk of a small head must be worth its kernel launches."""
 CUDA_PART_BYTES = 5 * 2**25
-"""The teacher's part of it: 512 rows of 151936 words in bfloat16. Products of fewer run worse, and
-four rows for each multiprocessor of an H200 are what its kernel has at a time."""
+"""Of the teacher: 512 rows of a vocabulary of 151936 in bfloat16. Smaller matmuls run worse, and
+the kernel runs four rows per multiprocessor of an H200 at a time."""
 
 
 VocabularyPass = Callable[
-    [RawLogits, TeacherLogits | None, HeadLossSpec, slice],
+    [RawLogits, TeacherLogits | TopKTarget | None, HeadLossSpec, slice],
     tuple[TokenStatistics, DivergenceStats | None],
 ]
 
@@ -71,156 +73,223 @@ class ChunkPlan:
     """How many rows at once."""
 
     chunk: int
-    """Whose gradient by the logits is held. Each chunk adds to all of the head's gradient once,
-    so a trained head wants few of them."""
+    """Rows whose gradient by the logits exists at once. Each chunk adds to all of the head's
+    gradient, so a trained head wants few of them."""
     part: int
-    """Of a chunk: whose teacher's logits are held."""
+    """Rows of a chunk whose teacher's logits exist at once."""
 
 
 def fused_linear_divergence(
     student: Projection,
-    teacher: Projection | None,
-    asked: HeadLossSpec,
+    target: Target | None,
+    spec: HeadLossSpec,
     *,
-    into: HeadGradient | None = None,
+    head_gradient: HeadGradient | None = None,
     plan: ChunkPlan | None = None,
     backend: Backend | None = None,
 ) -> HeadLoss:
-    """Gradient by the student's hidden states, with all by-products; `into` gets the head's own.
+    """Gradient by the student's hidden states, with all by-products; the gradient by its head is
+    added to `head_gradient`.
 
-    What `into` leaves out is frozen; without the weight's that saves one of the four matrix
-    products. `teacher` = None: only sampled words matter, which saves another. `plan`, `backend` =
+    What `head_gradient` leaves out is frozen; without the weight's that saves one of the four
+    matmuls. `target` = None: only sampled tokens matter, which saves another. `plan`, `backend` =
     None: chosen here.
     """
-    student, teacher = _same_words(student, teacher)
-    asked = _checked(student, teacher, asked)
+    student, target = _share_vocabulary(student, target)
+    spec = _check(student, target, spec)
     num_rows = len(student.hidden_ND)
-    into = into or HeadGradient()
-    trained = into.weight_VD is not None
-    plan = plan or plan_chunks(student, teacher=teacher is not None, trained=trained)
-    backend = backend or choose_backend(student.weight_VD)
-    words = load_backend(backend)
-    # Reserved at once, for all chunks: see the module's contract.
+    head_gradient = head_gradient or HeadGradient()
+    has_logits = isinstance(target, Projection | Extrapolation)
+    plan = plan or plan_chunks(
+        student, teacher=has_logits, trained=head_gradient.weight_VD is not None
+    )
+    pass_vocabulary = load_backend(backend or choose_backend(student.weight_VD, spec.divergence))
+    # Allocated once, for all chunks: what outlives a chunk must not lie between its temporaries.
     gradient_ND = torch.empty_like(student.hidden_ND)
     chunk_CV = allocate_logits(student, min(plan.chunk, num_rows))
-    teacher_PV = allocate_logits(teacher or student, min(plan.part, num_rows) if teacher else 0)
     statistics: list[TokenStatistics] = []
-    found: list[DivergenceStats] = []
+    stats: list[DivergenceStats] = []
     with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
-        narrow = project_low_rank(student, gradient=True)
-        teacher_narrow = None if teacher is None else project_low_rank(teacher)
+        low_rank = project_low_rank(student, gradient=True)
+        teacher = None
+        if isinstance(target, Projection | Extrapolation):
+            teacher = _TargetLogits(target, min(plan.part, num_rows))
         for start in range(0, max(1, num_rows), plan.chunk):
-            end = min(start + plan.chunk, num_rows)
-            rows = slice(start, end)
-            own = compute_logits(student, narrow, rows, chunk_CV)
-            parts = None
-            if teacher is not None:
-                parts = _in_parts(teacher, teacher_narrow, rows, plan.part, teacher_PV)
-            here, there = words(own, parts, asked, rows)
-            statistics.append(here)
-            found += [] if there is None else [there]
-            head_backward(student, narrow, own.values_NV, rows, gradient_ND=gradient_ND, into=into)
-        if narrow is not None:
-            adapter_backward(student, narrow, gradient_ND=gradient_ND, into=into)
+            rows = slice(start, min(start + plan.chunk, num_rows))
+            logits = compute_logits(student, low_rank, rows, chunk_CV)
+            chunk_target = target if isinstance(target, TopKTarget) else None
+            chunk_statistics, chunk_stats = pass_vocabulary(
+                logits, chunk_target if teacher is None else teacher.parts(rows), spec, rows
+            )
+            statistics.append(chunk_statistics)
+            stats += [] if chunk_stats is None else [chunk_stats]
+            head_backward(
+                student, low_rank, logits.values_NV, rows,
+                gradient_ND=gradient_ND, head_gradient=head_gradient,
+            )  # fmt: skip
+        if low_rank is not None:
+            adapter_backward(
+                student, low_rank, gradient_ND=gradient_ND, head_gradient=head_gradient
+            )
     return HeadLoss(
         hidden_gradient_ND=gradient_ND,
-        statistics=concatenate_fields(statistics),
-        found=concatenate_fields(found) if found else None,
+        statistics=concatenate_rows(statistics),
+        divergence=concatenate_rows(stats) if stats else None,
     )
 
 
-def _in_parts(
-    teacher: Projection, narrow: LowRankActivations | None, rows: slice, size: int, room_PV: Tensor
-) -> TeacherLogits:
-    for first in range(rows.start, max(rows.start + 1, rows.stop), size):
-        part = slice(first, min(first + size, rows.stop))
-        yield part, compute_logits(teacher, narrow, part, room_PV)
+class _TargetLogits:
+    """Logits of a target, a part of the rows at a time; each part takes the memory of the last."""
+
+    def __init__(self, target: Projection | Extrapolation, size: int):
+        self.target, self.size = target, size
+        self.sides = _projections(target)
+        self.low_rank = [project_low_rank(side) for side in self.sides]
+        self.buffers = [allocate_logits(side, size) for side in self.sides]
+
+    def parts(self, rows: slice) -> TeacherLogits:
+        for first in range(rows.start, max(rows.start + 1, rows.stop), max(1, self.size)):
+            part = slice(first, min(first + self.size, rows.stop))
+            logits = [
+                compute_logits(side, low_rank, part, buffer_PV)
+                for side, low_rank, buffer_PV in zip(
+                    self.sides, self.low_rank, self.buffers, strict=True
+                )
+            ]
+            if isinstance(self.target, Extrapolation):
+                yield part, _extrapolate(*logits, lam=self.target.lam)
+            else:
+                yield part, logits[0]
 
 
-def choose_backend(weight_VD: Tensor) -> Backend:
-    """Kernels on a GPU, in the dtypes they are written for."""
+def _extrapolate(teacher: RawLogits, reference: RawLogits, *, lam: float) -> RawLogits:
+    """Mixed logits: the normalizers of both cancel in the softmax of the mixture."""
+    teacher_NV, reference_NV = (
+        values_NV if side.softcap is None else side.softcap * (values_NV / side.softcap).tanh()
+        for side in (teacher, reference)
+        for values_NV in [side.scale * side.values_NV.to(_wide_dtype(side.values_NV))]
+    )
+    mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
+    return RawLogits(values_NV=mixed_NV, scale=1.0, softcap=None)
+
+
+def _wide_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def choose_backend(weight_VD: Tensor, divergence: DivergenceSpec | None = None) -> Backend:
+    """Triton on a GPU, in the dtypes and for the divergences it has kernels for."""
     fits = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float32)
-    return "triton" if fits and find_spec("triton") is not None else "torch"
+    has_kernel = divergence is None or divergence.support or as_closed_form(divergence)
+    return "triton" if fits and has_kernel and find_spec("triton") is not None else "torch"
 
 
 def plan_chunks(
     student: Projection, *, teacher: bool, trained: bool, device: str | None = None
 ) -> ChunkPlan:
-    """As many rows as the budget allows, in chunks of about equal size. `device`: a kind of device
-    other than the student's own."""
+    """As many rows as the budget allows, in chunks of about equal size. `device`: plan for another
+    type of device than the student's."""
     vocab_size = student.weight_VD.shape[0]
     num_rows = max(1, len(student.hidden_ND))
     row_bytes = student.weight_VD.element_size() * padded_vocab_size(vocab_size)
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
-        held = max(2 * rows // student.weight_VD.element_size(), CUDA_BYTES // row_bytes)
+        budget = max(2 * rows // student.weight_VD.element_size(), CUDA_BYTES // row_bytes)
     else:
         tile, part_bytes = 16, CPU_BYTES
-        held = CPU_BYTES // row_bytes
-    # A trained head wants large chunks; its teacher's logits can come in smaller parts.
+        budget = CPU_BYTES // row_bytes
+    # A trained head wants large chunks; the teacher's logits can come in smaller parts.
     part = 0
     if teacher:
-        part = min(held // 4, part_bytes // row_bytes) if trained else held // 2
+        part = min(budget // 4, part_bytes // row_bytes) if trained else budget // 2
         part = _whole_tiles(part, tile)
-    most = _whole_tiles(held - part, tile)
-    num_chunks = -(-num_rows // most)
+    largest = _whole_tiles(budget - part, tile)
+    num_chunks = -(-num_rows // largest)
     chunk = -(-num_rows // (num_chunks * tile)) * tile
     return ChunkPlan(chunk=chunk, part=min(part, chunk) if teacher else chunk)
 
 
 def _whole_tiles(num_rows: int, tile: int) -> int:
-    """Of the matrix products: as many as fit, but one."""
+    """Round down to whole GEMM tiles, at least one."""
     return max(1, num_rows // tile) * tile
 
 
-def _same_words(
-    student: Projection, teacher: Projection | None
-) -> tuple[Projection, Projection | None]:
-    """Both heads cut to the words they share."""
-    if teacher is None:
-        return student, None
-    vocab_size = min(len(student.weight_VD), len(teacher.weight_VD))
-    cut_student, cut_teacher = (
-        replace(
+def _projections(target: Target | None) -> tuple[Projection, ...]:
+    if isinstance(target, Extrapolation):
+        return target.teacher, target.reference
+    return (target,) if isinstance(target, Projection) else ()
+
+
+def _share_vocabulary(
+    student: Projection, target: Target | None
+) -> tuple[Projection, Target | None]:
+    """All heads cut to the vocabulary they share."""
+    vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))
+
+    def cut(side: Projection) -> Projection:
+        low = side.low_rank
+        return replace(
             side,
             weight_VD=side.weight_VD[:vocab_size],
             bias_V=None if side.bias_V is None else side.bias_V[:vocab_size],
-            low_rank=side.low_rank
-            and replace(side.low_rank, up_VR=side.low_rank.up_VR[:vocab_size]),
+            low_rank=low and replace(low, up_VR=low.up_VR[:vocab_size]),
         )
-        for side in (student, teacher)
-    )
-    return cut_student, cut_teacher
+
+    if isinstance(target, Extrapolation):
+        target = replace(target, teacher=cut(target.teacher), reference=cut(target.reference))
+    elif isinstance(target, Projection):
+        target = cut(target)
+    return cut(student), target
 
 
-def _checked(student: Projection, teacher: Projection | None, asked: HeadLossSpec) -> HeadLossSpec:
+def _check(student: Projection, target: Target | None, spec: HeadLossSpec) -> HeadLossSpec:
     """Per-row numbers in the dtype of the statistics."""
     num_rows = len(student.hidden_ND)
-    assert asked.ids_N.shape == asked.temperature_N.shape == (num_rows,)
-    assert teacher is None or len(teacher.hidden_ND) == num_rows
-    assert asked.divergence is None or teacher is not None, "a divergence needs a teacher"
-    for side in (student, teacher):
-        if side is not None and side.weight_VD.dtype == torch.float16:
+    assert spec.ids_N.shape == spec.temperature_N.shape == (num_rows,)
+    assert spec.divergence is None or target is not None, "a divergence needs a teacher"
+    if isinstance(target, TopKTarget):
+        _check_top_k_target(target, spec, num_rows)
+    for side in (student, *_projections(target)):
+        assert len(side.hidden_ND) == num_rows
+        if side.weight_VD.dtype == torch.float16:
             raise ValueError(
                 "a head in float16: gradients by its logits are too small for float16. Use "
                 "bfloat16 or float32"
             )
-    dtype = torch.promote_types(student.weight_VD.dtype, torch.float32)
-    sampled = asked.sampled
+    dtype = _wide_dtype(student.weight_VD)
     return replace(
-        asked,
-        temperature_N=asked.temperature_N.to(dtype),
-        weight_N=None if asked.weight_N is None else asked.weight_N.detach().to(dtype),
-        sampled=sampled.detach().to(dtype) if isinstance(sampled, Tensor) else sampled,
+        spec,
+        temperature_N=spec.temperature_N.to(dtype),
+        weight_N=None if spec.weight_N is None else spec.weight_N.detach().to(dtype),
+    )
+
+
+def _check_top_k_target(target: TopKTarget, spec: HeadLossSpec, num_rows: int) -> None:
+    assert len(target.ids_NK) == len(target.logp_NK) == num_rows
+    support = None if spec.divergence is None else spec.divergence.support
+    known = target.ids_NK.shape[-1]
+    assert spec.divergence is None or support is not None, (
+        "the teacher gives its top-k tokens only, and a divergence over the whole vocabulary needs "
+        "its hidden states; use support = { kind = 'top_k' }"
+    )
+    assert support is None or support.of == "teacher", (
+        f"support.of = {support.of!r} needs the teacher's log-probs of the student's tokens, and "
+        "the teacher gives its own top-k only; use of = 'teacher'"
+    )
+    assert support is None or support.k <= known, (
+        f"support.k = {support.k}, and the teacher gives its {known} most likely tokens"
+    )
+    assert not any(loss.baseline for loss in spec.sampled), (
+        "a baseline needs KL(π‖q) over the whole vocabulary, and the teacher gives its top-k only"
     )
 
 
 def load_backend(backend: Backend) -> VocabularyPass:
-    """The pass over the words: statistics, and the gradient in place of the student's logits."""
+    """The pass over the vocabulary: statistics, and the gradient in place of the logits."""
     if backend == "torch":
         return vocabulary_pass_torch
-    # Late: Triton is optional, and reads its environment when it is imported.
+    # Late: Triton is optional, and depends on the environment when it is imported.
     from courtside.losses.fused.triton_backend import vocabulary_pass_triton
 
     return vocabulary_pass_triton

@@ -31,8 +31,8 @@ FLOOR = tl.constexpr(8 * torch.finfo(torch.float32).eps)
 def has_support_kernel(divergence: DivergenceSpec) -> bool:
     support = divergence.support
     assert support is not None
-    form = support.form in ("tail", "stop_gradient") and support.clip is None
-    return form and divergence.name == "reverse_kl"
+    has_form = support.form in ("tail", "stop_gradient") and divergence.clip is None
+    return has_form and divergence.name == "reverse_kl"
 
 
 def reverse_kl_on_support(

@@ -1,41 +1,69 @@
-"""What goes into the fused head and what comes out; see `fused`.
+"""What goes into `fused_linear_divergence` and what comes out.
 
-π is the student and q the teacher, both softmax(logits / temperature) over the same words.
+π is the student and q the teacher, both softmax(logits / temperature) over the same vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from courtside.losses.divergences import DivergenceName
-from courtside.losses.top_k import Form, SupportOf
+from courtside.losses.divergences import Form, find_divergence
+from courtside.losses.full_vocabulary import divergence
+from courtside.losses.policy_gradient import SampledTokenLoss, sampled_token_coefficients
+from courtside.losses.top_k import SupportOf, top_k_divergence
 from courtside.types import LowRank
 
 Backend = Literal["torch", "triton"]
 
 
+# ── distributions ────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Hidden states and the head that makes logits of them.
+    """Hidden states and the LM head that makes logits of them.
 
-    logits = cap(scale · (hidden·weightᵀ + bias)), cap(z) = softcap·tanh(z / softcap). Computed in
-    the weight's dtype; a student in bfloat16 has logits in bfloat16. What `low_rank` adds is added
-    to hidden·weightᵀ.
+    logits = cap(scale · (hidden·weightᵀ + bias)), cap(z) = softcap·tanh(z / softcap), in the
+    weight's dtype. `low_rank` is added to hidden·weightᵀ.
     """
 
     hidden_ND: Tensor
     weight_VD: Tensor
-    """May hold more words than the other side's: both are cut to the words they share."""
+    """May have more rows than the other side's: both are cut to the vocabulary they share."""
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
     low_rank: LowRank | None = None
-    """An adapter's, in the weight's dtype and with its words; None: the head has none."""
+    """A LoRA adapter on the head, in the weight's dtype; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extrapolation:
+    """The target q^λ·ref^(1−λ), normalized: λ > 1 goes beyond the teacher."""
+
+    teacher: Projection
+    reference: Projection
+    lam: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKTarget:
+    """A teacher of which only the K most likely tokens are known, most likely first."""
+
+    ids_NK: Tensor
+    logp_NK: Tensor
+    """Normalized over the full vocabulary, at the temperature of the row."""
+
+    def select_rows(self, rows: slice) -> TopKTarget:
+        return TopKTarget(ids_NK=self.ids_NK[rows], logp_NK=self.logp_NK[rows])
+
+
+Target = Projection | Extrapolation | TopKTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,58 +74,55 @@ class RawLogits:
     scale: float
     softcap: float | None
 
+    def select_rows(self, rows: slice) -> RawLogits:
+        return replace(self, values_NV=self.values_NV[rows])
+
 
 TeacherLogits = Iterable[tuple[slice, RawLogits]]
-"""The teacher's logits a part of the rows at a time, made when they are asked for: (which rows,
-their logits). The next part takes the memory of the last."""
+"""The target's logits a part of the rows at a time, computed on demand: (rows, their logits). The
+next part takes the memory of the last."""
+
+
+# ── the loss ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """A few words in place of all; see `top_k` for what each form converges to."""
+    """The k most likely tokens instead of the vocabulary; `top_k` says what each form does."""
 
     k: int
     of: SupportOf
     form: Form
-    clip: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceSpec:
-    """Which one; `beta` belongs to jsd, `alpha` to the skewed ones."""
+    """A registered divergence with its parameters; see `losses/divergences`."""
 
-    name: DivergenceName
-    beta: float | None = None
-    alpha: float | None = None
+    name: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
     support: Support | None = None
-    """None: all words."""
+    """None: the whole vocabulary."""
+    clip: float | None = None
+    """Cap on the term of one token at one position."""
 
     def __post_init__(self) -> None:
-        if (self.beta is not None) != (self.name == "jsd"):
-            raise ValueError(f"beta = {self.beta} with {self.name!r}: jsd needs a beta, no other")
-        if (self.alpha is not None) != self.name.startswith("skew_"):
-            raise ValueError(f"alpha = {self.alpha} with {self.name!r}: the skewed ones need one")
-        for share in (self.beta, self.alpha):
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"beta or alpha = {share}: must lie between 0 and 1")
+        divergence = find_divergence(self.name)
+        divergence.check_parameters(self.parameters)
+        if self.support is not None:
+            divergence.check_form(self.support.form)
 
-    def without_ends(self) -> DivergenceSpec:
-        """The same divergence, its ends as what they are: no mixture with a share of 0 or 1.
-
-        What is left at α = 1 is KL of something to itself; see `is_zero`.
-        """
-        if self.name == "jsd" and self.beta in (0, 1):
-            return DivergenceSpec(
-                name="forward_kl" if self.beta == 0 else "reverse_kl", support=self.support
+    def value(self, student_NV: Tensor, teacher_NV: Tensor, keep_NK: Tensor | None) -> Tensor:
+        """[N] from log-probs of the vocabulary, or of a support and which of it counts."""
+        if self.support is None:
+            return divergence(
+                student_NV, teacher_NV, name=self.name, clip=self.clip, **self.parameters
             )
-        if self.alpha == 0:
-            plain: DivergenceName = "forward_kl" if self.name == "skew_forward_kl" else "reverse_kl"
-            return DivergenceSpec(name=plain, support=self.support)
-        return self
-
-    @property
-    def is_zero(self) -> bool:
-        return self.alpha == 1 and self.support is None
+        assert keep_NK is not None
+        return top_k_divergence(
+            student_NV, teacher_NV, keep_NK, name=self.name, form=self.support.form,
+            clip=self.clip, **self.parameters,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,67 +130,74 @@ class TokenStatistics:
     """By-products of the softmax at each row, in float32 or better, detached."""
 
     student_logp_N: Tensor
-    """log π of the sampled word."""
+    """log π of the sampled token."""
     student_entropy_N: Tensor
     teacher_logp_N: Tensor | None = None
-    """The teacher's three are None where there is no teacher."""
+    """The teacher's three are None without its whole distribution."""
     teacher_entropy_N: Tensor | None = None
     reverse_kl_N: Tensor | None = None
-    """KL(π‖q), whatever divergence is minimised."""
-
-
-Coefficient = Callable[[slice, TokenStatistics], Tensor]
-"""(which rows, their statistics) → ∂loss/∂log π(sampled word) of each of those rows."""
+    """KL(π‖q), whatever divergence is minimized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLossSpec:
-    """The loss: Σ_n weight_n·divergence_n plus any function of the sampled words' log-probs."""
+    """The loss: Σ_n weight_n·divergence_n plus losses of the sampled tokens' log-probs."""
 
     ids_N: Tensor
-    """The sampled words."""
+    """The sampled tokens."""
     temperature_N: Tensor
     divergence: DivergenceSpec | None = None
     weight_N: Tensor | None = None
-    """Of the divergence, with its denominator. 0: that row's teacher is not looked at, so it may
-    be NaN."""
-    sampled: Tensor | Coefficient | None = None
-    """Gradient by the sampled words' log-probs, weight and denominator included; as a function
-    where it depends on the log-probs themselves (an importance ratio, a baseline)."""
+    """Of the divergence, with its denominator. Where it is 0 the teacher may be NaN."""
+    sampled: tuple[SampledTokenLoss, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.divergence is None) == (self.weight_N is None), "a divergence has weights"
 
-    def coefficient(self, rows: slice, statistics: TokenStatistics) -> Tensor | None:
-        """`sampled` at those rows, whose statistics these are."""
-        if self.sampled is None or isinstance(self.sampled, Tensor):
-            return None if self.sampled is None else self.sampled[rows]
-        return self.sampled(rows, statistics).detach()
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the gradient by the sampled tokens depends on the pass over the vocabulary."""
+        return any(loss.needs_statistics for loss in self.sampled)
+
+    def coefficient(self, rows: slice, statistics: TokenStatistics | None) -> Tensor | None:
+        """∂loss/∂log π of the sampled tokens at those rows; None: there is no such loss."""
+        if not self.sampled:
+            return None
+        losses = [loss.select_rows(rows) for loss in self.sampled]
+        if statistics is None:
+            assert not self.needs_statistics
+            return sampled_token_coefficients(losses, torch.zeros_like(losses[0].weight_N), None)
+        return sampled_token_coefficients(
+            losses, statistics.student_logp_N, statistics.reverse_kl_N
+        )
+
+
+# ── the result ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGradient:
-    """Where the gradient of the student's head is added, in place. None: that part is frozen."""
+    """Where the gradient of the student's LM head is accumulated. None: that part is frozen."""
 
     weight_VD: Tensor | None = None
     """float32 (or the head's own dtype): many chunks add up in it."""
     bias_V: Tensor | None = None
     down_RD: Tensor | None = None
-    """The adapter's two, of the parameters themselves."""
+    """The LoRA adapter's two, of the parameters themselves."""
     up_VR: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceStats:
-    """What a divergence found at each row."""
+    """The divergence at each row."""
 
     value_N: Tensor
-    """Of the divergence, not weighted; 0 where its weight is 0."""
+    """Not weighted; 0 where the weight is 0."""
     student_mass_N: Tensor | None = None
-    """The support's three are None for a divergence over all words."""
+    """The support's three are None over the whole vocabulary."""
     teacher_mass_N: Tensor | None = None
     overlap_N: Tensor | None = None
-    """Share of the teacher's k likeliest words that are the student's too."""
+    """Share of the teacher's k most likely tokens that are the student's too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +205,14 @@ class HeadLoss:
     hidden_gradient_ND: Tensor
     """∂loss/∂hidden of the student."""
     statistics: TokenStatistics
-    found: DivergenceStats | None
-    """None: no divergence was asked for."""
+    divergence: DivergenceStats | None
+    """None: the spec has no divergence."""
 
 
-Part = TypeVar("Part", TokenStatistics, DivergenceStats)
+Rows = TypeVar("Rows", TokenStatistics, DivergenceStats)
 
 
-def concatenate_fields(parts: list[Part]) -> Part:
-    """Parts of the rows, one after the other."""
+def concatenate_rows(parts: list[Rows]) -> Rows:
     together = {
         field.name: torch.cat([getattr(part, field.name) for part in parts])
         for field in fields(parts[0])
