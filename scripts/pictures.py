@@ -102,7 +102,7 @@ STEP = (
             ("training/student.py", "micro-batches, optimizer step"),
             ("training/loss_terms.py", "weights and denominators"),
             ("training/token_batch.py", "trained positions"),
-            ("training/head/fused.py", "LM head with its loss"),
+            ("training/head.py", "LM head with its loss"),
             ("losses/fused/linear_divergence.py", "the loss of a token"),
         ),
         owner="student",
