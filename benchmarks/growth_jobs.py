@@ -223,13 +223,13 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
     length += turns * (new + len(heard.token_ids))
     rollout = EpisodeRollout(
         engine=parts.engine,
-        turns=parts.turns,
+        template=parts.turns,
         config=RolloutConfig(
             samples_per_prompt=1,
             max_new_tokens=new,
             limits=LimitsConfig(turns=turns, tokens=length),
         ),  # so many tokens are what room is made for
-        begin=lambda task: Echo(),
+        start=lambda task: Echo(),
         demonstrate=None,
         context_length=parts.engine.context_length,
         seed=SEED,

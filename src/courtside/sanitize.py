@@ -1,6 +1,6 @@
-"""Words of others made safe to show and to put on a line: no control characters, no line breaks.
+"""Makes untrusted text safe to display: no control characters, no invisible marks.
 
-Special tokens of a chat template need nothing here: the renderer takes them as plain text.
+Special tokens need no escaping: `ChatTemplate` tokenizes them as plain text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ INVISIBLE = re.compile(
 
 
 def is_no_character(c: str) -> bool:
-    """A control code, half of a surrogate pair, or what Unicode keeps out of texts."""
+    """Whether it is a control code, half of a surrogate pair, or a Unicode noncharacter."""
     code = ord(c)
     reserved = code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
     return reserved or unicodedata.category(c) in ("Cc", "Cs")
 
 
 def escape_control_characters(text: str) -> str:
-    """Without what cannot be seen; tabs stay, and every line break becomes the usual one."""
+    """Removes invisible characters except tabs, and normalizes line breaks."""
     text = "\n".join(text.splitlines())
     return INVISIBLE.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
 

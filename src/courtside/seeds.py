@@ -1,7 +1,7 @@
 """Random numbers without state: every seed is a function of the run's seed and where it is used.
 
-That is why a resumed run needs no saved generator: step 17 draws the same numbers
-whoever gets there.
+A resumed run therefore needs no saved generator state: step 17 has the same seeds in every
+process.
 """
 
 import hashlib

@@ -37,7 +37,7 @@ def make_offline_rollout(
         assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
         what = "stored trajectories"
-        rollout = ReplayRollout(load=tasks.load, turns=turns, vocab_size=engine.head.vocab_size)
+        rollout = ReplayRollout(load=tasks.load, template=turns, vocab_size=engine.head.vocab_size)
     sample = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, MAX_PROBED)), 0)
     notes = [
         f"the {what} surprise the student by {surprise(sample, engine):.2f} nats a token more than "
@@ -72,7 +72,7 @@ def _conversations(
         return format_call(name, arguments, config.tool_call_format)
 
     return ChatLogRollout(
-        turns=turns,
+        template=turns,
         format_call=write,
         temperature=recipe.rollout.temperature,
         context_length=engine.context_length,

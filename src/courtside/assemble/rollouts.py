@@ -16,7 +16,8 @@ from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import EpisodeAttempt, TaskSuite
 from courtside.recipe import Recipe, tasks_with
-from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout
+from courtside.rollout.episode_state import EpisodeRequest
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.single_turn import SingleTurnRollout, Writer
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import PromptLimit, make_task_source
@@ -90,9 +91,9 @@ def make_episode_rollout(
 
     return EpisodeRollout(
         engine=engine,
-        turns=template,
+        template=template,
         config=recipe.rollout,
-        begin=environment.start,
+        start=environment.start,
         demonstrate=None if expert is None else demonstrate,
         context_length=engine.context_length,
         seed=recipe.seed,
@@ -108,6 +109,6 @@ def play_attempts(
 ) -> list[Trajectory]:
     """Episodes of an evaluation, played as those of training are."""
     requests = [
-        EpisodeRequest(id=a.id, task=a.task, seed=a.seed, begin=environment.start) for a in attempts
+        EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=environment.start) for a in attempts
     ]
-    return rollout.play(requests, sampling, version=version)
+    return rollout.run_episodes(requests, sampling, policy_version=version)

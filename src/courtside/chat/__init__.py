@@ -1,1 +1,1 @@
-"""Messages to token ids with exact spans, and back never."""
+"""Chat messages to token ids with exact spans; sampled ids are never re-tokenized."""

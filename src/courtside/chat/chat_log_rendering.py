@@ -1,7 +1,7 @@
-"""Conversations recorded elsewhere, as chat APIs write them, to trajectories.
+"""Renders chat logs (messages of a chat API) as trajectories of this model.
 
-Every turn is rendered as a student would have met it; the turns together must be, token by token,
-what the template makes of the whole conversation. Where they are not, it is refused.
+Every turn is rendered as in a rollout. The turns together must equal, token by token, what the
+template renders of the whole conversation; a conversation that does not is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
 CallFormatter = Callable[[str, Any], str]
-"""Name and arguments of a tool call to the text an assistant writes for it."""
+"""(name, arguments) of a tool call → its text in an assistant's message."""
 
 
 def format_tagged_call(name: str, arguments: Any) -> str:
     """
-    >>> print(in_tags("add", {"a": 1}))
+    >>> print(format_tagged_call("add", {"a": 1}))
     <tool_call>
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
@@ -34,44 +34,52 @@ def format_tagged_call(name: str, arguments: Any) -> str:
 def trajectory_from_chat_log(
     task: Task,
     messages: Sequence[Mapping[str, Any]],
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     *,
     id: str,
     temperature: float = 1.0,
     format_call: CallFormatter = format_tagged_call,
 ) -> Trajectory:
-    """A conversation that begins with the task's messages and goes on with an assistant's.
+    """A trajectory of a conversation whose first messages are the task's.
 
     The template renders tool calls where it knows `tool_calls`, else `format_call` does, after the
     message's text. Arguments that are no JSON stay the string they are.
     """
-    problem = f"task {task.id}: message "
-    by_template = any(m.get("tool_calls") for m in messages) and _knows_calls(turns.renderer)
-    spoken = [
-        _spoken(message, f"{problem}{index}", None if by_template else format_call)
+    where = f"task {task.id}: message "
+    by_template = any(m.get("tool_calls") for m in messages) and _renders_tool_calls(
+        template.renderer
+    )
+    conversation = [
+        _parse_message(message, f"{where}{index}", None if by_template else format_call)
         for index, message in enumerate(messages)
     ]
-    _check_prompt(task, spoken)
-    built = [turns.prompt_turn(task)]
-    firsts = [0]
-    starts = [i for i in range(len(task.messages), len(spoken)) if _role(spoken[i]) == "assistant"]
-    for start, stop in zip(starts, [*starts[1:], len(spoken)], strict=True):
-        following = [m for m in spoken[start + 1 : stop] if isinstance(m, Message)]
-        last = stop == len(spoken) and not following
+    _check_prompt(task, conversation)
+    rendered_turns = [template.prompt_turn(task)]
+    message_indices = [0]
+    starts = [
+        i
+        for i in range(len(task.messages), len(conversation))
+        if _role(conversation[i]) == "assistant"
+    ]
+    for start, stop in zip(starts, [*starts[1:], len(conversation)], strict=True):
+        following = [m for m in conversation[start + 1 : stop] if isinstance(m, Message)]
+        last = stop == len(conversation) and not following
         index = start + 1
         try:
-            environment = [] if last else [turns.environment_turn(following, add_end_of_turn=False)]
+            environment = (
+                [] if last else [template.environment_turn(following, add_end_of_turn=False)]
+            )
             index = start
-            answer = _answer(spoken[start], following, turns, last=last)
+            answer = _render_answer(conversation[start], following, template, last=last)
         except ModelError as error:
-            raise TaskError(f"{problem}{index}: {error}") from None
-        built += [answer, *environment]
-        firsts += [start, start + 1][: 1 + len(environment)]
-    _check_whole(built, firsts, spoken, turns, problem)
+            raise TaskError(f"{where}{index}: {error}") from None
+        rendered_turns += [answer, *environment]
+        message_indices += [start, start + 1][: 1 + len(environment)]
+    _check_whole_render(rendered_turns, message_indices, conversation, template, where)
     return Trajectory(
         id=id,
         task=task,
-        turns=tuple(built),
+        turns=tuple(rendered_turns),
         source="dataset",
         policy_version=None,
         temperature=temperature,
@@ -79,81 +87,84 @@ def trajectory_from_chat_log(
     )
 
 
-def _answer(
-    said: ChatMessage, following: Sequence[Message], turns: IncrementalTemplate, *, last: bool
+def _render_answer(
+    message: ChatMessage, following: Sequence[Message], template: IncrementalTemplate, *, last: bool
 ) -> Turn:
-    """An assistant's message, as the template renders it with what comes next in place."""
-    renderer = turns.renderer
-    (cut,) = unused_noncharacters((said, *following))
-    opened = renderer.render((PROBE_PROMPT,), cut, add_generation_prompt=True)
+    """The turn of an assistant's message, rendered with the messages that follow it."""
+    renderer = template.renderer
+    (cut,) = unused_noncharacters((message, *following))
+    prompt = renderer.render((PROBE_PROMPT,), cut, add_generation_prompt=True)
     rendered = renderer.render(
-        (PROBE_PROMPT, said, *following), cut, add_generation_prompt=not last
+        (PROBE_PROMPT, message, *following), cut, add_generation_prompt=not last
     )
-    if not rendered.startswith(opened):
+    if not rendered.startswith(prompt):
         raise ModelError(
-            f"{renderer.name}: its chat template opens an answer with "
-            f"{opened[-40:]!r}, but this message does not stand behind that (a thinking block, "
-            "perhaps). Begin the message with what the template opens it with"
+            f"{renderer.name}: the generation prompt of its chat template ends with "
+            f"{prompt[-40:]!r}, but this message does not follow it (a thinking block, perhaps). "
+            "Begin the message with what the generation prompt begins"
         )
-    ids = renderer.tokenize(rendered[len(opened) :], cut)
+    ids = renderer.tokenize(rendered[len(prompt) :], cut)
     ids = ids[: renderer.length_through_eos(ids)]
-    content = (said.content if isinstance(said, Message) else str(said["content"])).strip()
-    if content not in rendered.replace(cut, "")[max(len(opened) - len(content), 0) :]:
+    content = (message.content if isinstance(message, Message) else str(message["content"])).strip()
+    if content not in rendered.replace(cut, "")[max(len(prompt) - len(content), 0) :]:
         raise ModelError(
-            f"{renderer.name}: its chat template leaves words of this message out when others "
+            f"{renderer.name}: its chat template leaves text of this message out when others "
             "follow (thinking, perhaps). Take them out of the message, or end the conversation "
             "with it"
         )
     sample = Sample(token_ids=ids, logp=(), stop="dataset", text=renderer.text(ids))
-    return turns.assistant_turn(sample)
+    return template.assistant_turn(sample)
 
 
-def _check_prompt(task: Task, spoken: Sequence[ChatMessage]) -> None:
+def _check_prompt(task: Task, conversation: Sequence[ChatMessage]) -> None:
     num = len(task.messages)
-    for index, (ours, its) in enumerate(zip(task.messages, spoken, strict=False)):
-        if ours != its:
+    for index, (expected, message) in enumerate(zip(task.messages, conversation, strict=False)):
+        if expected != message:
             raise TaskError(
                 f"task {task.id}: message {index} of the recorded conversation is not the task's. "
                 "A recorded conversation begins with the messages of its task"
             )
-    if len(spoken) <= num or _role(spoken[num]) != "assistant":
+    if len(conversation) <= num or _role(conversation[num]) != "assistant":
         raise TaskError(
             f"task {task.id}: the recorded conversation has no assistant's message at {num}, right "
-            "behind the messages of its task, so there is nothing to learn from. Add it, or leave "
+            "after the messages of its task, so there is nothing to learn from. Add it, or leave "
             "the conversation out"
         )
 
 
-def _check_whole(
-    built: Sequence[Turn],
-    firsts: Sequence[int],
-    spoken: Sequence[ChatMessage],
-    turns: IncrementalTemplate,
-    problem: str,
+def _check_whole_render(
+    rendered_turns: Sequence[Turn],
+    message_indices: Sequence[int],
+    conversation: Sequence[ChatMessage],
+    template: IncrementalTemplate,
+    where: str,
 ) -> None:
-    (cut,) = unused_noncharacters(spoken)
-    unanswered = built[-1].role != "assistant"
-    rendered = turns.renderer.render(spoken, cut, add_generation_prompt=unanswered)
-    whole = turns.renderer.tokenize(rendered, cut)
-    went = [token for turn in built for token in turn.token_ids]
-    same = common_prefix_length(went, whole)
-    if same == len(went):
+    (cut,) = unused_noncharacters(conversation)
+    unanswered = rendered_turns[-1].role != "assistant"
+    rendered = template.renderer.render(conversation, cut, add_generation_prompt=unanswered)
+    whole_ids = template.renderer.tokenize(rendered, cut)
+    ids = [token for turn in rendered_turns for token in turn.token_ids]
+    num_same = common_prefix_length(ids, whole_ids)
+    if num_same == len(ids):
         return
-    ends = [sum(len(turn.token_ids) for turn in built[: n + 1]) for n in range(len(built))]
-    index = next(first for first, end in zip(firsts, ends, strict=True) if same < end)
+    ends = [
+        sum(len(turn.token_ids) for turn in rendered_turns[: n + 1])
+        for n in range(len(rendered_turns))
+    ]
+    index = next(first for first, end in zip(message_indices, ends, strict=True) if num_same < end)
     raise TaskError(
-        f"{problem}{index}: in the whole conversation {turns.renderer.name}'s chat template "
-        f"renders it otherwise than turn by turn: "
-        f"{turns.describe_difference(went, whole, same)}. A student could not have produced "
-        "that. Take thinking out of earlier answers and "
-        "line breaks off their ends, or end the conversation before that message"
+        f"{where}{index}: in the whole conversation {template.renderer.name}'s chat template "
+        "renders it otherwise than turn by turn: "
+        f"{template.describe_difference(ids, whole_ids, num_same)}. A rollout could not have given "
+        "that. Take thinking out of earlier answers and line breaks off their ends, or end the "
+        "conversation before that message"
     )
 
 
 # ── messages of chat APIs ────────────────────────────────────────────────────────────────────────
 
 
-def _spoken(
+def _parse_message(
     message: Mapping[str, Any], where: str, format_call: CallFormatter | None
 ) -> ChatMessage:
     role, content = message.get("role"), _content(message.get("content"), where)
@@ -197,7 +208,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):  # what was called, mistake and all
+        with suppress(json.JSONDecodeError):  # invalid arguments stay as they were sent
             arguments = json.loads(arguments)
     id = call.get("id")
     return {
@@ -206,12 +217,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _knows_calls(renderer: ChatTemplate) -> bool:
+def _renders_tool_calls(renderer: ChatTemplate) -> bool:
     probe = {"id": "abcdefghi", "function": {"name": "courtside_probe", "arguments": {"at": 1}}}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **probe}]}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **probe}]}
     (cut,) = unused_noncharacters(())
     try:
-        rendered = renderer.render((PROBE_PROMPT, said), cut, add_generation_prompt=False)
+        rendered = renderer.render((PROBE_PROMPT, message), cut, add_generation_prompt=False)
     except ModelError:
         return False
     return "courtside_probe" in rendered

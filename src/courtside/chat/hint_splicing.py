@@ -1,8 +1,8 @@
-"""Splicing hints above turns: the same tokens of the student, in a context that has the hint.
+"""Splices hints before turns: the student's own tokens, in a context that contains the hint.
 
-A hint is put in as ids: what was read and written before it and the turn behind it stay verbatim.
-Where the template's own render with the hint is not the trunk with some ids put in (the tokenizer
-merged across its edges), nothing is made up: `SpliceError` says why, for callers to count.
+A hint is inserted as ids; the context before it and the turn after it stay verbatim. Where the
+template's render with the hint is not the trajectory with some ids inserted (the tokenizer merged
+across the boundary), `SpliceError` gives the reason, for callers to count.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DropReason = Literal[
 ]
 
 SEPARATORS = ("\n\n", "\n", " ")
-"""What may part a message from a hint inside it, the best first. Many tokenizers have one token for
-a full stop with the line breaks behind it; there a space still keeps the message's own tokens."""
+"""Between a message and a hint inside it, in order of preference. Many tokenizers merge a full stop
+with the line breaks after it; a space still leaves the message's own tokens unchanged."""
 
 
 class SpliceError(UserError):
-    """A hint that cannot be put where it belongs. Callers drop the hint and count the reason."""
+    """A hint that cannot be spliced. Callers drop the hint and count the reason."""
 
     def __init__(self, reason: DropReason, hint: Hint, why: str):
         super().__init__(f"hint for turn {hint.turn} of trajectory {hint.trajectory}: {why}")
@@ -42,66 +42,65 @@ class SpliceError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplicedTrajectory:
-    """A whole trajectory with several hints in it: each turn sees all hints above it."""
+    """A whole trajectory with several hints: each turn attends to all hints before it."""
 
     trajectory: str
     token_ids: tuple[int, ...]
     scored: tuple[tuple[int, tuple[int, ...]], ...]
-    """For each hinted turn its index and where in `token_ids` its chosen ids stand."""
+    """(turn, positions of its chosen ids in `token_ids`) for each hinted turn."""
 
 
 def splice_hint(
     trajectory: Trajectory,
     hint: Hint,
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     *,
     place: HintPlacement,
     role: HintRole,
     max_tokens: int,
 ) -> Branch:
-    """The hinted turn with the hint above it, and no other hint.
+    """The hinted turn with the hint before it, and no other hint.
 
     `role` is that of a hint with a message of its own (position "before_turn"). `max_tokens`
-    bounds the ids that the hint adds,
-    its message's frame included. In the system message (place "system") it
-    shares no trunk: the prompt is rendered anew, without the template's default system message
-    where it has one, and only later turns are verbatim.
+    bounds the ids that the hint adds, its message's frame included. In the system message the
+    branch shares no prefix with the trajectory: the prompt is rendered anew, without the template's
+    default system message, and only later turns are verbatim.
     """
-    _check(trajectory, hint)
+    _check_hint(trajectory, hint)
     target = trajectory.turns[hint.turn]
     if place == "system":
-        splice, above = 0, _in_system(trajectory, hint, turns, max_tokens)
+        splice, context = 0, _splice_into_system(trajectory, hint, template, max_tokens)
     else:
-        num_replaced, above = (
-            _as_message(trajectory, [hint], turns, role, max_tokens)
+        num_replaced, context = (
+            _splice_message(trajectory, [hint], template, role, max_tokens)
             if place == "before_turn"
-            else _inside(trajectory, hint, turns, max_tokens)
+            else _splice_into_message(trajectory, hint, template, max_tokens)
         )
         splice = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn]) - num_replaced
     return Branch(
         trajectory=trajectory.id,
         turn=hint.turn,
         splice=splice,
-        token_ids=above + target.token_ids,
-        scored=(False,) * len(above) + target.chosen,
+        token_ids=context + target.token_ids,
+        scored=(False,) * len(context) + target.chosen,
     )
 
 
 def splice_hints_cumulatively(
     trajectory: Trajectory,
     hints: Sequence[Hint],
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     *,
     role: HintRole,
     max_tokens: int,
 ) -> SplicedTrajectory:
-    """The whole trajectory with every hint as a message above its turn, in one sequence.
+    """The whole trajectory with every hint as a message before its turn, in one sequence.
 
-    Several hints for one turn stand in the order given, each of `max_tokens` ids at most. A hint
+    Several hints for one turn keep their order, each of `max_tokens` ids at most. A hint
     that does not fit is named by the error; leave it out and call again.
     """
     for hint in hints:
-        _check(trajectory, hint)
+        _check_hint(trajectory, hint)
     by_turn = {
         turn: list(group)
         for turn, group in groupby(sorted(hints, key=lambda h: h.turn), key=lambda h: h.turn)
@@ -110,16 +109,18 @@ def splice_hints_cumulatively(
     scored: list[tuple[int, tuple[int, ...]]] = []
     for index, turn in enumerate(trajectory.turns):
         if index in by_turn:
-            num_replaced, above = _as_message(trajectory, by_turn[index], turns, role, max_tokens)
+            num_replaced, context = _splice_message(
+                trajectory, by_turn[index], template, role, max_tokens
+            )
             del ids[len(ids) - num_replaced :]
-            ids += above
+            ids += context
             chosen = (len(ids) + i for i, chosen in enumerate(turn.chosen) if chosen)
             scored.append((index, tuple(chosen)))
         ids += turn.token_ids
     return SplicedTrajectory(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))
 
 
-def _check(trajectory: Trajectory, hint: Hint) -> None:
+def _check_hint(trajectory: Trajectory, hint: Hint) -> None:
     assert hint.trajectory == trajectory.id
     num_turns = len(trajectory.turns)
     if not 0 < hint.turn < num_turns or trajectory.turns[hint.turn].role != "assistant":
@@ -131,89 +132,90 @@ def _check(trajectory: Trajectory, hint: Hint) -> None:
         raise SpliceError("empty", hint, "it has no text")
 
 
-# ── the stretch above the turn, with the hint ────────────────────────────────────────────────────
-# Each gives how many of the stretch's last ids are replaced, and by which.
+# ── the span before the turn, with the hint ───────────────────────────────────────────────────
+# Each returns how many of the span's last ids are replaced, and the ids that replace them.
 
-Spliced = tuple[int, tuple[int, ...]]
+Splice = tuple[int, tuple[int, ...]]
 
 
-def _as_message(
+def _splice_message(
     trajectory: Trajectory,
     hints: Sequence[Hint],
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     role: HintRole,
     max_tokens: int,
-) -> Spliced:
+) -> Splice:
     hint = hints[0]
-    messages, stretch, render = _above(trajectory, hint, turns)
+    messages, span, render = _previous_span(trajectory, hint, template)
     if messages:
-        turns.check_role(role, behind=messages[-1].role)
+        template.check_role(role, after=messages[-1].role)
     hinted = render((*messages, *(Message(role=role, content=h.text) for h in hints)))
-    spliced = _put_in(stretch, hinted)
+    spliced = _find_insertion(span, hinted)
     if spliced is None:
-        raise _merged(hint, f"as a {role!r} message")
-    _check_length(hint, hinted, stretch, max_tokens * len(hints))
+        raise _merge_error(hint, f"as a {role!r} message")
+    _check_length(hint, hinted, span, max_tokens * len(hints))
     return spliced
 
 
-def _inside(
-    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate, max_tokens: int
-) -> Spliced:
-    messages, stretch, render = _above(trajectory, hint, turns)
+def _splice_into_message(
+    trajectory: Trajectory, hint: Hint, template: IncrementalTemplate, max_tokens: int
+) -> Splice:
+    messages, span, render = _previous_span(trajectory, hint, template)
     if not messages:
-        raise SpliceError(
-            "no_message", hint, "no message stands right above it for the hint to go into"
-        )
+        raise SpliceError("no_message", hint, "no message right before it can hold the hint")
     for separator in SEPARATORS:
         longer = replace(messages[-1], content=f"{messages[-1].content}{separator}{hint.text}")
         hinted = render((*messages[:-1], longer))
-        spliced = _put_in(stretch, hinted)
+        spliced = _find_insertion(span, hinted)
         if spliced is not None:
-            _check_length(hint, hinted, stretch, max_tokens)
+            _check_length(hint, hinted, span, max_tokens)
             return spliced
-    raise _merged(hint, "inside the message above")
+    raise _merge_error(hint, "inside the message before")
 
 
-def _in_system(
-    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate, max_tokens: int
+def _splice_into_system(
+    trajectory: Trajectory, hint: Hint, template: IncrementalTemplate, max_tokens: int
 ) -> tuple[int, ...]:
     messages = trajectory.task.messages
     plain, hinted = (
-        turns.render_prompt(m) for m in (messages, insert_context(messages, hint.text, "system"))
+        template.render_prompt(m) for m in (messages, insert_context(messages, hint.text, "system"))
     )
-    _check_same(trajectory.turns[0].token_ids, plain, hint)
+    _check_same_render(trajectory.turns[0].token_ids, plain, hint)
     _check_length(hint, hinted, plain, max_tokens)
-    opening = plain.token_ids[len(plain.token_ids) - plain.num_generation_prompt_tokens :]
-    if hinted.token_ids[len(hinted.token_ids) - plain.num_generation_prompt_tokens :] != opening:
-        raise _merged(hint, "in the system message")
+    generation_prompt = plain.token_ids[len(plain.token_ids) - plain.num_generation_prompt_tokens :]
+    if (
+        hinted.token_ids[len(hinted.token_ids) - plain.num_generation_prompt_tokens :]
+        != generation_prompt
+    ):
+        raise _merge_error(hint, "in the system message")
     later = (i for turn in trajectory.turns[1 : hint.turn] for i in turn.token_ids)
     return (*hinted.token_ids, *later)
 
 
-def _above(
-    trajectory: Trajectory, hint: Hint, turns: IncrementalTemplate
+def _previous_span(
+    trajectory: Trajectory, hint: Hint, template: IncrementalTemplate
 ) -> tuple[tuple[Message, ...], RenderedSpan, Callable[[Sequence[Message]], RenderedSpan]]:
-    """The messages right above the hinted turn, their ids, and what renders others in their place.
+    """The messages right before the hinted turn, their ids, and the function that renders them.
 
-    An environment's turn may begin with a closing; the stretch is what follows that.
+    An environment's turn may begin with end-of-turn ids; the span is what follows them.
     """
     before = trajectory.turns[hint.turn - 1]
     first = hint.turn == 1
     messages = trajectory.task.messages if first else before.messages
-    render = turns.render_prompt if first else turns.render_continuation
-    stretch = render(messages)
-    _check_same(before.token_ids[-len(stretch.token_ids) :], stretch, hint)
-    return messages, stretch, render
+    render = template.render_prompt if first else template.render_continuation
+    span = render(messages)
+    _check_same_render(before.token_ids[-len(span.token_ids) :], span, hint)
+    return messages, span, render
 
 
-def _put_in(plain: RenderedSpan, hinted: RenderedSpan) -> Spliced | None:
-    """None where `hinted` is not `plain` with ids put in somewhere above its opening."""
+def _find_insertion(plain: RenderedSpan, hinted: RenderedSpan) -> Splice | None:
+    """None where `hinted` is not `plain` with ids inserted before its generation prompt."""
     old, new = plain.token_ids, hinted.token_ids
     at = min(common_prefix_length(old, new), len(old) - plain.num_generation_prompt_tokens)
-    num_behind = len(old) - at
-    if len(new) <= len(old) or new[len(new) - num_behind :] != old[at:]:
+    num_replaced = len(old) - at
+    if len(new) <= len(old) or new[len(new) - num_replaced :] != old[at:]:
         return None
-    return num_behind, new[at:]
+    return num_replaced, new[at:]
 
 
 def _check_length(hint: Hint, hinted: RenderedSpan, plain: RenderedSpan, max_tokens: int) -> None:
@@ -222,17 +224,17 @@ def _check_length(hint: Hint, hinted: RenderedSpan, plain: RenderedSpan, max_tok
         raise SpliceError("too_long", hint, f"it adds {num_tokens} tokens, allowed: {max_tokens}")
 
 
-def _check_same(ids: tuple[int, ...], stretch: RenderedSpan, hint: Hint) -> None:
-    if ids != stretch.token_ids:
+def _check_same_render(ids: tuple[int, ...], span: RenderedSpan, hint: Hint) -> None:
+    if ids != span.token_ids:
         raise SpliceError(
             "other_render",
             hint,
-            "the turn above it is not what this model's chat template makes of its messages, so "
+            "the turn before it is not what this model's chat template makes of its messages, so "
             "another model's template, or another version, rendered it. Use the one that did",
         )
 
 
-def _merged(hint: Hint, where: str) -> SpliceError:
+def _merge_error(hint: Hint, where: str) -> SpliceError:
     return SpliceError(
         "merge",
         hint,

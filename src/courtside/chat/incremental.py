@@ -1,9 +1,9 @@
-"""Conversations that only grow: the ids a template puts between what an assistant writes.
+"""Incremental chat rendering: the token ids that a template puts between assistant turns.
 
-What was said is never rendered again, so a turn costs the same however long the conversation is.
-The ids come from a short stand-in for it, cut behind its assistant's end token. Whether a template
-would render the whole conversation the same way is found out once and said in `Turns.note`: what
-the student saw and wrote is what trains, not what the template would make of it afterwards.
+Earlier turns are never rendered again, so a turn costs the same however long the conversation is.
+The ids come from a short probe conversation, cut after its assistant's end-of-turn token. Whether
+the template renders a whole conversation to the same ids is probed once (`note`): the ids that the
+student was given and sampled are what trains, whatever the template makes of them afterwards.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from courtside.types import Event, Message, Role, Sample, Task, Turn
 
 PROBE_PROMPT = Message(role="user", content="Is it?")
 CACHE_SIZE = 2048
-"""Stretches: samples of a task have its prompt, and a hint is put above what was rendered once."""
+"""Rendered spans: samples of a task share its prompt, and hints splice into spans seen before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedSpan:
-    """Ids by a template, up to where the assistant writes."""
+    """Ids rendered by a template, up to and including a generation prompt."""
 
     token_ids: tuple[int, ...]
     num_generation_prompt_tokens: int
-    """How many of the last are the opening of the assistant's message."""
 
 
 class IncrementalTemplate:
@@ -38,40 +37,39 @@ class IncrementalTemplate:
 
     def __init__(self, renderer: ChatTemplate):
         self.renderer = renderer
-        self._known: set[tuple[Role, Role]] = set()
-        self._prompt = lru_cache(CACHE_SIZE)(self._rendered_prompt)
-        self._between = lru_cache(CACHE_SIZE)(self._rendered_between)
+        self._accepted_roles: set[tuple[Role, Role]] = set()
+        self._cached_prompt = lru_cache(CACHE_SIZE)(self._render_prompt)
+        self._cached_continuation = lru_cache(CACHE_SIZE)(self._render_continuation)
 
     # ── ids ──────────────────────────────────────────────────────────────────────────────────────
 
     def render_prompt(self, messages: Sequence[Message]) -> RenderedSpan:
-        """A conversation's beginning."""
-        return self._prompt(tuple(messages))
+        """The start of a conversation."""
+        return self._cached_prompt(tuple(messages))
 
     def render_continuation(self, messages: Sequence[Message]) -> RenderedSpan:
-        """What stands behind an assistant's end token when `messages` come next."""
-        return self._between(tuple(messages))
+        """What follows an assistant's end-of-turn token when `messages` come next."""
+        return self._cached_continuation(tuple(messages))
 
-    def _rendered_prompt(self, messages: tuple[Message, ...]) -> RenderedSpan:
+    def _render_prompt(self, messages: tuple[Message, ...]) -> RenderedSpan:
         (cut,) = unused_noncharacters(messages)
-        bare, opened = (
-            self.renderer.render(messages, cut, add_generation_prompt=begin)
-            for begin in (False, True)
+        bare, prompted = (
+            self.renderer.render(messages, cut, add_generation_prompt=add) for add in (False, True)
         )
-        return self._stretch(bare, opened, cut)
+        return self._make_span(bare, prompted, cut)
 
-    def _rendered_between(self, messages: tuple[Message, ...]) -> RenderedSpan:
+    def _render_continuation(self, messages: tuple[Message, ...]) -> RenderedSpan:
         assert all(message.role != "assistant" for message in messages)
         roles: list[Role] = ["assistant", *(message.role for message in messages)]
         for previous, role in pairwise(roles):
-            self.check_role(role, behind=previous)
+            self.check_role(role, after=previous)
         cut, mark = unused_noncharacters(messages, 2)
-        spoken = (PROBE_PROMPT, _said(mark), *messages)
-        bare, opened = (
-            self._parted(self.renderer.render(spoken, cut, add_generation_prompt=begin), mark)[1]
-            for begin in (False, True)
+        probe = (PROBE_PROMPT, _probe_answer(mark), *messages)
+        bare, prompted = (
+            self._split_at(self.renderer.render(probe, cut, add_generation_prompt=add), mark)[1]
+            for add in (False, True)
         )
-        whole = self._stretch(bare, opened, cut)
+        whole = self._make_span(bare, prompted, cut)
         end = self.renderer.length_through_eos(whole.token_ids)
         return RenderedSpan(
             token_ids=whole.token_ids[end:],
@@ -80,25 +78,29 @@ class IncrementalTemplate:
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """What the template puts behind an assistant's words, up to and with the end token."""
+        """What the template puts after an assistant's text, up to and including the EOS token."""
         cut, mark, next_mark = unused_noncharacters((), 3)
-        spoken = (PROBE_PROMPT, _said(mark), Message(role="user", content=f"Was it{next_mark}?"))
-        rendered = self.renderer.render(spoken, cut, add_generation_prompt=True)
-        behind = self._parted(rendered, mark)[1]
-        ids = self.renderer.tokenize(self._parted(behind, next_mark)[0], cut)
+        probe = (
+            PROBE_PROMPT,
+            _probe_answer(mark),
+            Message(role="user", content=f"Was it{next_mark}?"),
+        )
+        rendered = self.renderer.render(probe, cut, add_generation_prompt=True)
+        after = self._split_at(rendered, mark)[1]
+        ids = self.renderer.tokenize(self._split_at(after, next_mark)[0], cut)
         return ids[: self.renderer.length_through_eos(ids)]
 
     def is_ended(self, ids: Sequence[int]) -> bool:
-        """Whether an assistant's turn has its end token, so that it needs no end-of-turn tokens."""
+        """Whether an assistant turn ends in an EOS token, so that it needs no end-of-turn ids."""
         return bool(ids) and ids[-1] in self.renderer.eos_ids
 
     # ── records ──────────────────────────────────────────────────────────────────────────────────
 
     def prompt_turn(self, task: Task) -> Turn:
-        return _said_to("prompt", task.messages, self.render_prompt(task.messages))
+        return _make_turn("prompt", task.messages, self.render_prompt(task.messages))
 
     def assistant_turn(self, sample: Sample, events: Sequence[Event] = ()) -> Turn:
-        """What was drawn, as it was drawn. A text from a data set has no log-probs of a sampler."""
+        """The sampled ids, verbatim. A text from a data set has no sampler log-probs."""
         return Turn(
             role="assistant",
             text=sample.text,
@@ -110,50 +112,48 @@ class IncrementalTemplate:
 
     def environment_turn(self, messages: Sequence[Message], *, add_end_of_turn: bool) -> Turn:
         """`add_end_of_turn`: the assistant's turn was truncated, so this one ends it."""
-        between = self.render_continuation(messages)
-        before = self.end_of_turn_ids if add_end_of_turn else ()
-        return _said_to("environment", messages, between, before)
+        prefix = self.end_of_turn_ids if add_end_of_turn else ()
+        span = self.render_continuation(messages)
+        return _make_turn("environment", messages, span, prefix)
 
-    # ── what the template does, found out once ───────────────────────────────────────────────────
+    # ── probes of the template, each run once ────────────────────────────────────────────────────
 
-    def check_role(self, role: Role, *, behind: Role) -> None:
-        """That the template shows a message of this role behind one of that; found out once."""
-        if (behind, role) in self._known:
+    def check_role(self, role: Role, *, after: Role) -> None:
+        """Probes once that the template renders a message of `role` after one of role `after`."""
+        if (after, role) in self._accepted_roles:
             return
         cut, mark, next_mark = unused_noncharacters((), 3)
         last = Message(role=role, content=f"Was it{next_mark}?")
-        middle = () if behind == "assistant" else (Message(role=behind, content="So."),)
-        known = "Join the two into one message"
+        middle = () if after == "assistant" else (Message(role=after, content="So."),)
+        fix = "Join the two into one message"
         if role != "user":
-            known = f"Say it as 'user', or use a model whose template knows {role!r}"
+            fix = f"Say it as 'user', or use a model whose template knows {role!r}"
         fix = (
-            f"{known}; a hint can also go inside the message above it (hints.position = "
+            f"{fix}; a hint can also go inside the message above it (hints.position = "
             "'last_message')"
         )
         try:
             rendered = self.renderer.render(
-                (PROBE_PROMPT, _said(mark), *middle, last), cut, add_generation_prompt=True
+                (PROBE_PROMPT, _probe_answer(mark), *middle, last), cut, add_generation_prompt=True
             )
         except ModelError as error:
             raise ModelError(
-                f"{error}. So no {role!r} message may stand behind {_a(behind)} one. {fix}"
+                f"{error}. So no {role!r} message may follow {_a(after)} one. {fix}"
             ) from None
         if not 0 <= rendered.find(mark) < rendered.find(next_mark):
-            does = "moves" if next_mark in rendered else "does not show"
+            does = "moves" if next_mark in rendered else "does not render"
             raise ModelError(
-                f"{self.renderer.name}: its chat template {does} a {role!r} message that stands "
-                f"behind {_a(behind)} one. {fix}"
+                f"{self.renderer.name}: its chat template {does} a {role!r} message that follows "
+                f"{_a(after)} one. {fix}"
             )
         ids = self.renderer.tokenize(rendered[rendered.find(mark) : rendered.find(next_mark)], cut)
         self.renderer.length_through_eos(ids)
-        self._known.add((behind, role))
+        self._accepted_roles.add((after, role))
 
     @cached_property
     def note(self) -> str | None:
-        """How the template's render of a whole conversation differs from what the student sees.
-
-        None where it does not. Sequences are never changed for it.
-        """
+        """How rendering a whole conversation differs from rendering it turn by turn; None: it does
+        not. Sequences are never changed for it."""
         for thinking, which in (
             ("", ""),
             ("<think>\nHm.\n</think>\n\n", " that begin with thinking"),
@@ -163,89 +163,93 @@ class IncrementalTemplate:
             if difference is not None:
                 return (
                     f"{self.renderer.name}: of a conversation of three answers{which} its chat "
-                    f"template makes other tokens than a student reads and writes: {difference}. "
-                    "Sequences stay as the student read and wrote them"
+                    f"template makes other tokens than turn by turn: {difference}. Sequences stay "
+                    "as they were sampled"
                 )
         return None
 
     def _difference(self, answers: Sequence[str]) -> str | None:
         (cut,) = unused_noncharacters(())
         asks = [Message(role="user", content=text) for text in ("Is it?", "Was it?", "Will it?")]
-        stretches = [
+        spans = [
             self.render_prompt(asks[:1]),
             *(self.render_continuation([ask]) for ask in asks[1:]),
         ]
-        went: list[int] = []
-        for stretch, answer in zip(stretches, answers, strict=True):
-            opening = self.renderer.tokenizer.decode(stretch.token_ids)
-            # Where the opening has begun the answer ("<think>\n"), the student writes the rest.
-            begun = max(n for n in range(len(answer)) if opening.endswith(answer[:n]))
-            went += [*stretch.token_ids, *self.renderer.tokenize(answer[begun:], cut)]
-            went += self.end_of_turn_ids
-        spoken = [
+        ids: list[int] = []
+        for span, answer in zip(spans, answers, strict=True):
+            prompt = self.renderer.tokenizer.decode(span.token_ids)
+            # A generation prompt may begin the answer ("<think>\n"); the student continues it.
+            begun = max(n for n in range(len(answer)) if prompt.endswith(answer[:n]))
+            ids += [*span.token_ids, *self.renderer.tokenize(answer[begun:], cut)]
+            ids += self.end_of_turn_ids
+        conversation = [
             message
             for ask, answer in zip(asks, answers, strict=True)
             for message in (ask, Message(role="assistant", content=answer))
         ]
-        rendered = self.renderer.render(spoken, cut, add_generation_prompt=False)
+        rendered = self.renderer.render(conversation, cut, add_generation_prompt=False)
         whole = self.renderer.tokenize(rendered, cut)
-        same = common_prefix_length(went, whole)
-        return None if same == len(went) else self.describe_difference(went, whole, same)
+        num_same = common_prefix_length(ids, whole)
+        return None if num_same == len(ids) else self.describe_difference(ids, whole, num_same)
 
-    def describe_difference(self, went: Sequence[int], whole: Sequence[int], same: int) -> str:
-        """For people: where the ids of a conversation as it went leave the template's own."""
-        behind = self.renderer.tokenizer.decode(went[:same][-8:])
-        its, ours = (self.renderer.pieces(ids[same : same + 4]) for ids in (whole, went))
-        return f"behind {behind!r} it has {its}, not {ours}"
+    def describe_difference(
+        self, ids: Sequence[int], rendered_ids: Sequence[int], num_same: int
+    ) -> str:
+        """Where the ids of a conversation leave those that the template renders, for messages."""
+        prefix = self.renderer.tokenizer.decode(ids[:num_same][-8:])
+        expected, actual = (
+            self.renderer.pieces(tokens[num_same : num_same + 4]) for tokens in (rendered_ids, ids)
+        )
+        return f"after {prefix!r} it has {expected}, not {actual}"
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────
 
-    def _stretch(self, bare: str, opened: str, cut: str) -> RenderedSpan:
-        if len(opened) <= len(bare) or not opened.startswith(bare):
+    def _make_span(self, bare: str, prompted: str, cut: str) -> RenderedSpan:
+        if len(prompted) <= len(bare) or not prompted.startswith(bare):
             raise ModelError(
-                f"{self.renderer.name}: its chat template changes messages where it opens an "
-                "answer (add_generation_prompt), so the opening cannot be told from them. Use a "
-                "template that only adds to them"
+                f"{self.renderer.name}: its chat template changes messages where it adds a "
+                "generation prompt, so the two cannot be told apart. Use a template that only adds "
+                "to them"
             )
-        whole = self.renderer.tokenize(opened, cut)
-        # A token that reaches across belongs to the opening: without it that token is another.
+        whole = self.renderer.tokenize(prompted, cut)
+        # A token across the boundary belongs to the generation prompt: without it, it differs.
         before = common_prefix_length(self.renderer.tokenize(bare, cut), whole)
         return RenderedSpan(token_ids=whole, num_generation_prompt_tokens=len(whole) - before)
 
-    def _parted(self, rendered: str, mark: str) -> tuple[str, str]:
-        before, found, behind = rendered.partition(mark)
-        if not found or mark in behind:
+    def _split_at(self, rendered: str, mark: str) -> tuple[str, str]:
+        before, separator, after = rendered.partition(mark)
+        if not separator or mark in after:
             raise ModelError(
-                f"{self.renderer.name}: its chat template does not show an earlier message exactly "
-                "once, so turns cannot be told apart. Use a template that does"
+                f"{self.renderer.name}: its chat template does not render an earlier message "
+                "exactly once, so turns cannot be told apart. Use a template that does"
             )
-        return before, behind
+        return before, after
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike."""
+    """Number of leading ids that two sequences share."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _said(mark: str) -> Message:
+def _probe_answer(mark: str) -> Message:
     return Message(role="assistant", content=f"It is.{mark}")
 
 
-def _said_to(
+def _make_turn(
     role: Literal["prompt", "environment"],
     messages: Sequence[Message],
-    stretch: RenderedSpan,
-    before: tuple[int, ...] = (),
+    span: RenderedSpan,
+    prefix: tuple[int, ...] = (),
 ) -> Turn:
-    ids = before + stretch.token_ids
+    ids = prefix + span.token_ids
     return Turn(
         role=role,
         text=format_messages(messages),
         token_ids=ids,
         chosen=(False,) * len(ids),
         messages=tuple(messages),
-        num_generation_prompt_tokens=stretch.num_generation_prompt_tokens,
+        num_generation_prompt_tokens=span.num_generation_prompt_tokens,
     )
 
 

@@ -1,4 +1,4 @@
-"""Putting privileged context where only a teacher sees it, around the very same answer."""
+"""Inserts privileged context into a prompt, for the teacher's forward pass only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Messages to token ids through the model's own template.
+"""Messages to token ids through the model's own chat template.
 
-What a model wrote is kept as ids and never re-tokenised; only prompts and texts from outside go
-through the tokenizer, and only the template can write special tokens: `<|im_end|>` inside a message
-is ten characters. What the template does at the boundary of an answer is checked once, when the
-renderer is made, not assumed.
+Sampled ids are never re-tokenized; only prompts and texts from outside go through the tokenizer,
+and only the template can give special tokens: `<|im_end|>` inside a message is ten characters. What
+the template does at the boundary of an answer is checked once, at construction.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from courtside.errors import ModelError, TaskError
 from courtside.types import Message
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Noncharacters: Unicode keeps them out of texts, for uses like a mark where tokens must part."""
+"""Unicode reserves them for internal use, such as marking where tokens must be split."""
 
 MAX_CACHED_PROMPTS = 4096
 
 ChatMessage = Message | Mapping[str, Any]
-"""A message, or one as chat APIs write it (with `tool_calls`, say)."""
+"""A message, or a dict in the format of chat APIs (which may have `tool_calls`)."""
 
 
 class ChatTemplate:
-    """Turns messages into ids for one tokenizer and its chat template."""
+    """Renders messages to token ids with one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos_ids: Collection[int]):
         self.tokenizer = tokenizer
@@ -40,8 +39,8 @@ class ChatTemplate:
                 "an instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
             )
         added = tokenizer.added_tokens_decoder.values()
-        words = {str(word) for word in added if word.special} | set(tokenizer.all_special_tokens)
-        special = "|".join(sorted(re.escape(word) for word in words if len(word) > 1)) or "(?!)"
+        tokens = {str(t) for t in added if t.special} | set(tokenizer.all_special_tokens)
+        special = "|".join(sorted(re.escape(t) for t in tokens if len(t) > 1)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
         self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
         self._check_boundary()
@@ -56,7 +55,7 @@ class ChatTemplate:
         return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
 
     def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
-        """Ids of an answer from outside, its end token included, to stand behind `prompt_ids`."""
+        """Ids of a text from outside as the answer to `messages`, its EOS token included."""
         conversation = (*messages, Message(role="assistant", content=text))
         cut = unused_noncharacters(conversation)[0]
         before = self.render(messages, cut, add_generation_prompt=True)
@@ -65,20 +64,20 @@ class ChatTemplate:
             raise ModelError(
                 f"{self.name}: with an answer in place the template renders the prompt differently "
                 "than without one (a thinking block, perhaps), so the answer's first tokens are "
-                "not where the student would write them. Use texts that the template accepts, or "
+                "not where the student would sample them. Use texts that the template accepts, or "
                 "let a model write them (rollout.off_policy_source = 'teacher')"
             )
         prompt, whole = self.tokenize(before, cut), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
             # The tokenizer merged the prompt's last characters with the answer's first ("\n" with
-            # "\n"). The student cannot: it writes behind the prompt's own tokens.
+            # "\n"). The student cannot: it samples after the prompt's own tokens.
             answer = self.tokenize(rendered[len(before) :], cut)
-        # What the template puts behind the end token nobody writes.
+        # The template may add text after the EOS token, which no model samples.
         return answer[: self.length_through_eos(answer)]
 
     def length_through_eos(self, ids: Sequence[int]) -> int:
-        """How many ids there are up to the first end token, with it."""
+        """Number of ids up to and including the first EOS token."""
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
             raise ModelError(
@@ -98,16 +97,20 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[ChatMessage], cut: str, *, add_generation_prompt: bool
     ) -> str:
-        """The template's text, with `cut` inside the special words that the messages hold."""
+        """The template's text, with `cut` inside special tokens that messages spell out."""
 
-        def parted(value: Any) -> Any:
+        def split_special(value: Any) -> Any:
             if isinstance(value, str):
                 return self._first_of_special.sub(lambda first: first[0] + cut, value)
             if isinstance(value, Mapping):
-                return {parted(key): parted(inner) for key, inner in value.items()}
-            return [parted(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+                return {split_special(key): split_special(inner) for key, inner in value.items()}
+            return (
+                [split_special(inner) for inner in value]
+                if isinstance(value, (list, tuple))
+                else value
+            )
 
-        plain = [parted(_tree(message)) for message in messages]
+        plain = [split_special(_tree(message)) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -121,7 +124,7 @@ class ChatTemplate:
             ) from None
 
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
-        """Ids of a text by `render`; no token reaches across a `cut`."""
+        """Ids of a text by `render`; no token spans a `cut`."""
         pieces = [
             self.tokenizer(piece, add_special_tokens=False)["input_ids"]
             for piece in rendered.split(cut)
@@ -150,9 +153,9 @@ class ChatTemplate:
 
 
 def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[str]:
-    """Noncharacters that stand nowhere in `messages`."""
-    said = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
-    free = [mark for mark in NONCHARACTERS if mark not in said]
+    """Noncharacters that do not occur in `messages`."""
+    characters = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
+    free = [mark for mark in NONCHARACTERS if mark not in characters]
     if len(free) < num:
         raise TaskError(
             f"a message holds {len(NONCHARACTERS) - len(free)} of Unicode's noncharacters U+FDD0 "

@@ -1,4 +1,4 @@
-"""Prompt and answer as the record that is trained, graded and shown."""
+"""Single-turn trajectories: a prompt and one sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_trajectory(
     grade: Grade | None,
     preference: Literal["better", "worse"] | None = None,
 ) -> Trajectory:
-    """A single-turn trajectory. A text from a data set has no log-probs of a sampler."""
+    """A single-turn trajectory. A text from a data set has no sampler log-probs."""
     prompt = Turn(
         role="prompt",
         text=format_messages(task.messages),
@@ -48,5 +48,5 @@ def make_trajectory(
 
 
 def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as people read them."""
+    """Messages as display text."""
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)

@@ -20,12 +20,12 @@ class ChatLogRollout:
     def __init__(
         self,
         *,
-        turns: IncrementalTemplate,
+        template: IncrementalTemplate,
         format_call: CallFormatter,
         temperature: float,
         context_length: int,
     ):
-        self.turns = turns
+        self.template = template
         self.format_call = format_call
         self.temperature = temperature
         self.context_length = context_length
@@ -38,7 +38,7 @@ class ChatLogRollout:
         trajectory = trajectory_from_chat_log(
             task,
             [*prompt, *task.conversation],
-            self.turns,
+            self.template,
             id=id,
             temperature=self.temperature,
             format_call=self.format_call,
@@ -63,12 +63,12 @@ class ReplayRollout:
         self,
         *,
         load: Callable[[Sequence[str]], list[Trajectory]],
-        turns: IncrementalTemplate,
+        template: IncrementalTemplate,
         vocab_size: int,
     ):
         self.load = load
         """Trajectories by id, in order."""
-        self.turns = turns
+        self.template = template
         self.vocab_size = vocab_size
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
@@ -78,7 +78,7 @@ class ReplayRollout:
         return trajectories
 
     def _check_vocabulary(self, trajectory: Trajectory) -> None:
-        renderer = self.turns.renderer
+        renderer = self.template.renderer
         fix = "Name a run of a student with the same vocabulary"
         if (largest := max(trajectory.token_ids, default=0)) >= self.vocab_size:
             raise TaskError(
@@ -99,18 +99,18 @@ class ReplayRollout:
 
 
 def describe_prompt_difference(
-    trajectories: Sequence[Trajectory], turns: IncrementalTemplate
+    trajectories: Sequence[Trajectory], template: IncrementalTemplate
 ) -> str | None:
     """How the chat template renders a stored prompt differently today; None: it does not."""
     for trajectory in trajectories:
         stored_ids = trajectory.turns[0].token_ids
-        ids = turns.render_prompt(trajectory.task.messages).token_ids
+        ids = template.render_prompt(trajectory.task.messages).token_ids
         if stored_ids != ids:
             num_same = common_prefix_length(stored_ids, ids)
             return (
-                f"{turns.renderer.name}: its chat template makes other tokens of the prompt of "
+                f"{template.renderer.name}: its chat template makes other tokens of the prompt of "
                 f"trajectory {trajectory.id}: "
-                f"{turns.describe_difference(stored_ids, ids, num_same)}. Stored trajectories "
+                f"{template.describe_difference(stored_ids, ids, num_same)}. Stored trajectories "
                 "stay as they are"
             )
     return None

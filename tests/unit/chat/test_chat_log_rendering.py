@@ -164,7 +164,7 @@ def test_earlier_thinking_that_the_template_takes_out() -> None:
     assert read(between, turns).turns[1].text.startswith("<think>"), "no question behind it"
     with pytest.raises(TaskError, match=r"task t: message 1: in the whole conversation tiny's"):
         read([*between[:3], TALK[3], more, TALK[3]], turns)
-    with pytest.raises(TaskError, match=r"task t: message 3: tiny: .* leaves words of this"):
+    with pytest.raises(TaskError, match=r"task t: message 3: tiny: .* leaves text of this"):
         read([TALK[0], TALK[3], TALK[2], thought, more, TALK[3]], turns)
 
 
@@ -178,12 +178,12 @@ def test_an_answer_that_merges_with_its_opening() -> None:
 
 def test_an_opening_that_the_message_does_not_have() -> None:
     turns = turns_of(OPENS_THINKING)
-    with pytest.raises(TaskError, match=r"message 1: .*opens an answer with .*<think>"):
+    with pytest.raises(TaskError, match=r"message 1: .*generation prompt .*<think>"):
         read([TALK[0], TALK[3]], turns)
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n4"}
     assert read([TALK[0], thought], turns).response == "Hm.\n</think>\n4"
 
 
 def test_a_role_that_the_template_has_not() -> None:
-    with pytest.raises(TaskError, match=r"task t: message 2: .*does not show a 'tool' message"):
+    with pytest.raises(TaskError, match=r"task t: message 2: .*does not render a 'tool' message"):
         read(TALK, turns_of(NO_TOOLS))

@@ -304,7 +304,9 @@ def test_a_role_without_a_place_is_the_recipes_fault_not_the_hints() -> None:
         task=talk,
         turns=(turns.prompt_turn(talk), turns.assistant_turn(drawn(turns, "5"))),
     )
-    with pytest.raises(ModelError, match=r"no 'user' message may stand.*position = 'last_message'"):
+    with pytest.raises(
+        ModelError, match=r"no 'user' message may follow.*position = 'last_message'"
+    ):
         spliced(trajectory, hint(1), "before_turn", turns)
     assert spliced(trajectory, hint(1), "last_message", turns).scored[-1]
     first = turns_of(SYSTEM_FIRST)

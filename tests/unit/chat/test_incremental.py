@@ -215,7 +215,7 @@ def test_a_note_where_earlier_thinking_is_left_out() -> None:
     note = turns_for("thinking").note
     assert note is not None
     assert "three answers that begin with thinking" in note
-    assert r"behind 'sistant\n' it has ['I', 't', ' ', 'i'], not ['<', 't', 'h', 'i']" in note
+    assert r"after 'sistant\n' it has ['I', 't', ' ', 'i'], not ['<', 't', 'h', 'i']" in note
 
 
 def test_a_note_where_the_opening_begins_to_think() -> None:
@@ -233,9 +233,13 @@ def test_a_note_where_the_same_text_is_other_tokens() -> None:
     ("template", "role", "says"),
     [
         (ALTERNATING, "tool", "refuses messages with roles .*alternate.*Say it as 'user'"),
-        (ALTERNATING, "system", "no 'system' message may stand behind an 'assistant' one"),
-        (NO_TOOLS, "tool", "does not show a 'tool' message that stands behind an 'assistant' one"),
-        (SYSTEM_FIRST, "system", "moves a 'system' message that stands behind an 'assistant' one"),
+        (ALTERNATING, "system", "no 'system' message may follow an 'assistant' one"),
+        (
+            NO_TOOLS,
+            "tool",
+            "does not render a 'tool' message that follows an 'assistant' one",
+        ),
+        (SYSTEM_FIRST, "system", "moves a 'system' message that follows an 'assistant' one"),
     ],
 )
 def test_a_role_that_has_no_place_is_named_with_a_fix(template: str, role: Role, says: str) -> None:
@@ -246,7 +250,7 @@ def test_a_role_that_has_no_place_is_named_with_a_fix(template: str, role: Role,
 
 
 def test_two_messages_of_one_role_where_roles_alternate() -> None:
-    with pytest.raises(ModelError, match=r"no 'user' message may stand behind a 'user'.*Join the"):
+    with pytest.raises(ModelError, match=r"no 'user' message may follow a 'user'.*Join the"):
         turns_of(ALTERNATING).render_continuation([HI, HI])
 
 
@@ -263,19 +267,19 @@ def test_an_answer_that_only_ends_with_the_conversation() -> None:
         _ = turns.end_of_turn_ids
 
 
-def test_a_template_that_changes_messages_for_the_opening() -> None:
+def test_a_template_that_changes_messages_for_the_generation_prompt() -> None:
     template = FAMILIES["chatml"].replace(
         "m['content'] +",
         "m['content'] + ('!' if add_generation_prompt and loop.index > 1 else '')+",
     )
-    with pytest.raises(ModelError, match="changes messages where it opens an answer"):
+    with pytest.raises(ModelError, match="changes messages where it adds a generation prompt"):
         turns_of(template).render_prompt([SYSTEM, HI])
 
 
 def test_a_template_that_says_things_twice() -> None:
     template = FAMILIES["chatml"].replace("m['content']", "m['content'] * (messages | length - 1)")
     template = template.replace("(messages | length - 1)", "[1, messages | length - 1] | max")
-    with pytest.raises(ModelError, match="does not show an earlier message exactly once"):
+    with pytest.raises(ModelError, match="does not render an earlier message exactly once"):
         turns_of(template).render_continuation([HI])
 
 

@@ -14,7 +14,8 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.recipe import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout, reply_passes
+from courtside.rollout.episode_state import EpisodeRequest
+from courtside.rollout.episodes import EpisodeRollout, reply_passes
 from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
 
 ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
@@ -43,26 +44,30 @@ class Count:
         return Grade(score=len(self.replies) / 10, passed=False, feedback="")
 
 
-def rollout(begin: Callable[[Task], Any] = lambda task: Count(), **options: Any) -> EpisodeRollout:
+def make_rollout(
+    start: Callable[[Task], Any] = lambda task: Count(), **options: Any
+) -> EpisodeRollout:
     limits = LimitsConfig(**options.pop("limits", {}))
     context_length = options.pop("context_length", 512)
     demonstrate = options.pop("demonstrate", None)
     return EpisodeRollout(
         engine=ENGINE,
-        turns=TURNS,
+        template=TURNS,
         config=RolloutConfig(
             **{"max_new_tokens": 6, "samples_per_prompt": 2, "limits": limits, **options}
         ),
-        begin=begin,
+        start=start,
         demonstrate=demonstrate,
         context_length=context_length,
         seed=0,
     )
 
 
-def play(agent: EpisodeRollout, num: int = 1) -> list[Trajectory]:
-    starts = [EpisodeRequest(id=f"e{n}", task=TASK, seed=n, begin=agent.begin) for n in range(num)]
-    return agent.play(starts, agent.sampling, version=7)
+def run(rollout: EpisodeRollout, num: int = 1) -> list[Trajectory]:
+    requests = [
+        EpisodeRequest(id=f"e{n}", task=TASK, seed=n, start=rollout.start) for n in range(num)
+    ]
+    return rollout.run_episodes(requests, rollout.sampling, policy_version=7)
 
 
 def roles(trajectory: Trajectory) -> str:
@@ -70,116 +75,120 @@ def roles(trajectory: Trajectory) -> str:
 
 
 def test_an_episode_is_what_was_said() -> None:
-    (one,) = play(rollout())
-    assert roles(one) == "paeaea" and one.stop == "done"
-    assert [turn.text for turn in one.turns if turn.role == "environment"] == [
+    (trajectory,) = run(make_rollout())
+    assert roles(trajectory) == "paeaea" and trajectory.stop == "done"
+    assert [turn.text for turn in trajectory.turns if turn.role == "environment"] == [
         "tool: number 1",
         "tool: number 2",
     ]
-    assert [turn.events for turn in one.turns if turn.role == "assistant"] == [
+    assert [turn.events for turn in trajectory.turns if turn.role == "assistant"] == [
         (),
         (Event(kind="even"),),
         (),
     ]
-    assert one.grade is not None and one.grade.score == 0.3
-    assert (one.source, one.policy_version) == ("student", 7)
-    assert len(one.sampler_logp or ()) == one.num_chosen > 0
+    assert trajectory.grade is not None and trajectory.grade.score == 0.3
+    assert (trajectory.source, trajectory.policy_version) == ("student", 7)
+    assert len(trajectory.sampler_logp or ()) == trajectory.num_chosen > 0
 
 
 def test_the_sequence_is_the_templates() -> None:
     """What was read and written, turn by turn, is the render of the whole conversation."""
-    (one,) = play(rollout(max_new_tokens=20), 1)
+    (trajectory,) = run(make_rollout(max_new_tokens=20), 1)
     conversation = list(TASK.messages)
-    for turn in one.turns[1:]:
+    for turn in trajectory.turns[1:]:
         if turn.role == "assistant":
             text = TURNS.renderer.tokenizer.decode(turn.token_ids).removesuffix("<|im_end|>")
             conversation.append(Message(role="assistant", content=text))
         else:
             conversation += turn.messages
-    shown = TURNS.renderer.tokenizer.decode(one.token_ids)
+    text = TURNS.renderer.tokenizer.decode(trajectory.token_ids)
     rendered = TURNS.renderer.render(conversation, "\ufdd0", add_generation_prompt=False)
-    assert rendered.replace("\ufdd0", "").startswith(shown)
+    assert rendered.replace("\ufdd0", "").startswith(text)
 
 
 def test_sampler_logps_are_those_of_the_whole_sequence() -> None:
     """Keys and values kept over turns change nothing: scored anew, the log-probs are the same."""
     from courtside.engines.base import ScoreRequest
 
-    for one in play(rollout(max_new_tokens=9), 3):
-        (score,) = ENGINE.score([ScoreRequest(token_ids=one.token_ids, scored=one.chosen)])
-        assert score.logp_T.tolist() == pytest.approx(list(one.sampler_logp or ()), abs=1e-4)
+    for trajectory in run(make_rollout(max_new_tokens=9), 3):
+        (score,) = ENGINE.score(
+            [ScoreRequest(token_ids=trajectory.token_ids, scored=trajectory.chosen)]
+        )
+        assert score.logp_T.tolist() == pytest.approx(list(trajectory.sampler_logp or ()), abs=1e-4)
 
 
 def test_episodes_do_not_depend_on_their_company() -> None:
-    together = {one.id: one.token_ids for one in play(rollout(), 5)}
-    few, sizes = with_room_for(1, rollout())
-    assert {one.id: one.token_ids for one in play(few, 5)} == together
+    together = {trajectory.id: trajectory.token_ids for trajectory in run(make_rollout(), 5)}
+    few, sizes = with_num_rows(1, make_rollout())
+    assert {trajectory.id: trajectory.token_ids for trajectory in run(few, 5)} == together
     assert sizes and set(sizes) == {1}
 
 
-def with_room_for(num_rows: int, agent: EpisodeRollout) -> tuple[EpisodeRollout, list[int]]:
-    """The same with little room, and how many rows write in every turn that is played."""
-    agent.engine = copy(ENGINE)
+def with_num_rows(num_rows: int, rollout: EpisodeRollout) -> tuple[EpisodeRollout, list[int]]:
+    """The same with a KV cache of so many rows, and how many rows sample in each round."""
+    rollout.engine = copy(ENGINE)
     sizes: list[int] = []
-    whole = agent.engine.session
+    make_session = rollout.engine.session
 
-    def session(num: int, *, row_capacity: int) -> Any:
+    def counting_session(num: int, *, row_capacity: int) -> Any:
         assert num <= num_rows
-        made: Any = whole(num, row_capacity=row_capacity)
-        write = made.sample
-        made.sample = lambda rows, *more: sizes.append(len(rows)) or write(rows, *more)
-        return made
+        session: Any = make_session(num, row_capacity=row_capacity)
+        sample = session.sample
+        session.sample = lambda rows, *more: sizes.append(len(rows)) or sample(rows, *more)
+        return session
 
-    agent.engine.session = session  # type: ignore[method-assign]
-    start = EpisodeRequest(id="e", task=TASK, seed=0, begin=agent.begin)
-    agent.engine.max_batch_tokens = num_rows * agent._row_capacity([start], agent.sampling)
-    return agent, sizes
+    rollout.engine.session = counting_session  # type: ignore[method-assign]
+    request = EpisodeRequest(id="e", task=TASK, seed=0, start=rollout.start)
+    rollout.engine.max_batch_tokens = num_rows * rollout._row_capacity([request], rollout.sampling)
+    return rollout, sizes
 
 
 def test_an_episode_that_has_ended_makes_way_for_one_that_waits() -> None:
     """Some end after two turns, one after six: nobody waits for it, and none waits for a row."""
     num_turns = [2, 6, 2, 2, 2, 2, 1, 1]
-    began: list[str] = []
+    started: list[str] = []
 
-    def begin(task: Task) -> Count:
-        began.append(task.id)
-        return Count(num_turns[len(began) - 1])
+    def start(task: Task) -> Count:
+        started.append(task.id)
+        return Count(num_turns[len(started) - 1])
 
-    whole = play(rollout(begin), len(num_turns))
-    began.clear()
-    few, sizes = with_room_for(3, rollout(begin))
-    played = play(few, len(num_turns))
-    assert [one.id for one in played] == [one.id for one in whole]
-    assert [one.token_ids for one in played] == [one.token_ids for one in whole]
-    assert [one.stop for one in played] == ["done"] * len(num_turns)
+    whole = run(make_rollout(start), len(num_turns))
+    started.clear()
+    few, sizes = with_num_rows(3, make_rollout(start))
+    played = run(few, len(num_turns))
+    assert [trajectory.id for trajectory in played] == [trajectory.id for trajectory in whole]
+    assert [trajectory.token_ids for trajectory in played] == [
+        trajectory.token_ids for trajectory in whole
+    ]
+    assert [trajectory.stop for trajectory in played] == ["done"] * len(num_turns)
     # 18 turns in six rounds of three, where waves of three episodes would take 6 + 2 + 1.
     assert sizes == [3] * 6
-    assert few.play([], few.sampling, version=7) == []
+    assert few.run_episodes([], few.sampling, policy_version=7) == []
 
 
 def test_samples_of_one_task_differ_and_are_named() -> None:
     tasks = [TASK, Task(id="u", split="train", messages=(Message(role="user", content="Now."),))]
-    played = rollout(temperature=2.0)(tasks, step=3)
-    assert [one.id for one in played] == ["000003-000-0", "000003-000-1", "000003-001-0",
-                                         "000003-001-1"]  # fmt: skip
+    played = make_rollout(temperature=2.0)(tasks, step=3)
+    ids = [f"000003-00{index}-{sample}" for index in (0, 1) for sample in (0, 1)]
+    assert [trajectory.id for trajectory in played] == ids
     assert played[0].token_ids != played[1].token_ids
-    assert [one.task.id for one in played] == ["t", "t", "u", "u"]
+    assert [trajectory.task.id for trajectory in played] == ["t", "t", "u", "u"]
 
 
 def test_a_share_is_demonstrated() -> None:
-    shown: list[str] = []
+    demonstrated_ids: list[str] = []
 
     def demonstrate(task: Task, id: str) -> Trajectory:
-        shown.append(id)
-        (one,) = play(rollout())
+        demonstrated_ids.append(id)
+        (trajectory,) = run(make_rollout())
         return Trajectory(
-            id=id, task=task, turns=one.turns, source="dataset", policy_version=None,
+            id=id, task=task, turns=trajectory.turns, source="dataset", policy_version=None,
             temperature=1.0, stop="dataset",
         )  # fmt: skip
 
-    played = rollout(student_fraction=0.5, demonstrate=demonstrate)([TASK, TASK], step=0)
-    assert sorted(one.source for one in played) == ["dataset", "student", "student"]
-    assert len(shown) == 1 and shown[0].endswith("-0")
+    played = make_rollout(student_fraction=0.5, demonstrate=demonstrate)([TASK, TASK], step=0)
+    assert sorted(trajectory.source for trajectory in played) == ["dataset", "student", "student"]
+    assert len(demonstrated_ids) == 1 and demonstrated_ids[0].endswith("-0")
 
 
 @pytest.mark.parametrize(
@@ -187,15 +196,15 @@ def test_a_share_is_demonstrated() -> None:
     [({"turns": 2}, "turns", "paeae"), ({"tokens": 60}, "length", "pae"), ({}, "done", "paeaea")],
 )
 def test_limits_end_an_episode_and_it_is_graded(limits: Any, stop: str, turns: str) -> None:
-    (one,) = play(rollout(limits=limits))
-    assert (one.stop, roles(one)) == (stop, turns)
-    assert one.grade is not None and one.grade.score == turns.count("a") / 10
-    assert len(one.token_ids) <= limits.get("tokens", 512)
+    (trajectory,) = run(make_rollout(limits=limits))
+    assert (trajectory.stop, roles(trajectory)) == (stop, turns)
+    assert trajectory.grade is not None and trajectory.grade.score == turns.count("a") / 10
+    assert len(trajectory.token_ids) <= limits.get("tokens", 512)
 
 
 def test_the_clock_ends_an_episode() -> None:
-    (one,) = play(rollout(limits={"seconds": 1e-9}))
-    assert (one.stop, roles(one)) == ("time", "p") and one.num_chosen == 0
+    (trajectory,) = run(make_rollout(limits={"seconds": 1e-9}))
+    assert (trajectory.stop, roles(trajectory)) == ("time", "p") and trajectory.num_chosen == 0
 
 
 def test_an_environment_that_raises_is_told_and_goes_on() -> None:
@@ -204,18 +213,20 @@ def test_an_environment_that_raises_is_told_and_goes_on() -> None:
             raise KeyError("no such city")
         return Observation(messages=(), done=True)
 
-    (one,) = play(rollout(lambda task: Count(answer=answer)))
-    assert roles(one) == "paea" and one.stop == "done"
-    assert "KeyError" in one.turns[2].text and one.turns[2].text.startswith("user: Error")
-    assert [event.kind for event in one.turns[1].events] == ["environment_error"]
+    (trajectory,) = run(make_rollout(lambda task: Count(answer=answer)))
+    assert roles(trajectory) == "paea" and trajectory.stop == "done"
+    assert "KeyError" in trajectory.turns[2].text and trajectory.turns[2].text.startswith(
+        "user: Error"
+    )
+    assert [event.kind for event in trajectory.turns[1].events] == ["environment_error"]
 
 
 def test_an_environment_that_says_nothing_is_an_error_of_its_own() -> None:
     def answer(number: int) -> Observation:
         return Observation(messages=(), done=number == 2)
 
-    (one,) = play(rollout(lambda task: Count(answer=answer)))
-    assert roles(one) == "paea" and "said nothing" in one.turns[2].text
+    (trajectory,) = run(make_rollout(lambda task: Count(answer=answer)))
+    assert roles(trajectory) == "paea" and "said nothing" in trajectory.turns[2].text
 
 
 def test_an_environment_that_hangs_ends_its_own_episode_only() -> None:
@@ -225,14 +236,14 @@ def test_an_environment_that_hangs_ends_its_own_episode_only() -> None:
         released.wait(20)
         return Observation(messages=(), done=True)
 
-    made: list[Count] = []
+    episodes: list[Count] = []
 
-    def begin(task: Task) -> Count:
-        made.append(Count(answer=hang) if len(made) == 1 else Count())
-        return made[-1]
+    def start(task: Task) -> Count:
+        episodes.append(Count(answer=hang) if len(episodes) == 1 else Count())
+        return episodes[-1]
 
     try:
-        first, hung, third = play(rollout(begin, limits={"step_seconds": 0.2}), 3)
+        first, hung, third = run(make_rollout(start, limits={"step_seconds": 0.2}), 3)
     finally:
         released.set()
     assert (first.stop, third.stop) == ("done", "done")
@@ -243,20 +254,20 @@ def test_an_environment_that_hangs_ends_its_own_episode_only() -> None:
 
 def test_an_environment_that_says_megabytes_is_cut() -> None:
     def answer(number: int) -> Observation:
-        said = Message(role="tool", content="x" * 3_000_000)
-        return Observation(messages=(said,), done=number == 2)
+        message = Message(role="tool", content="x" * 3_000_000)
+        return Observation(messages=(message,), done=number == 2)
 
-    agent = rollout(lambda task: Count(answer=answer), limits={"observation_chars": 50})
-    (one,) = play(agent)
-    assert one.turns[2].messages[0].content == "x" * 50 + "\n[cut: 2999950 more characters]"
+    rollout = make_rollout(lambda task: Count(answer=answer), limits={"observation_chars": 50})
+    (trajectory,) = run(rollout)
+    assert trajectory.turns[2].messages[0].content == "x" * 50 + "\n[cut: 2999950 more characters]"
 
 
 def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
-    (one,) = play(rollout(max_new_tokens=1))
-    closing = TURNS.end_of_turn_ids
-    for turn, following in zip(one.turns[1:], one.turns[2:], strict=False):
+    (trajectory,) = run(make_rollout(max_new_tokens=1))
+    end_ids = TURNS.end_of_turn_ids
+    for turn, following in zip(trajectory.turns[1:], trajectory.turns[2:], strict=False):
         if turn.role == "assistant" and not TURNS.is_ended(turn.token_ids):
-            assert following.token_ids[: len(closing)] == closing
+            assert following.token_ids[: len(end_ids)] == end_ids
             assert not any(following.chosen)
             return
     pytest.fail("no turn ran into its limit, so this tested nothing")
@@ -271,19 +282,23 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
             events=(wrong,) if number != 2 else (),
         )
 
-    played = rollout(lambda task: Count(answer=answer), corrections=True, samples_per_prompt=1)(
-        [TASK], step=0
-    )
-    own, *right = played
-    assert [one.id for one in right] == ["000000-000-0+001", "000000-000-0+005"]
-    for one, index, text in zip(right, (1, 5), ("say 1", "say 3"), strict=True):
-        assert one.source == "dataset" and one.sampler_logp is None and one.grade is None
-        before = tuple(i for turn in own.turns[:index] for i in turn.token_ids)
-        said = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
-        assert one.token_ids == before + said and one.chosen_ids == said
+    played = make_rollout(
+        lambda task: Count(answer=answer), corrections=True, samples_per_prompt=1
+    )([TASK], step=0)
+    sampled, *corrections = played
+    assert [trajectory.id for trajectory in corrections] == ["000000-000-0+001", "000000-000-0+005"]
+    for trajectory, index, text in zip(corrections, (1, 5), ("say 1", "say 3"), strict=True):
+        assert (
+            trajectory.source == "dataset"
+            and trajectory.sampler_logp is None
+            and trajectory.grade is None
+        )
+        before = tuple(i for turn in sampled.turns[:index] for i in turn.token_ids)
+        ids = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
+        assert trajectory.token_ids == before + ids and trajectory.chosen_ids == ids
 
 
-def test_another_reply_can_be_tried_in_its_place() -> None:
+def test_a_reply_is_checked_in_place_of_a_turn() -> None:
     class Password:
         """Wants the word that was said first, once more."""
 
@@ -298,10 +313,10 @@ def test_another_reply_can_be_tried_in_its_place() -> None:
             events = () if right else (Event(kind="wrong"),)
             return Observation(messages=(Message(role="tool", content="."),), events=events)
 
-    (one,) = play(rollout(limits={"turns": 2}))
-    first = one.turns[1].text
-    tried = {
-        reply: reply_passes(lambda task: Password(), one, 3, reply, seconds=5)
+    (trajectory,) = run(make_rollout(limits={"turns": 2}))
+    first = trajectory.turns[1].text
+    outcomes = {
+        reply: reply_passes(lambda task: Password(), trajectory, 3, reply, seconds=5)
         for reply in (first, first + "!", "raise")
     }
-    assert tried == {first: True, first + "!": False, "raise": False}
+    assert outcomes == {first: True, first + "!": False, "raise": False}
