@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,19 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.recipe import LimitsConfig, RolloutConfig
-from courtside.rollout.episode_state import EpisodeRequest
+from courtside.rollout.episode_state import EpisodeRequest, EpisodeState
 from courtside.rollout.episodes import EpisodeRollout, reply_passes
-from courtside.types import Event, Grade, Message, Observation, Task, Trajectory
+from courtside.rollout.timeouts import CallResult
+from courtside.types import (
+    Event,
+    Grade,
+    Message,
+    Observation,
+    Sample,
+    Task,
+    Trajectory,
+    VersionSpan,
+)
 
 ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
 TURNS = IncrementalTemplate(ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=ENGINE.eos_ids))
@@ -320,3 +331,18 @@ def test_a_reply_is_checked_in_place_of_a_turn() -> None:
         for reply in (first, first + "!", "raise")
     }
     assert outcomes == {first: True, first + "!": False, "raise": False}
+
+
+def test_the_policy_version_is_the_oldest_of_its_samples() -> None:
+    request = EpisodeRequest(id="e", task=TASK, seed=0, start=lambda task: Count())
+    limits = LimitsConfig()
+    for versions, oldest in (([3, 0, 2], 0), ([2, 3], 2), ([], 7)):
+        state = EpisodeState.start(0, request, TURNS)
+        sample = Sample(token_ids=(70, 1), logp=(-1.0, -1.0), stop="eos", text="a")
+        for version in versions or (None,):
+            spans = () if version is None else (VersionSpan(0, 2, version),)
+            observation = state.episode.step("a")
+            sampled = replace(sample, policy_versions=spans)
+            state.add_turn(sampled, CallResult(value=observation), TURNS, limits)
+        state.stop = "turns"
+        assert state.finish(temperature=1.0, policy_version=7).policy_version == oldest
