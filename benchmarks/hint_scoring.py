@@ -94,7 +94,7 @@ class Job:
         its = self.first(num_hints)
         with self.engine.autocast_context(), self.engine.passes.patch_model():
             found = forward_branches(
-                self.engine.model, kept, [(SequenceSpan(start=0), branch) for branch in its],
+                self.engine.passes, kept, [(SequenceSpan(start=0), branch) for branch in its],
                 max_tokens=self.engine.score_batch_tokens,
             )  # fmt: skip
             requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]

@@ -87,7 +87,7 @@ class Job:
             ):
                 hidden_ND, places = passes.forward([read[i] for i in batch])
                 before = range(len(read[0]) - self.num_answer, len(read[0]))
-                where = [i for place in places for i in place.of(before)]
+                where = [i for place in places for i in place.indices(before)]
                 where_T = torch.tensor(where, device=self.device)
                 hidden_TD = hidden_ND.index_select(0, where_T)
                 wanted = [i for b in batch for i in group[b][-self.num_answer :]]

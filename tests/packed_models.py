@@ -1,14 +1,18 @@
-"""Models whose passes can be packed, and stand-ins for the kernel that a GPU has for them."""
+"""Tiny models whose batches can be packed, and CPU references of the GPU varlen kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from tiny import tiny_model
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from courtside.engines.forward.varlen import VarlenBackend
+from courtside.types import Branch
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -23,7 +27,7 @@ def qwen3() -> Any:
 
 
 def gpt2() -> Any:
-    """Its positions are absolute: rotated ones would not show that a sequence begins at another."""
+    """Absolute position embeddings: with RoPE a constant offset would not show."""
     torch.manual_seed(2)
     config = GPT2Config(
         vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3,
@@ -35,7 +39,19 @@ def gpt2() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"llama": tiny_model, "qwen3": qwen3, "gpt2": gpt2}
 
 
-def stand_in(
+def make_branch(splice: int, ids: Sequence[int], scored: Iterable[int] | None = None) -> Branch:
+    """By default all tokens but the first are scored."""
+    indices = set(range(1, len(ids)) if scored is None else scored)
+    return Branch(
+        trajectory="t",
+        turn=1,
+        splice=splice,
+        token_ids=tuple(ids),
+        scored=tuple(i in indices for i in range(len(ids))),
+    )
+
+
+def reference_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -47,30 +63,54 @@ def stand_in(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """As in torch 2.11: whole scores, and a mask of who may see whom."""
+    """`varlen_attn` of torch 2.11 with a full score matrix; it takes no grouped queries."""
     assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     if query.shape[1:] != key.shape[1:] or key.shape != value.shape:
-        raise RuntimeError("no shared heads here")
+        raise RuntimeError("grouped-query attention is not supported")
     lengths, key_lengths = cu_seq_q.diff(), cu_seq_k.diff()
     assert max_q == int(lengths.max()) and int(cu_seq_q[-1]) == len(query)
     assert max_k == int(key_lengths.max()) and int(cu_seq_k[-1]) == len(key)
-    owner, key_owner = (
-        torch.arange(len(lengths)).repeat_interleave(its) for its in (lengths, key_lengths)
+    segment_N, segment_K = (
+        torch.arange(len(counts)).repeat_interleave(counts) for counts in (lengths, key_lengths)
     )
-    # How far each stands from the end of its own: where lengths differ, ends are aligned.
-    left = cu_seq_q[1:].long()[owner] - torch.arange(len(query))
-    key_left = cu_seq_k[1:].long()[key_owner] - torch.arange(len(key))
-    seen = (owner[:, None] == key_owner) & (left[:, None] <= key_left)
+    # Distance from the end of the segment: queries are aligned with the last keys.
+    to_end_N = cu_seq_q[1:].long()[segment_N] - torch.arange(len(query))
+    to_end_K = cu_seq_k[1:].long()[segment_K] - torch.arange(len(key))
+    mask_NK = (segment_N[:, None] == segment_K) & (to_end_N[:, None] <= to_end_K)
     scores = torch.einsum("nhd,mhd->hnm", query, key) * (scale or query.shape[-1] ** -0.5)
-    weight = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hnm,mhd->nhd", weight, value)
+    weights = scores.masked_fill(~mask_NK, -torch.inf).softmax(-1)
+    return torch.einsum("hnm,mhd->nhd", weights, value)
 
 
-def newer_stand_in(
+def reference_gqa_kernel(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
 ) -> Tensor:
-    """As in torch 2.13."""
+    """`varlen_attn` of torch 2.13, with `enable_gqa`."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    times = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    return stand_in(query, key, value, *args, **kwargs)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return reference_kernel(query, key, value, *args, **kwargs)
+
+
+def first_key_kernel(
+    query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Any, window_size: Any, **options: Any
+) -> Tensor:
+    """Aligns queries with the first keys: right for packed batches, wrong for prefixes."""
+    cu_seq_q, cu_seq_k = cu_seqlens[:2]
+    outputs = []
+    for n in range(len(cu_seq_q) - 1):
+        q, k, v = (
+            state[ends[n] : ends[n + 1]].transpose(0, 1)
+            for state, ends in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.get("scale"))
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def kernel_backend(kernel: Callable[..., Tensor]) -> VarlenBackend:
+    """A backend that runs this kernel on any device and dtype."""
+    return VarlenBackend(kernel=kernel, supports_kernel=lambda *states: True)
+
+
+KERNEL_BACKENDS = [kernel_backend(reference_kernel), kernel_backend(reference_gqa_kernel)]

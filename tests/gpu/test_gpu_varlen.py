@@ -1,4 +1,4 @@
-"""Packed passes on the device: hidden states and gradients against sequences alone in float64."""
+"""Packed batches on the device: hidden states and gradients against separate float64 passes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
-from courtside.engines.forward import varlen
 from courtside.engines.forward.forward import ForwardPasses, probe_packing, probe_prefix_sharing
 from courtside.engines.forward.tree_scoring import (
     forward_branches,
     make_trunk_cache,
     probe_tree_scoring,
 )
+from courtside.engines.forward.varlen import VarlenBackend, supports_varlen_kernel
 from courtside.types import Branch
 
 LENGTHS = (130, 1, 64, 7, 300, 33)
-ARITHMETIC = {
+PRECISIONS = {
     "float32": (torch.float32, None),
     "autocast": (torch.float32, torch.bfloat16),
     "bfloat16": (torch.bfloat16, None),
@@ -36,91 +36,92 @@ def casting(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def sequences() -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(NUM_WORDS) for _ in range(length)] for length in LENGTHS]
+    rng = random.Random(0)
+    return [[rng.randrange(NUM_WORDS) for _ in range(length)] for length in LENGTHS]
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def take_gradients(model: Any) -> dict[str, Tensor]:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return found
+    return gradients
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-def test_a_row_of_sequences_is_each_of_them_alone(
-    arithmetic: str, checkpointing: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_packed_sequences_equal_separate_passes(
+    precision: str, checkpointing: bool, device: torch.device
 ) -> None:
-    dtype, cast = ARITHMETIC[arithmetic]
+    dtype, cast = PRECISIONS[precision]
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
-    in_one: list[bool] = []
-    real = varlen._in_one
+    kernel_calls: list[bool] = []
 
-    def note(*args: Any) -> Tensor:
-        in_one.append(True)
-        return real(*args)
+    def record_kernel(*states: Tensor) -> bool:
+        kernel_calls.append(supports_varlen_kernel(*states))
+        return kernel_calls[-1]
 
-    monkeypatch.setattr(varlen, "_in_one", note)
+    backend = VarlenBackend(supports_kernel=record_kernel)
     with casting(device, cast):
         assert probe_packing(model) is None
-    in_one.clear()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
 
-    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    results: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     weight_ND = torch.randn(sum(LENGTHS), model.config.hidden_size, dtype=torch.float64)
-    for name, problem in (("packed", None), ("padded", "asked for")):
-        passes = ForwardPasses(model=model, pad_id=1, padding_reason=problem)
+    for name, padding_reason in (("packed", None), ("padded", "asked for")):
+        passes = ForwardPasses(
+            model=model, pad_id=1, padding_reason=padding_reason, backend=backend
+        )
         with passes.patch_model(), casting(device, cast):
-            hidden_ND, places = passes.forward(sequences())
-            own = [hidden_ND[p.start : p.start + n] for p, n in zip(places, LENGTHS, strict=True)]
-            own_ND = torch.cat(own)
-            own_ND.backward(weight_ND.to(own_ND))
-        found[name] = own_ND, gradients(model)
-    wanted = model.config.num_hidden_layers * (2 if checkpointing else 1)
-    assert len(in_one) == (wanted if device.type == "cuda" and arithmetic != "float32" else 0)
+            hidden_ND, spans = passes.forward(sequences())
+            pieces = [hidden_ND[p.start : p.start + n] for p, n in zip(spans, LENGTHS, strict=True)]
+            samples_ND = torch.cat(pieces)
+            samples_ND.backward(weight_ND.to(samples_ND))
+        results[name] = samples_ND, take_gradients(model)
+    expected_calls = model.config.num_hidden_layers * (2 if checkpointing else 1)
+    has_kernel = device.type == "cuda" and precision != "float32"
+    assert sum(kernel_calls) == (expected_calls if has_kernel else 0)
 
-    right_ND = torch.cat(
+    exact_ND = torch.cat(
         [
             exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
             for ids in sequences()
         ]
     )
-    right_ND.backward(weight_ND)
-    expected = gradients(exact)
-    # Rounding is that of the padded pass; a token that saw a neighbour would be far off.
-    packed_ND, packed = found["packed"]
-    padded_ND, padded = found["padded"]
-    assert off(packed_ND, right_ND.detach()) < 1e-5 + 1.5 * off(padded_ND, right_ND.detach())
-    assert off(packed_ND, right_ND.detach()) < (1e-4 if arithmetic == "float32" else 0.05)
+    exact_ND.backward(weight_ND)
+    expected = take_gradients(exact)
+    # The rounding error is that of the padded pass; attention across sequences would be far off.
+    packed_ND, packed = results["packed"]
+    padded_ND, padded = results["padded"]
+    assert off(packed_ND, exact_ND.detach()) < 1e-5 + 1.5 * off(padded_ND, exact_ND.detach())
+    assert off(packed_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
     assert packed.keys() == padded.keys() == expected.keys()
-    slack = 1e-5 if arithmetic == "float32" else 0.01
+    slack = 1e-5 if precision == "float32" else 0.01
     for name, gradient in expected.items():
         assert off(packed[name], gradient) < slack + 2 * off(padded[name], gradient), name
 
 
-def group() -> list[list[int]]:
-    """Two prompts, four samples of each, one with nothing behind its prompt; one of neither."""
-    draw = random.Random(2)
-    found = []
-    for num_prompt, rests in ((150, (40, 1, 0, 130)), (33, (64, 7, 65, 200))):
-        prompt = [draw.randrange(NUM_WORDS) for _ in range(num_prompt)]
-        found += [prompt + [draw.randrange(NUM_WORDS) for _ in range(n)] for n in rests]
-    return [*found[1:], [draw.randrange(NUM_WORDS) for _ in range(77)], found[0]]
+def two_groups() -> list[list[int]]:
+    """Two prompts with four samples each, one of them empty, and one other sequence."""
+    rng = random.Random(2)
+    samples: list[list[int]] = []
+    for num_prompt, suffixes in ((150, (40, 1, 0, 130)), (33, (64, 7, 65, 200))):
+        prompt = [rng.randrange(NUM_WORDS) for _ in range(num_prompt)]
+        samples += [prompt + [rng.randrange(NUM_WORDS) for _ in range(n)] for n in suffixes]
+    return [*samples[1:], [rng.randrange(NUM_WORDS) for _ in range(77)], samples[0]]
 
 
 NUM_SHARED = 150 + 171 + 33 + 336 + 77
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-def test_samples_that_share_a_prompt_are_each_alone(
-    arithmetic: str, checkpointing: bool, device: torch.device
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_samples_with_a_shared_prompt_equal_separate_passes(
+    precision: str, checkpointing: bool, device: torch.device
 ) -> None:
-    dtype, cast = ARITHMETIC[arithmetic]
+    dtype, cast = PRECISIONS[precision]
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
     with casting(device, cast):
@@ -128,99 +129,98 @@ def test_samples_that_share_a_prompt_are_each_alone(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    sequences = group()
+    sequences = two_groups()
     sizes = [len(ids) for ids in sequences]
     weight_ND = torch.randn(sum(sizes), model.config.hidden_size, dtype=torch.float64)
-    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    results: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for name, unshared in (("shared", None), ("separate", "asked for")):
         passes = ForwardPasses(model=model, pad_id=1, padding_reason=None, unshared_reason=unshared)
         with passes.patch_model(), casting(device, cast):
-            hidden_ND, places = passes.forward(sequences)
+            hidden_ND, spans = passes.forward(sequences)
             assert len(hidden_ND) == (sum(sizes) if unshared else NUM_SHARED)
-            where = [i for p, n in zip(places, sizes, strict=True) for i in p.of(range(n))]
-            own_ND = hidden_ND.index_select(0, torch.tensor(where, device=device))
-            own_ND.backward(weight_ND.to(own_ND))
-        found[name] = own_ND, gradients(model)
-    right = [exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state for ids in sequences]
-    right_ND = torch.cat([own_1LD[0] for own_1LD in right])
-    right_ND.backward(weight_ND)
-    expected = gradients(exact)
-    # Rounding is that of samples apart; a rest that missed a key of its prompt would be far off.
-    shared_ND, shared = found["shared"]
-    separate_ND, separate = found["separate"]
-    assert off(shared_ND, right_ND.detach()) < 1e-5 + 1.5 * off(separate_ND, right_ND.detach())
-    assert off(shared_ND, right_ND.detach()) < (1e-4 if arithmetic == "float32" else 0.05)
+            indices = [i for p, n in zip(spans, sizes, strict=True) for i in p.indices(range(n))]
+            samples_ND = hidden_ND.index_select(0, torch.tensor(indices, device=device))
+            samples_ND.backward(weight_ND.to(samples_ND))
+        results[name] = samples_ND, take_gradients(model)
+    exact_ND = torch.cat(
+        [exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
+    )
+    exact_ND.backward(weight_ND)
+    expected = take_gradients(exact)
+    # The rounding error is that of unshared samples; a missing prompt key would be far off.
+    shared_ND, shared = results["shared"]
+    separate_ND, separate = results["separate"]
+    assert off(shared_ND, exact_ND.detach()) < 1e-5 + 1.5 * off(separate_ND, exact_ND.detach())
+    assert off(shared_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
     assert shared.keys() == separate.keys() == expected.keys()
-    slack = 1e-5 if arithmetic == "float32" else 0.01
+    slack = 1e-5 if precision == "float32" else 0.01
     for name, gradient in expected.items():
         assert off(shared[name], gradient) < slack + 2 * off(separate[name], gradient), name
 
 
-ASKED = [(0, 130, 40), (0, 17, 1), (1, 1, 64), (4, 300, 9), (4, 150, 200), (5, 0, 30), (4, 1, 3)]
-"""Sequence, splice and size of each branch."""
+SHAPES = [(0, 130, 40), (0, 17, 1), (1, 1, 64), (4, 300, 9), (4, 150, 200), (5, 0, 30), (4, 1, 3)]
+"""Trunk, splice and length of each branch."""
 
 
 def branches() -> list[tuple[int, Branch]]:
-    draw = random.Random(1)
+    rng = random.Random(1)
     return [
-        (which, Branch(trajectory="t", turn=1, splice=splice, scored=(False,) * size,
-                       token_ids=tuple(draw.randrange(NUM_WORDS) for _ in range(size))))
-        for which, splice, size in ASKED
+        (trunk, Branch(trajectory="t", turn=1, splice=splice, scored=(False,) * size,
+                       token_ids=tuple(rng.randrange(NUM_WORDS) for _ in range(size))))
+        for trunk, splice, size in SHAPES
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-def test_branches_off_a_row_are_sequences_of_their_own(
-    arithmetic: str, device: torch.device
-) -> None:
-    """Kernels must align the ends of queries and keys, and the pass must train as it would."""
-    dtype, cast = ARITHMETIC[arithmetic]
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_branches_equal_separate_passes(precision: str, device: torch.device) -> None:
+    """Kernels must align queries with the last keys, and gradients of the trunk must not change."""
+    dtype, cast = PRECISIONS[precision]
     model = qwen3().to(device, dtype)
     exact = in_float64(model)
     passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
     with casting(device, cast):
-        assert probe_tree_scoring(model) is None
+        assert probe_tree_scoring(passes) is None
     model.train()
-    found: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+    results: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
     hidden: list[Tensor] = []
-    for looked in (False, True):
-        cache = make_trunk_cache() if looked else None
+    for with_branches in (False, True):
+        cache = make_trunk_cache() if with_branches else None
         with passes.patch_model(), casting(device, cast):
-            trunk_ND, places = passes.forward(sequences(), cache=cache)
+            trunk_ND, spans = passes.forward(sequences(), cache=cache)
             if cache is not None:
-                asked = [(places[which], branch) for which, branch in branches()]
+                placed = [(spans[trunk], branch) for trunk, branch in branches()]
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:
-                    hidden = forward_branches(model, cache, asked)
+                    hidden = forward_branches(passes, cache, placed)
                 finally:
                     if device.type == "cuda":
                         torch.cuda.set_sync_debug_mode("default")
             trunk_ND.square().mean().backward()
-        found[looked] = trunk_ND.detach(), gradients(model)
-    slack = 1e-5 if arithmetic == "float32" else 0.01
-    for name, gradient in found[False][1].items():
-        assert off(found[True][1][name], gradient) < slack, name
+        results[with_branches] = trunk_ND.detach(), take_gradients(model)
+    slack = 1e-5 if precision == "float32" else 0.01
+    for name, gradient in results[False][1].items():
+        assert off(results[True][1][name], gradient) < slack, name
     with torch.no_grad():
-        for (which, branch), hidden_ND in zip(branches(), hidden, strict=True):
-            ids = [*sequences()[which][: branch.splice], *branch.token_ids]
+        for (trunk, branch), hidden_ND in zip(branches(), hidden, strict=True):
+            ids = [*sequences()[trunk][: branch.splice], *branch.token_ids]
             out = exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
-            right_ND = out[branch.splice :]
-            assert off(hidden_ND, right_ND) < (1e-4 if arithmetic == "float32" else 0.05)
+            exact_ND = out[branch.splice :]
+            assert off(hidden_ND, exact_ND) < (1e-4 if precision == "float32" else 0.05)
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-def test_the_host_does_not_wait_for_a_pass(arithmetic: str, device: torch.device) -> None:
-    dtype, cast = ARITHMETIC[arithmetic]
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_pass_does_not_synchronize(precision: str, device: torch.device) -> None:
+    dtype, cast = PRECISIONS[precision]
     model = qwen3().to(device, dtype)
     passes = ForwardPasses(model=model, pad_id=1, padding_reason=None)
-    for asked, num_tokens in ((sequences(), sum(LENGTHS)), (group(), NUM_SHARED)):
+    for batch, num_tokens in ((sequences(), sum(LENGTHS)), (two_groups(), NUM_SHARED)):
         with passes.patch_model(), casting(device, cast):
-            passes.forward(asked)
+            passes.forward(batch)
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                hidden_ND, _ = passes.forward(asked)
+                hidden_ND, _ = passes.forward(batch)
             finally:
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("default")

@@ -200,7 +200,8 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     trained = find_trained_tokens(chosen)
     pair = max(
         pack_sequences(
-            [read[s.trajectory.id] for s in scored if s.trajectory.task.id == id], shared=True
+            [read[s.trajectory.id] for s in scored if s.trajectory.task.id == id],
+            share_prefixes=True,
         ).num_tokens
         for id in {s.trajectory.task.id for s in scored}
     )
@@ -208,9 +209,8 @@ def test_pairs_share_a_pass_whose_tokens_are_counted_together(
     for micro in parts.student._micro_batches(scored, trained):
         tasks_of = [s.trajectory.task.id for s in micro]
         assert all(tasks_of.count(id) == 2 for id in tasks_of)
-        assert (
-            pack_sequences([read[s.trajectory.id] for s in micro], shared=True).num_tokens <= pair
-        )
+        batch = pack_sequences([read[s.trajectory.id] for s in micro], share_prefixes=True)
+        assert batch.num_tokens <= pair
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was(

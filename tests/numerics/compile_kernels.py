@@ -136,8 +136,9 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
      "gradient=bf16 gate=bf16 up=bf16 gate_gradient=bf16 up_gradient=bf16", "gate_row up_row",
      {"SIZE": 3072, "BLOCK": 1024}, 4),
     *(
-        (prefix_gather._summed, f"gradient={kind} found={kind} places=i32 firsts=i32", "",
-         {"WIDTH": 1024, "BLOCK": 1024, "WIDE": kind == "fp64"}, 4)
+        (prefix_gather.sum_rows_kernel,
+         f"gradient={kind} output={kind} targets=i32 offsets=i32", "",
+         {"WIDTH": 1024, "BLOCK": 1024, "IS_FLOAT64": kind == "fp64"}, 4)
         for kind in ("bf16", "fp32", "fp64")
     ),
 ]  # fmt: skip

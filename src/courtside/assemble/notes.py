@@ -28,8 +28,8 @@ def describe_setup(
     yield from engine.notes()
     if recipe.reader is None:
         return
-    if local.branching_problem is not None:
-        yield f"{local.name}: each hint takes a pass of its own ({local.branching_problem})"
+    if local.separate_branches_reason is not None:
+        yield f"{local.name}: each hint takes a pass of its own ({local.separate_branches_reason})"
     if score_first_reason is not None and "self:live" in teacher_sizes:
         yield (
             "hints are scored before the update, which takes a second pass over the trajectories "

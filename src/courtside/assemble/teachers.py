@@ -160,8 +160,7 @@ def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEng
     if hints.position == "system":
         return "hints.position = 'system' changes the trajectory from its beginning"
     with local.autocast_context():
-        problem = student.passes.padding_reason or local.branching_problem
-        return problem or find_deferral_problem(student.weights.model)
+        return find_deferral_problem(student.passes)
 
 
 def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:

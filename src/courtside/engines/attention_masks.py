@@ -1,4 +1,4 @@
-"""Boolean attention masks in the form that a model's attention implementation takes."""
+"""A model's attention implementation, and masks in the form that it takes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.probes import attn_implementation
+
+def attn_implementation(model: Any) -> str:
+    return str(model.config.get_text_config()._attn_implementation)
 
 
 def format_mask(model: Any, mask: Tensor) -> Tensor:
-    """SDPA takes a 4D mask as it is; other implementations add it to the scores."""
+    """SDPA takes a boolean 4D mask as it is; other implementations add the mask to the scores."""
     if attn_implementation(model) == "sdpa":
         return mask
     dtype = model.get_input_embeddings().weight.dtype

@@ -30,12 +30,7 @@ from courtside.engines.base import (
 from courtside.engines.forward.batching import batch_by_length, default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
 from courtside.engines.forward.logprobs import score_positions
-from courtside.engines.forward.padded_tree_scoring import (
-    Read,
-    branching_problem,
-    read_padded,
-)
-from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_packed_branches
+from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
 from courtside.engines.generation.decode_loop import decode
@@ -47,7 +42,7 @@ from courtside.engines.generation.session import CachedSession
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
-from courtside.engines.probes import windows_of
+from courtside.engines.probes import probe_kv_cache
 from courtside.engines.stateless import StatelessSession, score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Sample
@@ -204,8 +199,8 @@ class LocalEngine:
     @cached_property
     def stateless_reason(self) -> str | None:
         """Why this model's KV cache cannot persist between turns; None: it can."""
-        has_window = any(window is not None for window in windows_of(self.model).values())
-        return self.branching_problem or ("it has a sliding window" if has_window else None)
+        with self.autocast_context():
+            return probe_kv_cache(self.model)
 
     def _make_buffer(self, num_rows: int, sampling: Sampling) -> SampleBuffer:
         return SampleBuffer(num_rows, self.eos_ids, sampling, self.tokenizer)
@@ -249,51 +244,32 @@ class LocalEngine:
             return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=fused_layers)
 
     @cached_property
-    def branching_problem(self) -> str | None:
+    def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
         with self.autocast_context():
-            return branching_problem(self.model)
+            return probe_tree_scoring(self.passes)
 
     @torch.no_grad()
     def score_branches(
         self, requests: Sequence[BranchRequest], *, want: Want = "logp", top_k: int = 0
     ) -> list[BranchScores]:
         """Turns scored again with hints before them: branches share their trunk's forward pass."""
-        if self.branching_problem is not None:
+        if self.separate_branches_reason is not None:
             return score_branches_separately(
-                self, requests, want=want, top_k=top_k, note=self.branching_problem
+                self, requests, want=want, top_k=top_k, note=self.separate_branches_reason
             )
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
-        results: dict[int, BranchScores] = {}
         with self._scoring_context():
-            for read in self._read_branches(requests):
-                # Separately: the hidden states of branches may outlive those of trunks.
-                trunks, branches = (
-                    iter(score_positions(self.head, read.hidden_ND, *spans, want=want, top_k=top_k))
-                    for spans in (read.trunks, read.branches)
-                )
-                for index in read.indices:
-                    request = requests[index]
-                    results[index] = BranchScores(
-                        trunk=None if request.scored is None else next(trunks),
-                        branches=tuple(next(branches) for _ in request.branches),
-                    )
-        return [results[i] for i in range(len(requests))]
-
-    def _read_branches(self, requests: Sequence[BranchRequest]) -> Iterator[Read]:
-        size = self.score_batch_tokens
-        if self.tree_padding_reason is not None:
-            return read_padded(self.model, requests, pad_id=self.pad_id, max_tokens=size)
-        return score_packed_branches(
-            self.passes, requests, max_tokens=size, max_shared_tokens=self.max_batch_tokens
-        )
-
-    @cached_property
-    def tree_padding_reason(self) -> str | None:
-        """Why the trunks of branches are padded; None: they are packed."""
-        with self.autocast_context():
-            return self.passes.padding_reason or probe_tree_scoring(self.model)
+            return score_trees(
+                self.passes,
+                self.head,
+                requests,
+                want=want,
+                top_k=top_k,
+                max_tokens=self.score_batch_tokens,
+                max_shared_tokens=self.max_batch_tokens,
+            )
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:

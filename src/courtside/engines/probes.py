@@ -1,4 +1,8 @@
-"""Whether a model's attention is supported: by its config, and by a small example."""
+"""Whether a model supports packed batches and a KV cache: by its config, and on a small example.
+
+A model may ignore the position ids, mask or cache that it is given, so every optimization is
+compared with a plain forward pass before it is used.
+"""
 
 from __future__ import annotations
 
@@ -9,84 +13,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
-from courtside.errors import ModelError
+from courtside.engines.attention_masks import attn_implementation, format_mask
 
-WINDOWED = frozenset(
-    ["cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral", "olmo3",
-     "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"]
+SPARSE_ATTENTION_FIELDS = (
+    "attention_window", "attention_window_size", "index_topk", "keep_window_size",
+    "local_attention", "sliding_windows", "window_size",
 )  # fmt: skip
-"""Model types whose sliding windows were compared with separate passes, beyond the window."""
-
-NARROWING = ("attention_window", "attention_window_size", "index_topk", "keep_window_size",
-             "local_attention", "sliding_windows", "window_size")  # fmt: skip
-"""Settings by which attention leaves out keys in some way of the model's own."""
-
-
-def attn_implementation(model: Any) -> str:
-    return str(model.config.get_text_config()._attn_implementation)
-
-
-def windows_of(model: Any) -> dict[str, int | None]:
-    """Kinds of layers, each with the window it looks through."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "layer_types", None):
-        kinds = list(dict.fromkeys(config.layer_types))
-    elif getattr(config, "attention_chunk_size", None) is not None:
-        kinds = ["chunked_attention"]
-    else:
-        kinds = ["full_attention" if window is None else "sliding_attention"]
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+"""Config fields by which some models restrict attention in a way of their own."""
 
 
 def find_unsupported_attention(model: Any) -> str | None:
-    """Why branches of this model cannot share a trunk, as far as its settings say; None: they can.
+    """Why the config rules out packed batches and a plain KV cache; None: it does not.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
-    >>> special_attention(BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=2)))
-    'positions cannot be given to it'
+    >>> model = BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=2))
+    >>> find_unsupported_attention(model)
+    'it takes no position ids'
     """
     config = model.config.get_text_config()
     if attn_implementation(model) not in ("sdpa", "eager"):
-        return f"attn_implementation = {attn_implementation(model)!r} takes no mask of its own"
+        return f"attn_implementation = {attn_implementation(model)!r} takes no 4D mask"
     if "position_ids" not in signature(model.base_model.forward).parameters:
-        return "positions cannot be given to it"
-    kinds = windows_of(model)
-    strange = sorted(kinds.keys() - {"full_attention", "sliding_attention"})
-    if strange:
-        return f"it has layers of the kind {strange[0]!r}"
-    if "sliding_attention" in kinds and model.config.model_type not in WINDOWED:
-        return f"sliding windows of the model type {model.config.model_type!r} are untested here"
-    narrowing = [name for name in NARROWING if getattr(config, name, None)]
-    if narrowing:
-        return f"its {narrowing[0]} leaves out keys in a way of its own"
+        return "it takes no position ids"
+    kinds = _layer_kinds(config)
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        return f"it has layers of the kind {unknown[0]!r}"
+    if "sliding_attention" in kinds and getattr(config, "sliding_window", None) is not None:
+        return "it has sliding-window attention"
+    sparse = [name for name in SPARSE_ATTENTION_FIELDS if getattr(config, name, None)]
+    if sparse:
+        return f"its {sparse[0]} restricts attention"
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
-        return "its layers share keys and values or differ from each other"
-    moving = sorted(_rope_kinds(config) & {"dynamic", "longrope"})
-    if moving:
-        return f"its positions depend on the length of the sequence (rope_type = {moving[0]!r})"
+        return "its layers share a KV cache or differ from each other"
+    dynamic = sorted(_rope_types(config) & {"dynamic", "longrope"})
+    if dynamic:
+        return f"its RoPE depends on the sequence length (rope_type = {dynamic[0]!r})"
     return None
 
 
-def _rope_kinds(config: Any) -> set[str]:
-    found = set()
-    todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while todo:
-        settings = todo.pop()
+def _layer_kinds(config: Any) -> set[str]:
+    if getattr(config, "layer_types", None):
+        return set(config.layer_types)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return {"chunked_attention"}
+    windowed = getattr(config, "sliding_window", None) is not None
+    return {"sliding_attention" if windowed else "full_attention"}
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope_types = set()
+    pending = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while pending:
+        settings = pending.pop()
         if isinstance(settings, Mapping):
-            found.add(str(settings.get("rope_type", settings.get("type"))))
-            todo.extend(settings.values())
-    return found
-
-
-def refuse_special_attention(model: Any) -> None:
-    why = find_unsupported_attention(model)
-    if why is not None:
-        raise ModelError(
-            f"{type(model).__name__} cannot read branches off one trunk: {why}. Score them in "
-            "passes of their own: score_branches_separately gives the same numbers"
-        )
+            rope_types.add(str(settings.get("rope_type", settings.get("type"))))
+            pending.extend(settings.values())
+    return rope_types
 
 
 @contextmanager
@@ -101,24 +86,51 @@ def eval_mode(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def run_probe(model: Any, error: Callable[[], float]) -> str | None:
-    """What is wrong with an example whose hidden states are off by `error`; None: nothing."""
+@torch.no_grad()
+def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
+    """What is wrong with an example whose relative error is `compute_error()`; None: nothing."""
     try:
-        found = error()
+        with eval_mode(model):
+            error = compute_error()
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         return f"a small example fails ({type(e).__name__}: {e})"
-    narrow = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not found < (0.05 if narrow else 0.01):
+    is_16bit = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
+    if not error < (0.05 if is_16bit else 0.01):
         return "on a small example its hidden states are not those of separate passes"
     return None
 
 
-def distance_from_plain_forward(model: Any, ids: list[int], found_ND: Tensor) -> float:
-    """How far the last N hidden states are from those of a pass over these ids alone."""
+def distance_from_plain_forward(model: Any, ids: list[int], hidden_ND: Tensor) -> float:
+    """Relative error of the last N hidden states against a forward pass over these ids alone."""
     out = model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    alone_ND = out.last_hidden_state[0, -len(found_ND) :].float()
-    error_N = (found_ND.float() - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1)
+    plain_ND = out.last_hidden_state[0, -len(hidden_ND) :].float()
+    error_N = (hidden_ND.float() - plain_ND).norm(dim=-1) / plain_ND.norm(dim=-1)
     # The median: rounding may send a single token to another expert.
     return float(error_N.median())
+
+
+def probe_kv_cache(model: Any) -> str | None:
+    """Why a plain KV cache with masked slots cannot serve this model; None: it can."""
+    return find_unsupported_attention(model) or run_probe(model, lambda: _kv_cache_error(model))
+
+
+def _kv_cache_error(model: Any, num_cached: int = 8, num_valid: int = 5) -> float:
+    """Prefill, then a second pass that must not attend to the last slots of the first."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = [1 + (7 * i * i) % (vocab_size - 1) for i in range(20)]
+    new = ids[num_cached:]
+    cache = DynamicCache()
+    prompt = torch.tensor([ids[:num_cached]], device=model.device)
+    model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    slot_K = torch.arange(num_cached + len(new), device=model.device)
+    causal_QK = (slot_K >= num_cached) & (slot_K <= slot_K[num_cached:, None])
+    out = model.base_model(
+        input_ids=torch.tensor([new], device=model.device),
+        attention_mask=format_mask(model, ((slot_K < num_valid) | causal_QK)[None, None]),
+        position_ids=torch.arange(num_valid, num_valid + len(new), device=model.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return distance_from_plain_forward(model, ids[:num_valid] + new, out.last_hidden_state[0])

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import ScoreRequest, Scores
+from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.prefix_sharing import SequenceSpan
 from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
@@ -24,13 +25,14 @@ from courtside.engines.lm_head import LMHead
 from courtside.types import Scored, Target
 
 
-def find_deferral_problem(model: Any) -> str | None:
+def find_deferral_problem(passes: ForwardPasses) -> str | None:
     """Why the update's pass cannot score hints as a teacher would; None: it can."""
+    model = passes.model
     if model.is_gradient_checkpointing:  # requested, or chosen by "auto"
         return "student.gradient_checkpointing keeps no keys and values"
     if uses_dropout(model):
         return "dropout acts on the update's pass"
-    return probe_tree_scoring(model)
+    return probe_tree_scoring(passes)
 
 
 def uses_dropout(model: Any) -> bool:
@@ -43,7 +45,7 @@ def uses_dropout(model: Any) -> bool:
 
 @torch.no_grad()
 def complete_targets(
-    model: Any,
+    passes: ForwardPasses,
     head: LMHead,
     scored: Sequence[Scored],
     spans: Sequence[SequenceSpan],
@@ -59,7 +61,7 @@ def complete_targets(
         for branch in s.deferred.branches
     ]
     hidden = forward_branches(
-        model, trunks, [(span, branch) for span, _, branch in branches], max_tokens=max_tokens
+        passes, trunks, [(span, branch) for span, _, branch in branches], max_tokens=max_tokens
     )
     requests = [
         ScoreRequest(token_ids=branch.token_ids, scored=branch.scored, temperature=temperature)

@@ -240,12 +240,12 @@ class Student:
             # Some versions of torch would cache a cast weight without its graph.
             with self._autocast(cache=False):
                 micro = complete_targets(
-                    self.weights.model, self.head, micro, spans, trunks,
+                    self.passes, self.head, micro, spans, trunks,
                     max_tokens=default_pass_tokens(self.weights.device),
                 )  # fmt: skip
         positions = [_trained_positions(s, trained) for s in micro]
         assert all(p[0] > 0 for p in positions), "nothing predicts the first token"
-        rows = (span.of(i - 1 for i in p) for span, p in zip(spans, positions, strict=True))
+        rows = (span.indices(i - 1 for i in p) for span, p in zip(spans, positions, strict=True))
         rows_N = tensor_on([*chain(*rows)], dtype=torch.long, device=hidden_ND.device)
         return hidden_ND.index_select(0, rows_N), micro
 

@@ -1,4 +1,4 @@
-"""Scoring against one full forward pass and one full softmax per sequence."""
+"""Log-probs against one full forward pass and softmax per sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.forward import logprobs
+from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.kernels import decode
 from courtside.engines.local import LocalEngine
 from courtside.engines.patches import layer_ops
@@ -34,57 +34,69 @@ VARIOUS = [
 
 
 @torch.no_grad()
-def naive(engine: LocalEngine, request: ScoreRequest) -> tuple[Tensor, Tensor]:
-    """Log-probs of the scored tokens and of all words there, in float64."""
+def reference_logps(engine: LocalEngine, request: ScoreRequest) -> tuple[Tensor, Tensor]:
+    """Log-probs of the scored tokens and of the whole vocabulary there, in float64."""
     logits_LV = engine.model(input_ids=torch.tensor([request.token_ids])).logits[0].double()
     logp_LV = torch.log_softmax(logits_LV / request.temperature, -1)
-    where = [i for i, scored in enumerate(request.scored) if scored]
-    logp_TV = logp_LV[[i - 1 for i in where]]
-    ids_T = torch.tensor([request.token_ids[i] for i in where])
+    positions = [i for i, scored in enumerate(request.scored) if scored]
+    logp_TV = logp_LV[[i - 1 for i in positions]]
+    ids_T = torch.tensor([request.token_ids[i] for i in positions])
     return logp_TV.gather(-1, ids_T[:, None]).squeeze(-1), logp_TV
 
 
-def test_the_kernel_says_the_same(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_gives_the_same_logps(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Triton's interpreter: each row at its temperature, with a head that scales."""
     engine = make_engine()
     engine.model.float()
     engine.head.scale = 0.3
     expected = engine.score(VARIOUS)
-    called = []
+    calls = []
     kernel = decode.token_logps
-    monkeypatch.setattr(decode, "token_logps", lambda *a: (called.append(1), kernel(*a))[1])
+    monkeypatch.setattr(decode, "token_logps", lambda *a: (calls.append(1), kernel(*a))[1])
     monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
-    for ours, theirs in zip(engine.score(VARIOUS), expected, strict=True):
-        torch.testing.assert_close(ours.logp_T, theirs.logp_T, rtol=0, atol=1e-5)
-    assert called
+    for ours, reference in zip(engine.score(VARIOUS), expected, strict=True):
+        torch.testing.assert_close(ours.logp_T, reference.logp_T, rtol=0, atol=1e-5)
+    assert calls
     assert engine.score(VARIOUS, want="top_k", top_k=3)[0].top_ids_TK is not None
 
 
 @pytest.mark.parametrize("budget", [1, 30, 65536])
-@pytest.mark.parametrize("chunk", [2, 512])
-def test_scores_are_those_of_a_pass_of_its_own(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch, budget: int, chunk: int
-) -> None:
-    monkeypatch.setattr(logprobs, "default_chunk_size", lambda *_: chunk)
+def test_scores_equal_separate_passes(make_engine: Make, budget: int) -> None:
     engine = make_engine(max_batch_tokens=budget)
     hidden = engine.score(VARIOUS, want="hidden")
-    top = engine.score(VARIOUS, want="top_k", top_k=5)
-    for request, scores, best_scores in zip(VARIOUS, hidden, top, strict=True):
-        logp_T, logp_TV = naive(engine, request)
+    top_k = engine.score(VARIOUS, want="top_k", top_k=5)
+    for request, scores, top_scores in zip(VARIOUS, hidden, top_k, strict=True):
+        logp_T, logp_TV = reference_logps(engine, request)
         torch.testing.assert_close(scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
-        torch.testing.assert_close(best_scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
+        torch.testing.assert_close(top_scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
 
         assert scores.hidden_TD is not None
-        mine_TV = torch.log_softmax(engine.head(scores.hidden_TD) / request.temperature, -1)
-        torch.testing.assert_close(mine_TV.double(), logp_TV, rtol=0, atol=1e-6)
+        head_logp_TV = torch.log_softmax(engine.head(scores.hidden_TD) / request.temperature, -1)
+        torch.testing.assert_close(head_logp_TV.double(), logp_TV, rtol=0, atol=1e-6)
 
-        best = logp_TV.topk(5, dim=-1)
-        assert best_scores.top_ids_TK is not None and best_scores.top_logp_TK is not None
-        assert torch.equal(best_scores.top_ids_TK, best.indices)
-        torch.testing.assert_close(best_scores.top_logp_TK.double(), best.values, rtol=0, atol=1e-6)
+        top = logp_TV.topk(5, dim=-1)
+        assert top_scores.top_ids_TK is not None and top_scores.top_logp_TK is not None
+        assert torch.equal(top_scores.top_ids_TK, top.indices)
+        torch.testing.assert_close(top_scores.top_logp_TK.double(), top.values, rtol=0, atol=1e-6)
 
 
-def test_only_what_was_asked_for_comes_back(make_engine: Make) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 2, 512])
+def test_scores_do_not_depend_on_the_chunk_size(make_engine: Make, chunk_size: int) -> None:
+    engine = make_engine()
+    with torch.no_grad(), engine.passes.patch_model():
+        hidden_ND, spans = engine.passes.forward([request.token_ids for request in VARIOUS])
+        scores = score_positions(
+            engine.head, hidden_ND, spans, VARIOUS, want="top_k", top_k=5, chunk_size=chunk_size
+        )
+    for request, top_scores in zip(VARIOUS, scores, strict=True):
+        logp_T, logp_TV = reference_logps(engine, request)
+        torch.testing.assert_close(top_scores.logp_T.double(), logp_T, rtol=0, atol=1e-6)
+        assert torch.equal(top_scores.top_ids_TK, logp_TV.topk(5, dim=-1).indices)
+
+
+def test_nothing_else_is_returned(make_engine: Make) -> None:
     scores = make_engine().score(VARIOUS[:1])[0]
     assert scores.hidden_TD is None and scores.top_ids_TK is None and scores.top_logp_TK is None
 
@@ -98,7 +110,7 @@ def test_only_what_was_asked_for_comes_back(make_engine: Make) -> None:
     ),
     budget=st.integers(1, 80),
 )
-def test_neighbours_change_nothing(
+def test_scores_do_not_depend_on_the_batch(
     make_engine: Make, sequences: list[list[int]], budget: int
 ) -> None:
     engine = make_engine(tiny_model(layers=1), max_batch_tokens=budget)
@@ -114,15 +126,13 @@ def test_neighbours_change_nothing(
 
 def test_no_pass_is_larger_than_the_budget(make_engine: Make) -> None:
     engine = make_engine(max_batch_tokens=45)
-    assert (
-        engine.passes.padding_reason is None
-    )  # tried on a small example, the first time it is asked
+    assert engine.passes.padding_reason is None  # the probe is over
     shapes: list[torch.Size] = []
 
-    def note(module: Any, args: Any, kwargs: Any) -> None:
+    def record(module: Any, args: Any, kwargs: Any) -> None:
         shapes.append(kwargs["input_ids"].shape)
 
-    engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    engine.model.base_model.register_forward_pre_hook(record, with_kwargs=True)
     requests = [
         ScoreRequest(token_ids=(n, *(5,) * (n - 1)), scored=(False,) + (True,) * (n - 1))
         for n in (3, 21, 20, 4, 6, 60)
@@ -137,7 +147,7 @@ def test_a_request_may_score_nothing(make_engine: Make) -> None:
     first, second = engine.score([nothing, VARIOUS[0]], want="hidden")
     assert first.logp_T.shape == (0,)
     torch.testing.assert_close(
-        second.logp_T.double(), naive(engine, VARIOUS[0])[0], rtol=0, atol=1e-6
+        second.logp_T.double(), reference_logps(engine, VARIOUS[0])[0], rtol=0, atol=1e-6
     )
     assert engine.score([]) == []
 
@@ -147,16 +157,16 @@ def test_the_first_token_cannot_be_scored(make_engine: Make) -> None:
         make_engine().score([ScoreRequest(token_ids=(5, 6), scored=(True, True))])
 
 
-def test_what_does_not_fit_the_context_is_refused(make_engine: Make) -> None:
+def test_sequences_longer_than_the_context_are_refused(make_engine: Make) -> None:
     engine = make_engine(tiny_model(layers=1))
     fits = ScoreRequest(token_ids=(5,) * 512, scored=(False,) * 511 + (True,))
     engine.score([fits])
-    over = ScoreRequest(token_ids=(5,) * 513, scored=(False,) * 512 + (True,))
+    too_long = ScoreRequest(token_ids=(5,) * 513, scored=(False,) * 512 + (True,))
     with pytest.raises(ModelError, match=r"513 tokens do not fit the context of tiny \(512\)"):
-        engine.score([fits, over])
+        engine.score([fits, too_long])
 
 
-def test_scoring_builds_no_graph_and_leaves_no_mark(make_engine: Make) -> None:
+def test_scoring_builds_no_graph_and_changes_no_weight(make_engine: Make) -> None:
     engine = make_engine()
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
     scores = engine.score(VARIOUS, want="hidden")

@@ -1,4 +1,4 @@
-"""Grouping sequences into passes, so that little is wasted and memory stays bounded."""
+"""Sequences grouped into batches of bounded size with little padding."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ from courtside.engines.transfer import tensor_on
 
 
 def default_pass_tokens(device: torch.device) -> int:
-    """Tokens of one forward pass that keep the device busy. On a CPU more are somewhat faster
-    still, but a pass that trains keeps something of each."""
+    """Tokens of one forward pass that keep the device busy. A CPU would gain a little from more,
+    at the price of more activations in a training step."""
     return 16384 if device.type == "cuda" else 512
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in groups of similar length, each of at most `max_tokens` with its padding.
+    """Indices in padded batches of similar length, each of at most `max_tokens` with padding.
 
-    Longest first, so that a run that will not fit in memory fails at once. A sequence longer than
-    the budget gets a group of its own.
+    Longest first, so that a run that does not fit in memory fails at once. A sequence longer than
+    the budget gets a batch of its own.
     """
-    groups: list[list[int]] = []
+    batches: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and longest * (len(groups[-1]) + 1) <= max_tokens:
-            groups[-1].append(index)
+        if batches and longest * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(index)
         else:
-            groups.append([index])
+            batches.append([index])
             longest = lengths[index]
-    return groups
+    return batches
 
 
 def batch_by_size(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in groups whose sizes add up to at most `max_tokens`: each goes, largest first, into
-    the first group with room for it. What is larger than the budget gets a group of its own.
+    """Indices in batches whose sizes add up to at most `max_tokens`: first-fit decreasing.
+
+    An item larger than the budget gets a batch of its own.
     """
-    groups: list[list[int]] = []
-    room: list[int] = []
+    batches: list[list[int]] = []
+    free_tokens: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = sizes[index]
-        place = next((g for g, left in enumerate(room) if size <= left), None)
-        if place is None:
-            groups.append([])
-            room.append(max_tokens)
-            place = len(groups) - 1
-        groups[place].append(index)
-        room[place] -= size
-    return groups
+        target = next((b for b, free in enumerate(free_tokens) if size <= free), None)
+        if target is None:
+            batches.append([])
+            free_tokens.append(max_tokens)
+            target = len(batches) - 1
+        batches[target].append(index)
+        free_tokens[target] -= size
+    return batches
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
-    """Under causal attention no real token sees what stands to its right: no mask is needed."""
+    """Causal attention never attends to padding on the right, so no mask is needed."""
     longest = max(len(ids) for ids in sequences)
     rows = [list(ids) + [pad_id] * (longest - len(ids)) for ids in sequences]
     return tensor_on(rows, dtype=torch.long, device=device)
@@ -61,7 +62,7 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.dev
 def pad_left(
     sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Ids and mask, aligned at the end, where decoding goes on."""
+    """Ids and attention mask, aligned at the end, where decoding continues."""
     longest = max(len(ids) for ids in sequences)
     rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in sequences]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in sequences]

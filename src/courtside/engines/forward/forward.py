@@ -1,8 +1,8 @@
-"""How sequences become passes of a model: packed without padding, or padded on the right.
+"""How token sequences become forward passes of a model.
 
-Whether a model can be read in a packed row (`packing.py`), and whether sequences that begin alike
-can share their beginning there (`prefixes.py`), is tried on a small example. Models that do
-anything special with attention take padded passes.
+Three strategies, the first that works: packed batches with shared prefixes (`prefix_sharing.py`),
+packed batches (`varlen.py`), right-padded batches. The first two are compared with plain forward
+passes on a small example; models with special attention are padded.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from courtside.engines.attention_masks import attn_implementation
 from courtside.engines.forward.batching import batch_by_length, batch_by_size, pad_right
 from courtside.engines.forward.prefix_sharing import (
     MIN_PREFIX_TOKENS,
@@ -24,6 +24,8 @@ from courtside.engines.forward.prefix_sharing import (
     pack_sequences,
 )
 from courtside.engines.forward.varlen import (
+    DEFAULT_BACKEND,
+    VarlenBackend,
     forward_varlen,
     make_packed_layout,
     use_varlen_attention,
@@ -31,25 +33,25 @@ from courtside.engines.forward.varlen import (
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import apply_patches
 from courtside.engines.probes import (
-    attn_implementation,
     distance_from_plain_forward,
     find_unsupported_attention,
     run_probe,
-    windows_of,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """How sequences become passes of one model."""
+    """Plans batches of sequences and runs one model on them: `plan_batches`, then `forward` on
+    each batch inside `patch_model`."""
 
     model: Any
     pad_id: int
     padding_reason: str | None
-    """Why they are padded; None: they are packed."""
+    """Why batches are padded; None: they are packed."""
     unshared_reason: str | None = None
-    """Why packed sequences that begin alike do not share their beginning; None: they do."""
+    """Why packed batches share no prefixes; None: they do."""
     fused_layers: FusedLayers | None = None
+    backend: VarlenBackend = DEFAULT_BACKEND
 
     def plan_batches(
         self,
@@ -59,8 +61,10 @@ class ForwardPasses:
         max_shared_tokens: int | None = None,
         for_backward: bool = False,
     ) -> list[list[int]]:
-        """Indices by pass of units, the sequences of which must share a pass; longest first. Each
-        pass computes at most `max_tokens`; `batch_by_prefix` has the other two."""
+        """Indices by batch of units, whose sequences must share a batch; longest first.
+
+        A batch computes at most `max_tokens`, or more to share a prefix: see `batch_by_prefix`.
+        """
         if self.padding_reason is not None:
             sizes = [len(unit) * max(len(ids) for ids in unit) for unit in units]
             return batch_by_length(sizes, max_tokens)
@@ -72,7 +76,7 @@ class ForwardPasses:
 
     @contextmanager
     def patch_model(self) -> Iterator[None]:
-        """What `forward` wants around it, and around a backward pass through what it gave."""
+        """Must enclose `forward` and the backward pass through its result."""
         with (
             apply_patches(() if self.fused_layers is None else self.fused_layers.patches()),
             use_varlen_attention(self.model) if self.padding_reason is None else nullcontext(),
@@ -82,93 +86,105 @@ class ForwardPasses:
     def forward(
         self, sequences: Sequence[Sequence[int]], *, cache: Cache | None = None
     ) -> tuple[Tensor, Sequence[SequenceSpan]]:
-        """Last hidden states [positions, D] of one pass, and where each sequence lies there.
+        """Last hidden states [positions, D] of one batch, and the span of each sequence there.
 
-        `cache` gets the keys and values of a packed pass: see `engines/forward/tree_scoring.py`.
+        `cache` retains the keys and values of a packed batch for tree scoring.
         """
         if self.padding_reason is None:
-            return forward_packed(self.model, sequences, cache, shared=self.unshared_reason is None)
-        assert cache is None, "those of a padded pass lie elsewhere"
+            return forward_packed(
+                self.model,
+                sequences,
+                cache,
+                share_prefixes=self.unshared_reason is None,
+                backend=self.backend,
+            )
+        assert cache is None, "tree scoring needs a packed batch"
         ids_BL = pad_right(sequences, self.pad_id, self.model.device)
         out = self.model.base_model(input_ids=ids_BL, use_cache=False)
         longest = ids_BL.shape[1]
-        places = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
-        return out.last_hidden_state.flatten(0, 1), places
+        spans = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
+        return out.last_hidden_state.flatten(0, 1), spans
 
 
 def forward_packed(
     model: Any,
     sequences: Sequence[Sequence[int]],
-    kept: Cache | None = None,
+    cache: Cache | None = None,
     *,
-    shared: bool = False,
+    share_prefixes: bool = False,
+    backend: VarlenBackend = DEFAULT_BACKEND,
 ) -> tuple[Tensor, Sequence[SequenceSpan]]:
-    row = pack_sequences(sequences, shared=shared)
-    packing = make_packed_layout(row, device=model.device)
-    ids = [token for part in row.parts for token in part.ids]
-    position = [part.first + n for part in row.parts for n in range(len(part.ids))]
-    return forward_varlen(model, ids, position, packing, kept), row.places
+    batch = pack_sequences(sequences, share_prefixes=share_prefixes)
+    layout = make_packed_layout(batch, device=model.device, backend=backend)
+    ids = [token for segment in batch.segments for token in segment.ids]
+    position_ids = [
+        segment.first_position + n for segment in batch.segments for n in range(len(segment.ids))
+    ]
+    return forward_varlen(model, ids, position_ids, layout, cache), batch.spans
 
 
-# ── tried on a small example ─────────────────────────────────────────────────────────────────────
+# ── probes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def probe_forward_passes(
-    model: Any, *, pad_id: int, fused_layers: FusedLayers | None = None, uses_dropout: bool = False
+    model: Any,
+    *,
+    pad_id: int,
+    fused_layers: FusedLayers | None = None,
+    uses_dropout: bool = False,
+    backend: VarlenBackend = DEFAULT_BACKEND,
 ) -> ForwardPasses:
-    """How sequences become passes of this model, tried out. `uses_dropout`: they are to be read in
-    training mode, and something is then left out at random. The model must not be in it yet."""
-    problem = probe_packing(model)
-    unshared = None
-    if problem is None:
-        # One beginning would have one draw, where samples of their own have one each.
-        unshared = "dropout acts on each sample" if uses_dropout else probe_prefix_sharing(model)
+    """The best strategy for this model. `uses_dropout`: the passes run in training mode with it."""
+    padding_reason = probe_packing(model, backend)
+    unshared_reason = None
+    if padding_reason is None and uses_dropout:
+        # A shared prefix has one dropout mask, where separate samples have one each.
+        unshared_reason = "dropout acts on each sample"
+    elif padding_reason is None:
+        unshared_reason = probe_prefix_sharing(model, backend)
     return ForwardPasses(
         model=model,
         pad_id=pad_id,
-        padding_reason=problem,
-        unshared_reason=unshared,
+        padding_reason=padding_reason,
+        unshared_reason=unshared_reason,
         fused_layers=fused_layers,
+        backend=backend,
     )
 
 
-def probe_packing(model: Any) -> str | None:
-    """Why passes of this model are padded; None: they can be packed.
-
-    Beside the settings a tiny example is tried, because a model may do as it likes with what it is
-    given. The model must not be in training mode: dropout would act.
-    """
-    why = find_unsupported_attention(model)
-    if why is not None:
-        return why
+def probe_packing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str | None:
+    """Why batches of this model are padded; None: they can be packed."""
+    reason = find_unsupported_attention(model)
+    if reason is not None:
+        return reason
     if attn_implementation(model) != "sdpa":
         return f"attn_implementation = {attn_implementation(model)!r} was asked for"
-    if any(window is not None for window in windows_of(model).values()):
-        return "it looks through a window"
-    assert not model.training, "dropout would act"
-    return run_probe(model, lambda: _example_error(model, (5, 1, 12, 24), 0))
+    return run_probe(model, lambda: _packing_error(model, (5, 1, 12, 24), 0, backend))
 
 
-def probe_prefix_sharing(model: Any) -> str | None:
-    """Why sequences of a model whose passes can be packed do not share their beginnings."""
-    assert not model.training, "dropout would act"
-    return run_probe(model, lambda: _example_error(model, (0, 1, 6, 30), MIN_PREFIX_TOKENS + 3))
+def probe_prefix_sharing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str | None:
+    """Why packed batches of this model share no prefixes; None: they can."""
+    num_prefix = MIN_PREFIX_TOKENS + 3
+    return run_probe(model, lambda: _packing_error(model, (0, 1, 6, 30), num_prefix, backend))
 
 
-@torch.no_grad()
-def _example_error(model: Any, lengths: Sequence[int], num_common: int) -> float:
-    """How far the hidden states of packed sequences are from those of passes of their own. They
-    have `common_prefix_length` ids in common, then these many each."""
+def _packing_error(
+    model: Any, lengths: Sequence[int], num_prefix: int, backend: VarlenBackend
+) -> float:
+    """Distance of packed sequences from separate forward passes. The sequences share `num_prefix`
+    ids, followed by `lengths` of their own."""
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    common = [(11 * i + 2) % vocab_size for i in range(num_common)]
-    sequences = [[*common, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]
+    prefix = [(11 * i + 2) % vocab_size for i in range(num_prefix)]
+    sequences = [[*prefix, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]
     with use_varlen_attention(model):
-        packed_ND, places = forward_packed(model, sequences, shared=num_common > 0)
-    assert len(packed_ND) == num_common + sum(lengths)
-    return max(
-        # Of a rest only: the median over a long beginning would not see it.
-        distance_from_plain_forward(
-            model, ids, packed_ND[place.of(range(num_common if n else 0, len(ids)))]
+        hidden_ND, spans = forward_packed(
+            model, sequences, share_prefixes=num_prefix > 0, backend=backend
         )
-        for place, ids, n in zip(places, sequences, lengths, strict=True)
+    assert len(hidden_ND) == num_prefix + sum(lengths)
+    return max(
+        # Suffixes only: an error there would not show in the median over a long prefix.
+        distance_from_plain_forward(
+            model, ids, hidden_ND[span.indices(range(num_prefix if n else 0, len(ids)))]
+        )
+        for span, ids, n in zip(spans, sequences, lengths, strict=True)
     )

@@ -1,8 +1,8 @@
-"""Sequences that begin alike, as the samples of one prompt do: the beginning lies in a row once.
+"""Prefix sharing: a prefix that several sequences have in common is computed once per batch.
 
-Each of them then has only its own rest there, which looks at the beginning's keys and at its own.
-This module knows ids and places, no tensors: which sequences share what, where each of their
-positions lies, and which of them go into one pass so that they can share.
+Samples of one prompt are the usual case. Each then has only its suffix in the batch, which attends
+to the keys of the prefix and to its own. This module knows token ids and indices, no tensors: which
+sequences share a prefix, where their positions are, and which sequences go into one batch.
 """
 
 from __future__ import annotations
@@ -14,173 +14,189 @@ from itertools import accumulate
 from courtside.engines.forward.batching import batch_by_size
 
 MIN_PREFIX_TOKENS = 16
-"""A shorter beginning is not worth laying out keys for."""
+"""A shorter prefix does not repay gathering its keys for every suffix."""
 MIN_PREFIX_FRACTION = 1 / 16
-"""Of a sequence, that its beginning must be: laying out all of its keys costs about as much as
-computing a fiftieth of its tokens (docs/performance.md)."""
+"""Of a sequence: gathering all of its keys costs about as much as computing a fiftieth of its
+tokens (docs/performance.md)."""
 MAX_SUFFIX_TOKENS = 1024
-"""Tokens that a pass may have beside a shared beginning: four answers of 256, which a CPU's passes
-of 512 would each read with a prompt of their own. Where a pass is kept for its way back it takes
-more memory, which a short beginning does not repay: then twice the beginning at most."""
+"""Tokens that a batch may have in addition to a shared prefix: four answers of 256, where batches
+of 512 on a CPU would each compute the prompt again. Activations of a training step take memory that
+a short prefix does not repay, so there it is twice the prefix at most."""
 
 Ids = Sequence[int]
 
 
-# ── which ────────────────────────────────────────────────────────────────────────────────────────
+# ── groups ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixGroup:
-    """Sequences that share their first `size` ids."""
+    """Sequences that share their first `num_tokens` ids."""
 
     members: tuple[int, ...]
     """Their indices, at least two."""
-    size: int
+    num_tokens: int
 
     @property
-    def saved(self) -> int:
-        return (len(self.members) - 1) * self.size
+    def saved_tokens(self) -> int:
+        return (len(self.members) - 1) * self.num_tokens
 
 
 @dataclass(slots=True)
-class _Open:
-    """Neighbours in sorted order that have `size` ids in common, from the `first` on."""
+class _OpenPrefix:
+    """Neighbors in sorted order, from index `first` on, that share `num_tokens` ids."""
 
-    size: int
+    num_tokens: int
     first: int
-    inside: list[PrefixGroup] = field(default_factory=list)
-    """The best for those that have more in common."""
+    inner_groups: list[PrefixGroup] = field(default_factory=list)
+    """The best groups among those that share a longer prefix."""
 
 
-def find_prefix_groups(sequences: Sequence[Ids]) -> list[PrefixGroup]:
+def find_prefix_groups(
+    sequences: Sequence[Ids],
+    *,
+    min_tokens: int = MIN_PREFIX_TOKENS,
+    min_fraction: float = MIN_PREFIX_FRACTION,
+) -> list[PrefixGroup]:
     """Disjoint groups; a sequence may be in none.
 
-    A beginning has one level: where all sequences share some instructions, and those of a group a
-    question too, either is shared, whichever saves more tokens. Some of the sequences alone can
-    always do what they do here, so that a pass over them never computes more than was planned.
+    Sharing has one level: where all sequences share a system prompt, and those of a group a
+    question too, the one that saves more tokens is shared. Every subset of the sequences can share
+    at least as much, so that a pass over a part never computes more than was planned.
     """
     rows = [tuple(ids) for ids in sequences]
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    open_ = [_Open(0, 0)]
+    stack = [_OpenPrefix(0, 0)]
     for end in range(1, len(order) + 1):
         common = 0
         if end < len(order):
-            common = _common(rows[order[end - 1]], rows[order[end]])
-        first, best = end - 1, list[PrefixGroup]()
-        while open_[-1].size > common:
-            closed = open_.pop()
-            closed.inside += best
+            common = _common_length(rows[order[end - 1]], rows[order[end]])
+        first, groups = end - 1, list[PrefixGroup]()
+        while stack[-1].num_tokens > common:
+            closed = stack.pop()
+            closed.inner_groups += groups
             first = closed.first
-            best = _better(rows, order[first:end], closed)
-        if open_[-1].size < common:
-            open_.append(_Open(common, first))
-        open_[-1].inside += best
-    return open_[0].inside
+            members = [
+                i for i in order[first:end] if closed.num_tokens >= min_fraction * len(rows[i])
+            ]
+            groups = _choose_groups(members, closed, min_tokens)
+        if stack[-1].num_tokens < common:
+            stack.append(_OpenPrefix(common, first))
+        stack[-1].inner_groups += groups
+    return stack[0].inner_groups
 
 
-def _better(sequences: Sequence[Ids], indices: Sequence[int], closed: _Open) -> list[PrefixGroup]:
-    """One group of all whom it pays for, or the groups among them."""
-    size = closed.size
-    members = [i for i in indices if size >= MIN_PREFIX_FRACTION * len(sequences[i])]
-    if size < MIN_PREFIX_TOKENS or len(members) < 2:
-        return closed.inside
-    whole = PrefixGroup(members=tuple(sorted(members)), size=size)
-    return [whole] if whole.saved > sum(g.saved for g in closed.inside) else closed.inside
+def _choose_groups(
+    members: Sequence[int], closed: _OpenPrefix, min_tokens: int
+) -> list[PrefixGroup]:
+    """One group of all members or the groups among them, whichever saves more tokens."""
+    if closed.num_tokens < min_tokens or len(members) < 2:
+        return closed.inner_groups
+    outer = PrefixGroup(members=tuple(sorted(members)), num_tokens=closed.num_tokens)
+    inner_saved = sum(group.saved_tokens for group in closed.inner_groups)
+    return [outer] if outer.saved_tokens > inner_saved else closed.inner_groups
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many ids they have in common from the first on; by halves, compared at C's speed."""
-    low, high = 0, min(len(one), len(other))
+def _common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the common prefix, by bisection: slices are compared at C speed."""
+    low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-# ── where ────────────────────────────────────────────────────────────────────────────────────────
+# ── packing ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpan:
-    """Where in a row the positions of one sequence lie."""
+    """Where the positions of one sequence are in a batch."""
 
     start: int
-    """Of its own ids."""
+    """Of its suffix, or of all of it."""
     prefix_start: int = 0
     num_prefix: int = 0
-    """How many of its positions lie in a beginning that it shares; they come first."""
+    """How many of its first positions are in a shared prefix."""
 
-    def of(self, positions: Iterable[int]) -> list[int]:
-        shared, own = self.prefix_start, self.start - self.num_prefix
-        return [i + (shared if i < self.num_prefix else own) for i in positions]
+    def indices(self, positions: Iterable[int]) -> list[int]:
+        prefix_offset, suffix_offset = self.prefix_start, self.start - self.num_prefix
+        return [i + (prefix_offset if i < self.num_prefix else suffix_offset) for i in positions]
 
     def slices(self, count: int) -> list[slice]:
-        """Its first `count` positions, in order; none of the slices is empty."""
-        shared = min(count, self.num_prefix)
-        found = [
-            slice(self.prefix_start, self.prefix_start + shared),
-            slice(self.start, self.start + count - shared),
+        """Its first `count` positions in order, as non-empty slices."""
+        in_prefix = min(count, self.num_prefix)
+        slices = [
+            slice(self.prefix_start, self.prefix_start + in_prefix),
+            slice(self.start, self.start + count - in_prefix),
         ]
-        return [its for its in found if its.start < its.stop]
+        return [s for s in slices if s.start < s.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSegment:
-    """Ids that lie together in a row: a beginning, a rest or a whole sequence."""
+    """Consecutive ids of a packed batch: a shared prefix, a suffix or a whole sequence."""
 
     ids: tuple[int, ...]
-    first: int = 0
-    """The position of its first id."""
+    first_position: int = 0
+    """Position id of its first token."""
     prefix: int | None = None
-    """Index of the part whose keys it looks at before its own."""
+    """Index of the segment whose keys it attends to before its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    parts: tuple[PackedSegment, ...]
-    places: tuple[SequenceSpan, ...]
-    """One a sequence."""
+    segments: tuple[PackedSegment, ...]
+    spans: tuple[SequenceSpan, ...]
+    """One per sequence."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(part.ids) for part in self.parts)
+        return sum(len(segment.ids) for segment in self.segments)
 
 
-def pack_sequences(sequences: Sequence[Ids], *, shared: bool) -> PackedBatch:
-    """The sequences one behind the other; `shared`: what a group has in common only once."""
-    groups = find_prefix_groups(sequences) if shared else []
-    parts: list[PackedSegment] = []
-    # Of each sequence: the parts that hold its beginning and its own ids, None where it has none.
-    held: dict[int, tuple[int | None, int | None]] = {}
+def pack_sequences(sequences: Sequence[Ids], *, share_prefixes: bool) -> PackedBatch:
+    """Sequences concatenated in one row, shared prefixes only once. No segment is empty."""
+    groups = find_prefix_groups(sequences) if share_prefixes else []
+    segments: list[PackedSegment] = []
+    # The segments of a sequence's prefix and of its suffix, None where it has none.
+    segments_of: dict[int, tuple[int | None, int | None]] = {}
     for group in groups:
-        prefix = len(parts)
-        parts.append(PackedSegment(ids=tuple(sequences[group.members[0]][: group.size])))
+        prefix = len(segments)
+        segments.append(PackedSegment(ids=tuple(sequences[group.members[0]][: group.num_tokens])))
         for i in group.members:
-            rest = tuple(sequences[i][group.size :])
-            held[i] = prefix, len(parts) if rest else None
-            if rest:
-                parts.append(PackedSegment(ids=rest, first=group.size, prefix=prefix))
+            suffix = tuple(sequences[i][group.num_tokens :])
+            segments_of[i] = prefix, len(segments) if suffix else None
+            if suffix:
+                segments.append(
+                    PackedSegment(ids=suffix, first_position=group.num_tokens, prefix=prefix)
+                )
     for i, ids in enumerate(sequences):
-        if i not in held:
-            held[i] = None, len(parts)
-            parts.append(PackedSegment(ids=tuple(ids)))
-    starts = [0, *accumulate(len(part.ids) for part in parts)]
-    places = []
+        if i not in segments_of:
+            segments_of[i] = None, len(segments)
+            segments.append(PackedSegment(ids=tuple(ids)))
+    starts = [0, *accumulate(len(segment.ids) for segment in segments)]
+    spans = []
     for i in range(len(sequences)):
-        before, own = held[i]
-        start = 0 if own is None else starts[own]
-        if before is None:
-            places.append(SequenceSpan(start=start))
+        prefix_segment, suffix_segment = segments_of[i]
+        start = 0 if suffix_segment is None else starts[suffix_segment]
+        if prefix_segment is None:
+            spans.append(SequenceSpan(start=start))
         else:
-            size = len(parts[before].ids)
-            places.append(SequenceSpan(start=start, prefix_start=starts[before], num_prefix=size))
-    return PackedBatch(parts=tuple(parts), places=tuple(places))
+            spans.append(
+                SequenceSpan(
+                    start=start,
+                    prefix_start=starts[prefix_segment],
+                    num_prefix=len(segments[prefix_segment].ids),
+                )
+            )
+    return PackedBatch(segments=tuple(segments), spans=tuple(spans))
 
 
-# ── together ─────────────────────────────────────────────────────────────────────────────────────
+# ── batches ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def batch_by_prefix(
@@ -190,35 +206,36 @@ def batch_by_prefix(
     max_shared_tokens: int | None,
     for_backward: bool = False,
 ) -> list[list[int]]:
-    """Indices of units (sequences that must share a pass) by pass; largest first.
+    """Indices of units (sequences that must share a batch) by batch; largest first.
 
-    A pass has at most `max_tokens`, a shared beginning counted once; one with a shared beginning
-    may be larger (`MAX_SUFFIX_TOKENS`), up to `max_shared_tokens`: else no two long
-    sequences would ever share theirs. A group that does not fit is cut, each with its prefix.
-    `for_backward`: its activations are kept.
+    A batch has at most `max_tokens`, a shared prefix counted once. A batch with a shared prefix may
+    be larger by `MAX_SUFFIX_TOKENS`, up to `max_shared_tokens`: otherwise long sequences could
+    never share a prefix. A group that does not fit is split, each part with the prefix.
     """
-    owner = [number for number, unit in enumerate(units) for _ in unit]
+    unit_of = [number for number, unit in enumerate(units) for _ in unit]
     sequences = [ids for unit in units for ids in unit]
-    own = [sum(len(ids) for ids in unit) for unit in units]
+    unit_tokens = [sum(len(ids) for ids in unit) for unit in units]
     bundles: list[list[int]] = []
-    sizes: list[int] = []
-    left = dict.fromkeys(range(len(units)))
+    bundle_tokens: list[int] = []
+    remaining = dict.fromkeys(range(len(units)))
     for group in find_prefix_groups(sequences):
-        # A unit goes with the first group that has a sequence of it.
-        its = [u for u in dict.fromkeys(owner[i] for i in group.members) if u in left]
-        rest = {u: own[u] for u in its}
+        # A unit goes with the first group that has one of its sequences.
+        members = [u for u in dict.fromkeys(unit_of[i] for i in group.members) if u in remaining]
+        suffix_tokens = {u: unit_tokens[u] for u in members}
         for i in group.members:
-            if owner[i] in rest:
-                rest[owner[i]] -= group.size
-        room = group.size + (
-            min(MAX_SUFFIX_TOKENS, 2 * group.size) if for_backward else MAX_SUFFIX_TOKENS
-        )
-        room = max(max_tokens, room if max_shared_tokens is None else min(room, max_shared_tokens))
-        for piece in batch_by_size([rest[u] for u in its], room - group.size):
-            bundles.append([its[k] for k in piece])
-            sizes.append(group.size + sum(rest[its[k]] for k in piece))
-        for u in its:
-            del left[u]
-    bundles += [[u] for u in left]
-    sizes += [own[u] for u in left]
-    return [[u for b in batch for u in bundles[b]] for batch in batch_by_size(sizes, max_tokens)]
+            if unit_of[i] in suffix_tokens:
+                suffix_tokens[unit_of[i]] -= group.num_tokens
+        extra = min(MAX_SUFFIX_TOKENS, 2 * group.num_tokens) if for_backward else MAX_SUFFIX_TOKENS
+        limit = group.num_tokens + extra
+        if max_shared_tokens is not None:
+            limit = min(limit, max_shared_tokens)
+        capacity = max(max_tokens, limit) - group.num_tokens
+        for part in batch_by_size([suffix_tokens[u] for u in members], capacity):
+            bundles.append([members[k] for k in part])
+            bundle_tokens.append(group.num_tokens + sum(suffix_tokens[members[k]] for k in part))
+        for u in members:
+            del remaining[u]
+    bundles += [[u] for u in remaining]
+    bundle_tokens += [unit_tokens[u] for u in remaining]
+    batches = batch_by_size(bundle_tokens, max_tokens)
+    return [[u for b in batch for u in bundles[b]] for batch in batches]
