@@ -34,6 +34,7 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.precision import cast_attention_inputs
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.engines.transfer import copy_to_device
+from courtside.errors import ModelError
 from courtside.types import Branch
 
 PlacedBranch = tuple[SequenceSpan, Branch]
@@ -178,7 +179,11 @@ def _split_branches(
 def _forward_branch_batch(
     passes: ForwardPasses, cache: Cache, branches: Sequence[PlacedBranch], branch_keys: BranchKeys
 ) -> Tensor:
-    assert cache.layers, "the trunk's pass retained no KV cache, as under gradient checkpointing"
+    if not cache.layers:
+        raise ModelError(
+            "the trunk's forward pass retained no KV cache, as under gradient checkpointing. "
+            "Run it without, or score each branch as a sequence"
+        )
     trunk_length = cache.layers[0].keys.shape[2]
     assert all(branch.token_ids for _, branch in branches)
     assert all(s.stop <= trunk_length for slices in branch_keys.trunk_slices for s in slices)
