@@ -102,7 +102,7 @@ def test_attention_stays_float32(
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
     parts = assemble(small_recipe(tiny_folder, student=student, teacher=BRIEF))
     # Tried out now, against the model's own attention, which may be in bfloat16.
-    assert parts.engine.separate_branches_reason is None
+    assert parts.engine.stateless_reason is None and parts.engine.passes.padding_reason is None
     teacher = parts.teacher.teacher
     assert teacher is not None and parts.student.passes.padding_reason is None
     assert teacher.engine.passes.padding_reason is None  # type: ignore[attr-defined]
