@@ -96,7 +96,7 @@ def test_fast_types_take_every_fast_path(kind: str) -> None:
     sample(engine)
     score(engine)
     assert engine.passes.padding_reason is None and engine.passes.unshared_reason is None
-    assert engine.branching_problem is None
+    assert engine.stateless_reason is None and engine.separate_branches_reason is None
 
 
 @pytest.mark.parametrize("kind", CANNOT_SAMPLE)
