@@ -139,9 +139,9 @@ def test_the_sampling_kernel_scales_and_caps_logits(
 
 
 def count_calls(calls: Counter[str], function: Any) -> Any:
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         calls[function.__name__] += 1
-        return function(*args, **named)
+        return function(*args, **kwargs)
 
     return call
 

@@ -185,8 +185,8 @@ class ContinuousBatchingSession:
                 self.length[row] += len(prompts[row])
         self._copy_prompts(copies, prompts)
         for row, source in copies.items():
-            known = self._first_prompts.get(source)
-            hidden[row] = hidden[source] if known is None else known[1]
+            first_prompt = self._first_prompts.get(source)
+            hidden[row] = hidden[source] if first_prompt is None else first_prompt[1]
         for row in empty:
             self._first_prompts[row] = (prompts[row], hidden[row])
         self._update_prefixes()

@@ -54,9 +54,9 @@ def decode_attention(
     del attention_mask
     if row_lengths is None:
         raise ModelError(f"{type(module).__name__} does not pass row_lengths to its attention")
-    given = {name for name, value in settings.items() if value is not None}
-    special = sorted(given - STANDARD_ARGUMENTS)
-    if special or "sliding_window" in given:
+    names = {name for name, value in settings.items() if value is not None}
+    special = sorted(names - STANDARD_ARGUMENTS)
+    if special or "sliding_window" in names:
         reason = special[0] if special else "a sliding window"
         raise ModelError(f"{type(module).__name__} has an attention with {reason}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
