@@ -48,3 +48,14 @@ def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def roomy_teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The teacher of the same vocabulary, with the same context."""
+    from tiny import save_tiny
+
+    folder = save_tiny(tmp_path_factory.mktemp("long-teacher"), seed=1, layers=3)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder

@@ -26,12 +26,11 @@ def weigh_preferences(
     chunk: int,
     metrics: MetricAccumulator,
 ) -> LossTerm:
-    """The term with the coefficients of this micro-batch's pairs; other terms are returned as is.
+    """A preference term with the coefficients of this micro-batch's pairs.
 
     `hidden`: by trajectory id, the hidden states that predict its chosen tokens.
     """
-    if term.loss.kind != "preference":
-        return term
+    assert term.loss.kind == "preference"
     beta = term.loss.beta
     coefficients: dict[str, tuple[float, ...]] = {}
     for (better, worse), sums in _pair_log_likelihoods(micro, hidden, head, chunk):

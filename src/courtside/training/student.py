@@ -209,6 +209,8 @@ class Student:
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
         terms = [
             weigh_preferences(term, micro, hidden, self.head, chunk=self.chunk, metrics=metrics)
+            if term.loss.kind == "preference"
+            else term
             for term in terms
         ]
         gradients, logps, start = [], [], 0
