@@ -1,7 +1,7 @@
-"""Linear layers with 8-bit weights, for teachers that are only read.
+"""Int8 weight-only linear layers, for teachers: half the memory of bfloat16.
 
-Symmetric, one float32 scale a row: half the memory of bfloat16. The output head stays as it is,
-because its logits are the teacher's word.
+Symmetric, with one float32 scale per output channel. The LM head is not quantized, because the
+losses are functions of its logits.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight_OI = linear.weight.detach().float()
         scale_O1 = weight_OI.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-        self.register_buffer("weight_OI", (weight_OI / scale_O1).round().to(torch.int8))
-        self.register_buffer("scale_O1", scale_O1)
+        quantized_OI = (weight_OI / scale_O1).round().to(torch.int8)
+        # Parameters, so that memory budgets and parameter counts include them.
+        self.weight_OI = nn.Parameter(quantized_OI, requires_grad=False)
+        self.scale_O = nn.Parameter(scale_O1.squeeze(1), requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, input_ND: Tensor) -> Tensor:
-        weight: Any = self.weight_OI
-        scale: Any = self.scale_O1
-        # Scaling the output, a row of it per output channel, spares scaling the whole matrix.
-        out_NO: Tensor = F.linear(input_ND, weight.to(input_ND.dtype))
-        out_NO = out_NO * scale.squeeze(1).to(input_ND.dtype)
-        return out_NO if self.bias is None else out_NO + self.bias
+        # Integers up to 127 are exact in bfloat16; scaling the output instead of the weight leaves
+        # the matmul as the only rounding.
+        output_NO = F.linear(input_ND, self.weight_OI.to(input_ND.dtype))
+        output_NO = output_NO * self.scale_O.to(input_ND.dtype)
+        return output_NO if self.bias is None else output_NO + self.bias
 
 
 def quantize_linear_layers(model: Any) -> Any:
-    """Replace every linear layer but the output head, in place."""
+    """Replace every linear layer but the LM head, in place."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
