@@ -1,4 +1,4 @@
-"""The same numbers as attention that repeats keys and values, and only while it is asked for."""
+"""The values of attention with repeated keys and values, inside the context only."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from tiny import tiny_model
 from courtside.engines.patches.gqa_cpu import NAME, use_gqa_attention
 
 
-def masked(model, ids, mask):
+def masked_logits(model, ids, mask):
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
 
-def test_numbers_are_those_of_the_models_own_attention() -> None:
+def test_values_are_those_of_sdpa() -> None:
     model = tiny_model().double()
     ids = torch.arange(2, 26).view(2, 12)
-    see = torch.tril(torch.ones(12, 12, dtype=torch.bool))
-    see[7:, 2:5] = False
-    mask = see[None, None].expand(2, 1, 12, 12)
-    plain = masked(model, ids, mask)
+    visible = torch.tril(torch.ones(12, 12, dtype=torch.bool))
+    visible[7:, 2:5] = False
+    mask = visible[None, None].expand(2, 1, 12, 12)
+    plain = masked_logits(model, ids, mask)
     with use_gqa_attention(model):
         assert model.config._attn_implementation == NAME
-        torch.testing.assert_close(masked(model, ids, mask), plain, rtol=1e-10, atol=1e-12)
-        # Without a mask, and with the template's padding mask, it is the causal attention it was.
+        torch.testing.assert_close(masked_logits(model, ids, mask), plain, rtol=1e-10, atol=1e-12)
+        # Without a mask, and with a padding mask, attention is causal as before.
         torch.testing.assert_close(
             model(input_ids=ids, use_cache=False).logits,
-            masked(model, ids, torch.ones(2, 12, dtype=torch.long)),
+            masked_logits(model, ids, torch.ones(2, 12, dtype=torch.long)),
         )
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_an_error_leaves_the_model_as_it_was() -> None:
+def test_an_error_restores_the_implementation() -> None:
     model = tiny_model()
     with pytest.raises(RuntimeError), use_gqa_attention(model):
         raise RuntimeError

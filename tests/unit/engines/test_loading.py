@@ -72,13 +72,13 @@ def test_a_tilde_means_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "https://host/model",
     ],
 )
-def test_a_name_that_means_nothing_here_is_refused_without_waiting(
+def test_an_unknown_name_is_refused_without_waiting(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    timeouts = []
 
     def no_network(where: Any, timeout: float) -> Any:
-        asked.append(timeout)
+        timeouts.append(timeout)
         raise OSError("no route")
 
     for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
@@ -87,39 +87,39 @@ def test_a_name_that_means_nothing_here_is_refused_without_waiting(
     with pytest.raises(ModelError, match=r"Give a folder with config\.json") as error:
         load(name)
     assert repr(name) in str(error.value)
-    assert len(asked) <= 1 and all(timeout <= 5 for timeout in asked)
+    assert len(timeouts) <= 1 and all(timeout <= 5 for timeout in timeouts)
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing-here", "../nothing"])
-def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
+def test_a_missing_path_is_no_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         resolve_model(name)
 
 
-def memory_of(model: Any, file: Path) -> list[int]:
-    """KiB of each of its tensors' mappings of this file that are this process' own memory."""
-    ends, own = [], {}
+def private_kib(model: Any, file: Path) -> list[int]:
+    """KiB of private memory in each mapping of the file that holds a parameter."""
+    bounds, anonymous = [], {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            start, end = (int(word, 16) for word in line.split()[0].split("-"))
-            ends = [start, end] if line.endswith(str(file)) else []
-        elif line.startswith("Anonymous:") and ends:
-            own[range(*ends)] = int(line.split()[1])
-    places = {p.data_ptr(): p for p in model.parameters()}
-    return [own[where] for place in places for where in own if place in where]
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            bounds = [start, end] if line.endswith(str(file)) else []
+        elif line.startswith("Anonymous:") and bounds:
+            anonymous[range(*bounds)] = int(line.split()[1])
+    addresses = {p.data_ptr(): p for p in model.parameters()}
+    return [anonymous[span] for address in addresses for span in anonymous if address in span]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="memory is read off Linux")
-def test_a_frozen_model_stays_in_its_file(tmp_path: Path) -> None:
+def test_a_frozen_model_stays_memory_mapped(tmp_path: Path) -> None:
     file = save_tiny(tmp_path / "large", vocab_size=100_000).resolve() / "model.safetensors"
     before, model = digest(file.read_bytes()), load(file.parent)
     logits(model)
-    read = memory_of(model, file)
+    read = private_kib(model, file)
     assert len(read) == len(list(model.parameters())), "every tensor lies in the file"
     assert max(read) < file.stat().st_size / 1024 / 20, "nothing was copied"
     for parameter in model.parameters():
         parameter.data.mul_(2.0)
-    assert min(memory_of(model, file)) > 0.9 * file.stat().st_size / 1024, "who writes has a copy"
+    assert min(private_kib(model, file)) > 0.9 * file.stat().st_size / 1024, "who writes has a copy"
     assert digest(file.read_bytes()) == before
 
 
@@ -131,14 +131,14 @@ def test_a_folder_without_config_is_no_model(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_pickled_weights_are_not_read(folder: Path) -> None:
+def test_pickled_weights_are_not_loaded(folder: Path) -> None:
     torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
         load(folder)
 
 
-def test_half_a_file_is_refused(folder: Path) -> None:
+def test_a_truncated_file_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="cannot be loaded"):
@@ -149,7 +149,7 @@ def test_half_a_file_is_refused(folder: Path) -> None:
     ("changes", "missing"),
     [({"num_hidden_layers": 3}, r"layers\.2"), ({"vocab_size": 300}, "embed_tokens")],
 )
-def test_weights_that_the_files_lack_are_never_made_up(
+def test_missing_weights_are_never_initialized(
     folder: Path, changes: dict[str, int], missing: str
 ) -> None:
     settings(folder, **changes)
@@ -158,7 +158,7 @@ def test_weights_that_the_files_lack_are_never_made_up(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "not json"])
-def test_a_config_that_is_none_is_refused(folder: Path, text: str) -> None:
+def test_an_invalid_config_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match="cannot be loaded"):
         load(folder)
@@ -239,12 +239,12 @@ def test_layers_of_different_kinds_keep_their_kind(keep: tuple[int, ...], tmp_pa
 
 
 @pytest.mark.parametrize("keep", [(), (0, 2), (1, 0), (0, 0), (-1, 0), (5,)])
-def test_layers_that_are_not_there_cannot_be_kept(tiny_folder: Path, keep: tuple[int, ...]) -> None:
+def test_missing_layers_cannot_be_selected(tiny_folder: Path, keep: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match=r"student\.keep_layers = .*from 0 to 1"):
         load(tiny_folder, keep_layers=keep)
 
 
-def test_a_model_whose_layers_are_elsewhere_cannot_be_pruned(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_cannot_be_pruned(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(
@@ -287,7 +287,7 @@ def stand_in(
     return calls
 
 
-def test_the_embedded_model_is_converted_once(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_builtin_model_is_converted_once(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in(monkeypatch)
     folder = Path(resolve_model("smollm2-135m"))
     assert (folder / "model.safetensors").read_bytes() == b"converted"
@@ -297,7 +297,7 @@ def test_the_embedded_model_is_converted_once(gguf: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "rest"),
+    ("name", "content"),
     [
         ("model.safetensors", b"convertee"),
         ("model.safetensors", None),
@@ -306,15 +306,15 @@ def test_the_embedded_model_is_converted_once(gguf: Path, monkeypatch: pytest.Mo
         ("sums.json", b"{"),
     ],
 )
-def test_damage_is_found_before_loading(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch, name: str, rest: bytes | None
+def test_damage_is_detected_before_loading(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None
 ) -> None:
     calls = stand_in(monkeypatch)
     file = Path(resolve_model("smollm2-135m")) / name
-    if rest is None:
+    if content is None:
         file.unlink()
     else:
-        file.write_bytes(rest)
+        file.write_bytes(content)
     with pytest.raises(ModelError, match="damaged") as error:
         resolve_model("smollm2-135m")
     assert name in str(error.value) and f"Delete the folder {file.parent}" in str(error.value)
@@ -323,7 +323,7 @@ def test_damage_is_found_before_loading(
     assert len(calls) == 2
 
 
-def test_checksums_are_compared_once_for_each_state_of_a_file(
+def test_checksums_are_verified_once_per_state_of_a_file(
     gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch)
@@ -353,7 +353,7 @@ def test_checksums_are_compared_once_for_each_state_of_a_file(
     resolve_model("smollm2-135m")
 
 
-def test_a_conversion_that_dies_leaves_nothing_behind(
+def test_an_interrupted_conversion_leaves_nothing(
     gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def die() -> None:
@@ -386,19 +386,19 @@ def test_another_file_under_the_name_is_refused(gguf: Path) -> None:
         resolve_model("smollm2-135m")
 
 
-def test_a_named_file_that_is_not_there_is_refused(gguf: Path) -> None:
+def test_a_missing_gguf_file_is_refused(gguf: Path) -> None:
     gguf.unlink()
     with pytest.raises(ModelError, match="COURTSIDE_SMOLLM2_GGUF"):
         resolve_model("smollm2-135m")
 
 
-def test_without_the_package_the_hub_is_asked(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_hub_is_used(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert resolve_model("smollm2-135m") == loading.HUB_ID
 
 
-def test_a_merged_adapter_can_be_trained_on_and_may_lie_beside_a_recipe(
+def test_a_merged_adapter_can_be_trained_and_may_be_relative_to_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peft import LoraConfig, get_peft_model

@@ -1,4 +1,4 @@
-"""Packed weights: the same numbers, for as long as they are asked for."""
+"""Prepacked weights: the same values, inside the context only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from courtside.engines.patches.onednn_prepack import (
 IDS = torch.arange(2, 14).view(3, 4)
 
 
-def make() -> LocalEngine:
+def make_engine() -> LocalEngine:
     return LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny", vocab_size=200)
 
 
@@ -31,24 +31,24 @@ def outputs(engine: LocalEngine) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden, engine.head(hidden[:, -1])
 
 
-def test_numbers_are_the_same_and_follow_later_weights() -> None:
-    engine = make()
+def test_outputs_are_the_same_and_follow_the_weights() -> None:
+    engine = make_engine()
     before = outputs(engine)
     with prepack_linear_layers(engine.model, engine.head, torch.float32):
         inside = outputs(engine)
-    for one, other in zip(before, inside, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for plain, prepacked in zip(before, inside, strict=True):
+        torch.testing.assert_close(plain, prepacked, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         engine.model.model.layers[0].mlp.up_proj.weight.mul_(3)
         engine.model.lm_head.weight.mul_(2)
-    moved = outputs(engine)
-    assert not torch.allclose(moved[1], before[1], atol=1e-3)
+    updated = outputs(engine)
+    assert not torch.allclose(updated[1], before[1], atol=1e-3)
     with prepack_linear_layers(engine.model, engine.head, torch.float32):
-        torch.testing.assert_close(outputs(engine)[1], moved[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs(engine)[1], updated[1], rtol=1e-5, atol=1e-5)
 
 
-def test_afterwards_nothing_is_left_of_it() -> None:
-    engine = make()
+def test_an_error_restores_the_layers() -> None:
+    engine = make_engine()
     with (
         pytest.raises(RuntimeError),
         prepack_linear_layers(engine.model, engine.head, torch.float32),
@@ -60,42 +60,40 @@ def test_afterwards_nothing_is_left_of_it() -> None:
     assert engine.model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-def test_sampling_with_packed_weights_is_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_those_of_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from courtside.engines.patches import onednn_prepack as module
 
-    how = Sampling(max_new_tokens=MIN_DECODE_STEPS)
+    sampling = Sampling(max_new_tokens=MIN_DECODE_STEPS)
     requests = [SampleRequest(prompt_ids=tuple(IDS[i % 3].tolist()), seed=i) for i in range(6)]
-    plain = make().sample(requests, how)
-    engine = make()
-    assert not is_worth_prepacking(engine.model, torch.float32, num_steps=100), (
-        "a tiny model is not worth it"
-    )
+    expected = make_engine().sample(requests, sampling)
+    engine = make_engine()
+    assert not is_worth_prepacking(engine.model, torch.float32, num_steps=100), "too small"
     monkeypatch.setattr(module, "MIN_PARAMETERS", 0)
     assert is_worth_prepacking(engine.model, torch.float32, num_steps=MIN_DECODE_STEPS)
     assert not is_worth_prepacking(engine.model, torch.float32, num_steps=MIN_DECODE_STEPS - 1)
     assert not is_worth_prepacking(tiny_model().double(), torch.float64, num_steps=100)
-    for one, other in zip(engine.sample(requests, how), plain, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logp == pytest.approx(other.logp, abs=1e-4)
+    for prepacked, plain in zip(engine.sample(requests, sampling), expected, strict=True):
+        assert prepacked.token_ids == plain.token_ids
+        assert prepacked.logp == pytest.approx(plain.logp, abs=1e-4)
 
 
-def with_adapter(**settings: Any) -> LocalEngine:
-    engine = make()
+def make_lora_engine(**settings: Any) -> LocalEngine:
+    engine = make_engine()
     options: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | settings
     inject_adapter_in_model(LoraConfig(init_lora_weights=False, **options), engine.model)
     engine.model.eval()
     return engine
 
 
-def num_replaced(engine: LocalEngine) -> int:
+def num_patched(engine: LocalEngine) -> int:
     layers = [m for m in engine.model.modules() if type(m) is LoraLinear]
     return sum("forward" in vars(layer) for layer in layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
-    """Also switched off, as a teacher that is the student before training has them."""
-    engine = with_adapter()
+def test_lora_adapters_are_prepacked(dtype: torch.dtype) -> None:
+    """Also disabled, as for a frozen self-teacher."""
+    engine = make_lora_engine()
     layers = [m for m in engine.model.modules() if type(m) is LoraLinear]
     for enabled in (True, False):
         for layer in layers:
@@ -104,35 +102,35 @@ def test_adapters_are_two_narrow_products_more(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             usual = outputs(engine)[0].float()
             with prepack_linear_layers(engine.model, engine.head, dtype):
-                assert num_replaced(engine) == len(layers)
-                found = outputs(engine)[0].float()
-        assert num_replaced(engine) == 0
-        off = [float((hidden - exact).norm() / exact.norm()) for hidden in (found, usual)]
+                assert num_patched(engine) == len(layers)
+                prepacked = outputs(engine)[0].float()
+        assert num_patched(engine) == 0
+        errors = [float((hidden - exact).norm() / exact.norm()) for hidden in (prepacked, usual)]
         # Rounded once where autocast rounds three times.
-        assert off[0] < 1e-5 if dtype == torch.float32 else off[0] < 1.1 * off[1] + 1e-3
+        assert errors[0] < 1e-5 if dtype == torch.float32 else errors[0] < 1.1 * errors[1] + 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
-def test_other_adapters_keep_their_own_way(settings: dict[str, Any]) -> None:
-    engine = with_adapter(**settings)
+def test_other_adapters_are_left_alone(settings: dict[str, Any]) -> None:
+    engine = make_lora_engine(**settings)
     exact = outputs(engine)[0]
     with prepack_linear_layers(engine.model, engine.head, torch.float32):
-        assert num_replaced(engine) == 0
+        assert num_patched(engine) == 0
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_merged_or_several_adapters_keep_their_own_way() -> None:
-    engine = with_adapter()
+@pytest.mark.filterwarnings("ignore:Already prepacked a `peft_config`")
+def test_merged_or_several_adapters_are_left_alone() -> None:
+    engine = make_lora_engine()
     for layer in (m for m in engine.model.modules() if type(m) is LoraLinear):
         layer.merge()
     with prepack_linear_layers(engine.model, engine.head, torch.float32):
-        assert num_replaced(engine) == 0
-    engine = with_adapter()
+        assert num_patched(engine) == 0
+    engine = make_lora_engine()
     more = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     inject_adapter_in_model(more, engine.model, "second")
     exact = outputs(engine)[0]
     with prepack_linear_layers(engine.model, engine.head, torch.float32):
-        assert num_replaced(engine) == 0
+        assert num_patched(engine) == 0
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)

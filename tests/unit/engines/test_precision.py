@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU: chosen where it is fast, for products only, and within its rounding."""
+"""bfloat16 on a CPU: chosen where it is native, for matmuls only, within its rounding."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BRIEF = {"kind": "self", "weights": "frozen", "context": {"kind": "system", "tex
 
 
 @pytest.fixture
-def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that multiplies it, and models of any size worth packing."""
+def native_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with bf16 instructions, and prepacking for models of any size."""
     monkeypatch.setattr(module, "has_native_bf16", lambda: True)
     monkeypatch.setattr(onednn_prepack, "MIN_PARAMETERS", 0)
 
@@ -40,9 +40,7 @@ def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_auto_is_bfloat16_where_it_is_multiplied(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_bfloat16_where_it_is_native(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "has_native_bf16", lambda: native)
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
@@ -62,7 +60,7 @@ def test_auto_is_bfloat16_where_it_is_multiplied(
         ("", False),
     ],
 )
-def test_instructions_by_what_the_kernel_says(line: str, native: bool) -> None:
+def test_instructions_are_those_of_cpuinfo(line: str, native: bool) -> None:
     assert has_bf16_flag(f"processor\t: 0\n{line}\npower management:\n") == native
 
 
@@ -81,7 +79,7 @@ def test_student_and_teacher_follow_the_same_choice(
 # ── what is in bfloat16, and what is not ─────────────────────────────────────────────────────────
 
 
-def one_step(parts: Runtime) -> list[Scored]:
+def run_step(parts: Runtime) -> list[Scored]:
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
     parts.student.step(0, scored)
     return scored
@@ -89,30 +87,30 @@ def one_step(parts: Runtime) -> list[Scored]:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "LoRA"])
 def test_attention_stays_float32(
-    lora: Any, tiny_folder: Path, with_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+    lora: Any, tiny_folder: Path, native_bf16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In sampling, scoring and the update: there it is the slower one in bfloat16."""
-    seen: set[Any] = set()
-    real = torch.nn.functional.scaled_dot_product_attention
+    """In sampling, scoring and the update, because in bfloat16 it is slower."""
+    dtypes: set[Any] = set()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-        seen.add((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
-        return real(query, key, value, **settings)
+    def recording_sdpa(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        dtypes.add((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
+        return sdpa(query, key, value, **settings)
 
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
     parts = assemble(small_recipe(tiny_folder, student=student, teacher=BRIEF))
-    # Tried out now, against the model's own attention, which may be in bfloat16.
+    # Probed now, against the model's attention, which may be in bfloat16.
     assert parts.engine.stateless_reason is None and parts.engine.passes.padding_reason is None
     teacher = parts.teacher.teacher
     assert teacher is not None and parts.student.passes.padding_reason is None
     assert teacher.engine.passes.padding_reason is None  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    one_step(parts)
-    assert seen == {(torch.float32, torch.float32, torch.float32, False)}
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording_sdpa)
+    run_step(parts)
+    assert dtypes == {(torch.float32, torch.float32, torch.float32, False)}
 
 
-def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> None:
-    """Of this moment, also for a head that is cut; nothing is left of them afterwards."""
+def test_prepacked_weights_are_what_autocast_casts(native_bf16: None) -> None:
+    """The current ones, also of a truncated LM head; the layers are restored afterwards."""
     engine = LocalEngine(
         tiny_model(), tiny_tokenizer(), name="tiny", vocab_size=200, autocast=torch.bfloat16
     )
@@ -124,22 +122,24 @@ def test_packed_weights_are_what_autocast_would_round(with_bfloat16: None) -> No
 
     for _ in range(2):
         with engine.autocast_context():
-            usual = logits()
+            expected = logits()
             with onednn_prepack.prepack_if_faster(engine.model, engine.head):
                 assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__
-                ours = logits()
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, usual, rtol=0.02, atol=0.02 * float(usual.abs().max()))
+                prepacked = logits()
+        assert prepacked.dtype == torch.float32
+        torch.testing.assert_close(
+            prepacked, expected, rtol=0.02, atol=0.02 * float(expected.abs().max())
+        )
         with torch.no_grad():
             engine.model.model.layers[0].mlp.up_proj.weight.mul_(3)
             engine.model.lm_head.weight.mul_(2)
     assert not any("forward" in m.__dict__ for m in engine.model.modules())
 
 
-def test_packing_pays_where_weights_would_be_rounded(with_bfloat16: None) -> None:
+def test_prepacking_pays_where_weights_would_be_cast(native_bf16: None) -> None:
     model, few = tiny_model(), onednn_prepack.MIN_DECODE_STEPS - 1
     assert onednn_prepack.is_worth_prepacking(model, torch.bfloat16, num_steps=0), (
-        "rounding them costs as much"
+        "casting them costs as much"
     )
     assert not onednn_prepack.is_worth_prepacking(model, torch.float32, num_steps=few)
     assert not onednn_prepack.is_worth_prepacking(model.bfloat16(), torch.bfloat16, num_steps=few)
@@ -148,30 +148,30 @@ def test_packing_pays_where_weights_would_be_rounded(with_bfloat16: None) -> Non
     )
 
 
-# ── how exact it is ──────────────────────────────────────────────────────────────────────────────
+# ── accuracy ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "LoRA"])
 def test_log_probs_of_samples_are_those_of_scoring_them(
-    lora: Any, tiny_folder: Path, with_bfloat16: None
+    lora: Any, tiny_folder: Path, native_bf16: None
 ) -> None:
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
     engine = assemble(small_recipe(tiny_folder, student=student, teacher=BRIEF)).engine
     prompts = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(40))]
-    asked = [SampleRequest(prompt_ids=prompts[n % 4], seed=n) for n in range(8)]
-    samples = engine.sample(asked, Sampling(max_new_tokens=16, temperature=0.8))
+    sample_requests = [SampleRequest(prompt_ids=prompts[n % 4], seed=n) for n in range(8)]
+    samples = engine.sample(sample_requests, Sampling(max_new_tokens=16, temperature=0.8))
     requests = [
         ScoreRequest(
             token_ids=r.prompt_ids + s.token_ids,
             scored=(False,) * len(r.prompt_ids) + (True,) * len(s.token_ids),
             temperature=0.8,
         )
-        for r, s in zip(asked, samples, strict=True)
+        for r, s in zip(sample_requests, samples, strict=True)
     ]
-    scores = torch.cat([found.logp_T for found in engine.score(requests)])
-    gap_T = torch.tensor([logp for s in samples for logp in s.logp]) - scores
-    assert float(gap_T.abs().mean()) < 0.03 and float(gap_T.abs().max()) < 0.25
-    assert abs(float(gap_T.mean())) < 0.01
+    scores = torch.cat([scores.logp_T for scores in engine.score(requests)])
+    error_T = torch.tensor([logp for s in samples for logp in s.logp]) - scores
+    assert float(error_T.abs().mean()) < 0.03 and float(error_T.abs().max()) < 0.25
+    assert abs(float(error_T.mean())) < 0.01
 
 
 def gradients(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -182,8 +182,8 @@ def gradients(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], 
     return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
 
 
-def together(found: dict[str, Tensor]) -> Tensor:
-    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+def flatten(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
 
 
 def in_float64(model: Any) -> Any:
@@ -192,7 +192,7 @@ def in_float64(model: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
 def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
-    name: str, tiny_folder: Path, tiny_teacher_folder: Path, with_bfloat16: None
+    name: str, tiny_folder: Path, tiny_teacher_folder: Path, native_bf16: None
 ) -> None:
     losses = [{"kind": "divergence", "divergence": name}]
     parts = assemble(
@@ -211,30 +211,33 @@ def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
     teacher = parts.teacher.teacher
     assert teacher is not None
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
-    found, values = gradients(parts, scored)
+    actual, values = gradients(parts, scored)
     model = in_float64(parts.student.weights.model)
     model.zero_grad()
-    twins = {teacher.name: in_float64(teacher.engine.model)}  # type: ignore[union-attr, attr-defined]
-    total, _ = naive_loss(losses, scored, model, twins, model)
+    teachers = {teacher.name: in_float64(teacher.engine.model)}  # type: ignore[union-attr, attr-defined]
+    total, _ = naive_loss(losses, scored, model, teachers, model)
     total.backward()  # type: ignore[no-untyped-call]
-    right = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == right.keys()
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    error = (together(found) - together(right)).norm() / together(right).norm()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert actual.keys() == expected.keys()
+    assert all(gradient.dtype == torch.float32 for gradient in actual.values())
+    error = (flatten(actual) - flatten(expected)).norm() / flatten(expected).norm()
     assert 1e-4 < float(error) < 0.06, "rounded, and no more than that"
     assert values["divergence"] == pytest.approx(float(total.detach()), rel=0.02)
 
 
-def test_the_update_reads_what_the_sampler_wrote(tiny_folder: Path, with_bfloat16: None) -> None:
-    """What importance ratios are made of: two arithmetics must be close, and near the truth."""
+def test_the_update_scores_samples_as_the_sampler_did(tiny_folder: Path, native_bf16: None) -> None:
+    """Importance ratios compare the two, so both must be near the float64 model."""
     parts = assemble(small_recipe(tiny_folder, teacher=BRIEF))
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
-    twin = in_float64(parts.student.weights.model)
+    exact = in_float64(parts.student.weights.model)
     update = parts.student.step(0, scored)
-    gaps = []
+    errors = []
     for s in scored:
-        truth = logp_of(twin, s.trajectory)[1].tolist()
-        wrote = [x for turn in s.trajectory.turns for x in turn.sampler_logp or ()]
-        read = update.student_logp[s.trajectory.id]
-        gaps += [max(abs(w - r), abs(w - t)) for w, r, t in zip(wrote, read, truth, strict=True)]
-    assert max(gaps) < 0.2 and math.fsum(gaps) / len(gaps) < 0.03
+        exact_logp = logp_of(exact, s.trajectory)[1].tolist()
+        sampler_logp = [x for turn in s.trajectory.turns for x in turn.sampler_logp or ()]
+        update_logp = update.student_logp[s.trajectory.id]
+        errors += [
+            max(abs(w - r), abs(w - t))
+            for w, r, t in zip(sampler_logp, update_logp, exact_logp, strict=True)
+        ]
+    assert max(errors) < 0.2 and math.fsum(errors) / len(errors) < 0.03

@@ -19,7 +19,7 @@ def write(root: Path, path: str, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four cores with two processors each, of which this process may use six."""
+    """Four cores of two logical processors, six of which this process may use."""
     for number in range(8):
         folder = f"sys/devices/system/cpu/cpu{number}/topology"
         write(tmp_path, f"{folder}/core_cpus_list", f"{number % 4},{number % 4 + 4}\n")
@@ -36,7 +36,7 @@ def test_processors_of_one_core_count_once(machine: Path) -> None:
     [("max 100000", 3), ("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1),
      ("900000 100000", 3)],
 )  # fmt: skip
-def test_a_quota_bounds_them(machine: Path, quota: str, cores: int) -> None:
+def test_a_quota_bounds_the_cores(machine: Path, quota: str, cores: int) -> None:
     write(machine, "proc/self/cgroup", "0::/user/job\n")
     write(machine, "sys/fs/cgroup/user/job/cpu.max", "max 100000\n")
     write(machine, "sys/fs/cgroup/user/cpu.max", f"{quota}\n")
@@ -58,20 +58,20 @@ def test_control_groups_of_the_first_version(machine: Path) -> None:
     assert usable_cores(machine) == 2
 
 
-def test_threads_are_lowered_never_raised_and_as_asked_where_asked(
+def test_threads_are_lowered_unless_the_environment_sets_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = {"threads": 64}
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now["threads"])
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: now.update(threads=number))
+    state = {"threads": 64}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: state.update(threads=number))
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     limit_threads()
-    assert now["threads"] == 64
+    assert state["threads"] == 64
     for name in threads.ENVIRONMENT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     limit_threads()
-    assert now["threads"] == 2
-    now["threads"] = 1
+    assert state["threads"] == 2
+    state["threads"] = 1
     limit_threads()
-    assert now["threads"] == 1
+    assert state["threads"] == 1

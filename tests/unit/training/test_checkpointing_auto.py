@@ -80,10 +80,10 @@ def test_auto_decides_by_free_memory(tiny_folder: Path) -> None:
             runtime.student.weights.uses_gradient_checkpointing
             and not runtime.engine.model.training
         )
-        left = max(0, free - pending) / 2**30
+        headroom = max(0, free - pending) / 2**30
         assert checkpointing_notes(runtime) == [
             f"gradient checkpointing is on: {tokens} tokens need {needed / 2**30:.3g} GiB of "
-            f"activations, {left:.3g} GiB are left"
+            f"activations, {headroom:.3g} GiB are left"
         ]
 
 

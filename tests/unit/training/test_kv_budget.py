@@ -1,4 +1,4 @@
-"""Keys and values that are held at once, by the size of a device."""
+"""The KV-cache budget by the memory of a device."""
 
 from __future__ import annotations
 
@@ -21,52 +21,56 @@ from courtside.training.memory.kv_budget import (
 from courtside.training.weights import StudentWeights
 
 
-def made(folder: Path, **parts: Any) -> tuple[Any, StudentWeights]:
+def make_student(folder: Path, **parts: Any) -> tuple[Any, StudentWeights]:
     recipe = small_recipe(folder, folder, **parts)
     return recipe, StudentWeights(recipe.student, seed=0)
 
 
-def test_a_place_is_what_a_cache_holds_for_a_token(tiny_folder: Path) -> None:
-    _, weights = made(tiny_folder)
+def test_bytes_per_token_are_those_of_a_cache(tiny_folder: Path) -> None:
+    _, weights = make_student(tiny_folder)
     out = weights.model(input_ids=torch.zeros(1, 5, dtype=torch.long), use_cache=True)
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    assert 5 * kv_bytes_per_token(weights.model, None) == held
-    assert 10 * kv_bytes_per_token(weights.model, torch.bfloat16) == held
+    cache_bytes = sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers
+    )
+    assert 5 * kv_bytes_per_token(weights.model, None) == cache_bytes
+    assert 10 * kv_bytes_per_token(weights.model, torch.bfloat16) == cache_bytes
 
 
-def test_half_of_what_is_left_down_to_a_power_of_two(tiny_folder: Path) -> None:
-    recipe, weights = made(tiny_folder)
+def test_half_of_the_remaining_memory_down_to_a_power_of_two(tiny_folder: Path) -> None:
+    recipe, weights = make_student(tiny_folder)
     teacher = load_model(str(tiny_folder), device=torch.device("cpu"), dtype=torch.float32)
     size = sum(p.nbytes for p in weights.model.parameters())
-    held = 4 * size  # itself, a teacher as large, two moments
-    room = 2 * kv_bytes_per_token(weights.model, weights.autocast)
+    fixed_bytes = 4 * size  # the student, a teacher of its size, two moments
+    per_token = 2 * kv_bytes_per_token(weights.model, weights.autocast)
 
-    def asked(total: int) -> int:
+    def budget(total: int) -> int:
         return kv_cache_tokens(recipe, weights, [teacher], total=total)
 
-    assert asked(held + 65536 * room) == asked(held + 131071 * room) == 65536
-    assert asked(held + 65536 * room - 1) == 32768
-    assert asked(held) == asked(0) == MIN_TOKENS
-    assert asked(held + 2 * MAX_TOKENS * room) == MAX_TOKENS
+    assert (
+        budget(fixed_bytes + 65536 * per_token) == budget(fixed_bytes + 131071 * per_token) == 65536
+    )
+    assert budget(fixed_bytes + 65536 * per_token - 1) == 32768
+    assert budget(fixed_bytes) == budget(0) == MIN_TOKENS
+    assert budget(fixed_bytes + 2 * MAX_TOKENS * per_token) == MAX_TOKENS
 
 
-def test_copies_of_itself_are_counted(tiny_folder: Path) -> None:
-    found = []
+def test_weight_copies_are_counted(tiny_folder: Path) -> None:
+    budgets = []
     for kind in ("live", "frozen"):
-        recipe, weights = made(tiny_folder, teacher={
+        recipe, weights = make_student(tiny_folder, teacher={
             "kind": "self", "weights": kind, "context": {"kind": "system", "text": "Well."},
         })  # fmt: skip
         size = sum(p.nbytes for p in weights.model.parameters())
         total = 3 * size + 2 * 65536 * kv_bytes_per_token(weights.model, weights.autocast)
-        found.append(kv_cache_tokens(recipe, weights, [], total=total))
-    assert found[0] == 65536 and found[1] < 65536
+        budgets.append(kv_cache_tokens(recipe, weights, [], total=total))
+    assert budgets[0] == 65536 and budgets[1] < 65536
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("auto", DEFAULT_TOKENS), (1234, 1234)])
-def test_engines_get_it(
-    asked: Any, expected: int, tiny_folder: Path, tiny_teacher_folder: Path
+@pytest.mark.parametrize(("setting", "expected"), [("auto", DEFAULT_TOKENS), (1234, 1234)])
+def test_engines_get_the_budget(
+    setting: Any, expected: int, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:
-    recipe = small_recipe(tiny_folder, tiny_teacher_folder, rollout={"kv_cache_tokens": asked})
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, rollout={"kv_cache_tokens": setting})
     parts = assemble(recipe)
     assert parts.engine.max_batch_tokens == expected
     assert parts.teacher.teacher.engine.max_batch_tokens == expected
