@@ -49,5 +49,5 @@ recipe = courtside.recipe_from(
 run = courtside.train(recipe, "runs/own-tasks")
 for row in run.metrics():
     print(f"step {row['step']}: KL {row['kl']:.3f}, passed {row['reward/passed']:.0%}")
-for one in run.evaluations():
-    print(f"{one.who} after {one.step} steps: {one.rate:.1%} ({one.low:.1%} to {one.high:.1%})")
+for e in run.evaluations():
+    print(f"{e.who} after {e.step} steps: {e.rate:.1%} ({e.low:.1%} to {e.high:.1%})")

@@ -33,12 +33,12 @@ class Game:
     def step(self, reply: str) -> Observation:
         number = re.search(r"[0-9]{1,9}", reply)
         if number is None:
-            said, event = "That is no number.", Event(kind="no_number", details={"reply": reply})
-            return Observation(messages=(Message(role="user", content=said),), events=(event,))
+            text, event = "That is no number.", Event(kind="no_number", details={"reply": reply})
+            return Observation(messages=(Message(role="user", content=text),), events=(event,))
         self.solved = int(number[0]) == self.secret
         side = "larger" if int(number[0]) < self.secret else "smaller"
-        said = "Right!" if self.solved else f"My number is {side}."
-        return Observation(messages=(Message(role="user", content=said),), done=self.solved)
+        text = "Right!" if self.solved else f"My number is {side}."
+        return Observation(messages=(Message(role="user", content=text),), done=self.solved)
 
     def grade(self) -> Grade:
         feedback = "" if self.solved else f"The number was {self.secret}."

@@ -1,1 +1,1 @@
-"""Worlds that answer: a task is the beginning of an episode, and the end state is graded."""
+"""Environments: a task starts an episode of many turns, whose end state is graded."""

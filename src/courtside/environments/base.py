@@ -1,7 +1,7 @@
-"""The protocol of environments. docs/environments.md writes one in forty lines.
+"""The protocol of environments. docs/environments.md shows one in forty lines.
 
-Nothing is remembered between tasks: an episode follows from its `Task` alone, so that it can be
-started again by another process, from a stored trajectory, or for another sample.
+Environments keep no state between tasks: an episode follows from its `Task` alone, so that another
+process can start it again, from a stored trajectory or for another sample.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from courtside.types import Grade, Observation, Task
 
 
 class Episode(Protocol):
-    """One run through a task. Used from one thread at a time; two episodes share nothing."""
+    """One episode of a task. Used from one thread at a time; two episodes share no state."""
 
     def step(self, reply: str) -> Observation:
-        """Take what the student wrote and answer it.
+        """Answer one assistant turn.
 
-        Any text can come, cut off or empty; none may raise. `Observation.messages` are put before
-        the student next (role `tool` or `user`), `events` say what was wrong with this reply.
-        After `done` there is no further step."""
+        `reply` can be any text, also truncated or empty; none may raise. `Observation.messages`
+        are the next prompt (role `tool` or `user`), `events` the mistakes of this reply. There is
+        no further step after `done`."""
 
     def grade(self) -> Grade:
-        """Of the state as it is now, by a program. Also asked of an episode that ran into a limit,
-        even before its first step."""
+        """Grade the current state. Also called when a limit ended the episode, even before the
+        first step."""
 
 
 class Environment(Protocol):
-    """A world. Its settings are the keyword arguments of the class."""
+    """Settings of the recipe are the keyword arguments of the class."""
 
     @property
     def size(self) -> int:
@@ -37,12 +37,12 @@ class Environment(Protocol):
     def task(self, index: int) -> Task:
         """A pure function of the number.
 
-        `messages` are what the student reads first and end with a user's; `privileged` are named
-        facts for hints and teachers; `grader_args` whatever `start` needs, as plain JSON values;
-        `grader` stays None. `courtside.hashing` has `task_id` and `split_of` for the rest."""
+        `messages` are the first prompt and end with a user message; `privileged` are named facts
+        for hints and teachers; `grader_args` whatever `start` needs, as plain JSON values; `grader`
+        stays None. `courtside.hashing` has `task_id` and `split_of` for the other fields."""
 
     def start(self, task: Task) -> Episode:
-        """A fresh episode, from the task alone. `task.messages` may have got a system prompt."""
+        """A fresh episode, from the task alone. `task.messages` may have a system prompt added."""
 
 
 def validate_task(task: object, where: str) -> Task:

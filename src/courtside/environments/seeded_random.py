@@ -1,4 +1,4 @@
-"""Chance that is the same in every process, on every machine and in every version of Python."""
+"""Random numbers that are the same in every process, on every machine and Python version."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class SeededRandom:
-    """A stream of draws that `key` names. Through SHA-256 alone, as everything in `tasks.base`."""
+    """A random stream that follows from `key` through SHA-256 alone."""
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._num_drawn = 0
+        self._counter = 0
 
     def randbelow(self, size: int) -> int:
         """One of 0 … size - 1."""
-        self._num_drawn += 1
-        return int(digest(f"{self._key}/{self._num_drawn}")[:16], 16) % size
+        self._counter += 1
+        return int(digest(f"{self._key}/{self._counter}")[:16], 16) % size
 
     def randint(self, low: int, high: int) -> int:
         """Both ends included."""
@@ -30,9 +30,9 @@ class SeededRandom:
         return options[self.randbelow(len(options))]
 
     def choose_distinct(self, options: Sequence[T], count: int) -> list[T]:
-        """Different ones, in the order drawn."""
-        rest = list(options)
-        return [rest.pop(self.randbelow(len(rest))) for _ in range(count)]
+        """Distinct options, in random order."""
+        remaining = list(options)
+        return [remaining.pop(self.randbelow(len(remaining))) for _ in range(count)]
 
     def bernoulli(self, share: float) -> bool:
         return self.randbelow(1 << 52) < share * (1 << 52)

@@ -1,8 +1,7 @@
-"""What a student wrote → a tool call, or the error that an agent's framework would print.
+"""Parses a tool call from an assistant reply, or gives the error that an agent framework prints.
 
-Only a student's own reply ever comes here; what tools and users say is never searched for calls.
-Text around the call is allowed. Of several calls the first is taken and the others are counted:
-one reply is one step of the world.
+Only assistant replies are parsed, never messages of tools and users. Text around the call is
+allowed. Of several calls the first is run and the others are counted: one reply is one step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class CallError:
 
 
 def parse_call(reply: str, call_format: CallFormat) -> ToolCall | CallError:
-    """Never raises, whatever the text; what it gives can be encoded, even if the text cannot."""
+    """Never raises. The result can be encoded as UTF-8, even if the text cannot."""
     return _parse_json(reply) if call_format == "json" else _parse_plain(reply)
 
 
@@ -101,10 +100,10 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _require_close(reply: str, end: int) -> None:
-    rest = reply[end:].lstrip()
-    # Nothing at all may follow: sampling can be told to stop at the closing tag.
-    if rest and not rest.startswith(CLOSE):
-        raise _Unreadable(f"{CLOSE} is missing behind the call")
+    remainder = reply[end:].lstrip()
+    # The closing tag may be missing at the end: it can be a stop string of sampling.
+    if remainder and not remainder.startswith(CLOSE):
+        raise _Unreadable(f"{CLOSE} is missing after the call")
 
 
 def _json_call(value: Any) -> tuple[str, dict[str, Any]]:
@@ -128,27 +127,27 @@ KEY = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]{0,99})\s*=\s*")
 TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"|\'((?:[^\'\\]|\\.)*)\'', re.S)
 NUMBER = re.compile(r"-?[0-9]{1,40}(?:\.[0-9]{1,40})?(?![\w.])")
 COMMA, END = re.compile(r"\s*,"), re.compile(r"\s*\)")
-WORD = re.compile(r"(true|false|null|True|False|None)\b")
-WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+LITERAL = re.compile(r"(true|false|null|True|False|None)\b")
+LITERALS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.S)
 ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "'": "'", "\\": "\\", "/": "/",
 }  # fmt: skip
 MAX_HEADS = 100
-"""Prose can look like the beginning of a call this often before the search is given up."""
+"""Maximum number of candidates; prose can look like the start of a call."""
 
 
 def _parse_plain(reply: str) -> ToolCall | CallError:
-    found: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     first_error: _Unreadable | None = None
     for call in _plain_calls(reply):
         if isinstance(call, _Unreadable):
             first_error = first_error or call
         else:
-            found.append(call)
-    if found:
-        name, arguments = found[0]
-        return ToolCall(name=name, arguments=arguments, num_ignored=len(found) - 1)
+            calls.append(call)
+    if calls:
+        name, arguments = calls[0]
+        return ToolCall(name=name, arguments=arguments, num_ignored=len(calls) - 1)
     if first_error is not None:
         return _unparsable(first_error)
     return _no_call('the reply has no name(argument="value")')
@@ -191,8 +190,8 @@ def _plain_value(reply: str, at: int) -> tuple[Any, int]:
         return _unescaped(text[1] if text[1] is not None else text[2]), text.end()
     if number := NUMBER.match(reply, at):
         return (float if "." in number[0] else int)(number[0]), number.end()
-    if word := WORD.match(reply, at):
-        return WORDS[word[1]], word.end()
+    if word := LITERAL.match(reply, at):
+        return LITERALS[word[1]], word.end()
     raise _Unreadable(_expected("a quoted text or a number", reply, at))
 
 
@@ -208,8 +207,10 @@ def _unescaped(text: str) -> str:
 
 
 def _expected(what: str, reply: str, at: int) -> str:
-    rest = reply[at : at + 20].strip()
-    return f"expected {what} " + (f"before {rest!r}" if rest else "at the end of the reply")
+    remainder = reply[at : at + 20].strip()
+    return f"expected {what} " + (
+        f"before {remainder!r}" if remainder else "at the end of the reply"
+    )
 
 
 def _require_text(text: str) -> str:

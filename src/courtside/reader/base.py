@@ -1,4 +1,4 @@
-"""What a reader takes and gives. It knows trajectories, never models that train or losses."""
+"""The reader protocol: trajectories to hints, without models that train or losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from courtside.types import Hint, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderOutput:
-    """What one reader makes of a batch.
+    """The hints of one reader for a batch.
 
     Every hint that was proposed is counted once under its reader (`rules/tool_not_found`,
     `model/proposed`, `human/proposed`), and then is either in `hints` or counted under `dropped/`
@@ -56,14 +56,14 @@ class NoReader(ReaderStage):
 
 
 def hintable_turns(trajectory: Trajectory) -> tuple[int, ...]:
-    """The turns that a hint can be for: an assistant's, with something in them that it chose."""
+    """Indices of turns that can get a hint: assistant turns with chosen tokens."""
     return tuple(
         i for i, t in enumerate(trajectory.turns) if t.role == "assistant" and any(t.chosen)
     )
 
 
 def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
-    """Why no reader may give this hint; None if it may."""
+    """Why the hint is dropped, whichever reader it is from; None: it is valid."""
     if hint.trajectory not in trajectories:
         return "no_such_trajectory"
     turns = trajectories[hint.trajectory].turns
@@ -79,7 +79,7 @@ def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str 
 def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sums by name, in the order of the names; names that counted nothing are left out."""
     sums: dict[str, int] = {}
-    for one in counts:
-        for name, number in one.items():
+    for mapping in counts:
+        for name, number in mapping.items():
             sums[name] = sums.get(name, 0) + number
     return {name: sums[name] for name in sorted(sums) if sums[name]}

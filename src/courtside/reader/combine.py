@@ -28,34 +28,34 @@ class CombinedReader:
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         assert len(by_id) == len(trajectories), "ids name trajectories"
-        readings = [reader(trajectories) for reader in self.readers]
+        outputs = [reader(trajectories) for reader in self.readers]
         counts: Counter[str] = Counter()
         proposed: dict[tuple[str, int], Hint] = {}
-        for hint in (hint for reading in readings for hint in reading.hints):
+        for hint in (hint for output in outputs for hint in output.hints):
             if problem := rejection_reason(hint, by_id):
                 counts[f"dropped/{problem}"] += 1
             elif (hint.trajectory, hint.turn) in proposed:
                 counts["dropped/duplicate"] += 1
             else:
                 proposed[hint.trajectory, hint.turn] = hint
-        kept = self._within_budget(list(proposed.values()), counts)
+        selected = self._within_budget(list(proposed.values()), counts)
         if self.control is not None:
-            put = self.control(kept, list(proposed.values()), trajectories, self.seed)
-            kept = list(put.hints)
-            counts.update(put.counts)
-        # A reader within this one counted as kept what is judged once more here.
-        inner = [{n: c for n, c in one.counts.items() if n != "kept"} for one in readings]
+            controlled = self.control(selected, list(proposed.values()), trajectories, self.seed)
+            selected = list(controlled.hints)
+            counts.update(controlled.counts)
+        # Members that are CombinedReaders counted "kept" hints, which are selected again here.
+        inner = [{n: c for n, c in output.counts.items() if n != "kept"} for output in outputs]
         return ReaderOutput(
-            hints=tuple(kept), counts=sum_counts([*inner, counts, {"kept": len(kept)}])
+            hints=tuple(selected), counts=sum_counts([*inner, counts, {"kept": len(selected)}])
         )
 
     def _within_budget(self, hints: Sequence[Hint], counts: Counter[str]) -> list[Hint]:
-        used: Counter[str] = Counter()
-        kept: list[Hint] = []
+        num_hints: Counter[str] = Counter()
+        selected: list[Hint] = []
         for hint in hints:
-            if used[hint.trajectory] < self.max_hints:
-                used[hint.trajectory] += 1
-                kept.append(hint)
+            if num_hints[hint.trajectory] < self.max_hints:
+                num_hints[hint.trajectory] += 1
+                selected.append(hint)
             else:
                 counts["dropped/budget"] += 1
-        return kept
+        return selected

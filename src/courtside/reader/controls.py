@@ -1,6 +1,6 @@
-"""Hints put wrong on purpose: what an experiment compares the right ones with.
+"""Experiment controls: hints moved or exchanged on purpose.
 
-A control changes where hints are or what they say and nothing else. Its random numbers depend on
+A control changes the turns or texts of hints and nothing else. Its random numbers depend on
 the run's seed and on the trajectories' ids, never on the order of a batch.
 """
 
@@ -16,7 +16,7 @@ from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 
 Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], ReaderOutput]
-"""(hints that are kept, all that were proposed, their trajectories, seed) → hints put wrong."""
+"""(selected hints, all proposed hints, trajectories, seed) → controlled hints."""
 
 
 def random_turn(
@@ -27,19 +27,21 @@ def random_turn(
 ) -> ReaderOutput:
     """Each above another turn of its trajectory: one that no hint was meant for, and no other hint
     was moved to. Where there is none left, the hint is dropped."""
-    moved: list[Hint] = []
+    relocated: list[Hint] = []
     counts: Counter[str] = Counter()
     free: dict[str, list[int]] = {}
     for trajectory in trajectories:
-        meant = {hint.turn for hint in proposed if hint.trajectory == trajectory.id}
-        free[trajectory.id] = [turn for turn in hintable_turns(trajectory) if turn not in meant]
+        hinted_turns = {hint.turn for hint in proposed if hint.trajectory == trajectory.id}
+        free[trajectory.id] = [
+            turn for turn in hintable_turns(trajectory) if turn not in hinted_turns
+        ]
         random.Random(seed_for(seed, "random_turn", trajectory.id)).shuffle(free[trajectory.id])
     for hint in hints:
         if free[hint.trajectory]:
-            moved.append(_put(hint, free[hint.trajectory].pop(), hint.text, "random_turn"))
+            relocated.append(_relocate(hint, free[hint.trajectory].pop(), hint.text, "random_turn"))
         else:
             counts["dropped/no_other_turn"] += 1
-    return ReaderOutput(hints=tuple(moved), counts=counts)
+    return ReaderOutput(hints=tuple(relocated), counts=counts)
 
 
 def random_hint(
@@ -52,8 +54,8 @@ def random_hint(
     come. Of a text that is more than half of the batch, the surplus is dropped."""
     order = sorted(range(len(hints)), key=lambda i: (hints[i].trajectory, hints[i].turn))
     where = "/".join(f"{hints[i].trajectory}:{hints[i].turn}" for i in order)
-    draw = random.Random(seed_for(seed, "random_hint", where))
-    draw.shuffle(order)
+    rng = random.Random(seed_for(seed, "random_hint", where))
+    rng.shuffle(order)
     by_text: dict[str, list[int]] = {}
     for i in order:
         by_text.setdefault(hints[i].text, []).append(i)
@@ -63,13 +65,13 @@ def random_hint(
     surplus = max(2 * len(groups[0]) - len(hints), 0)
     groups[0] = groups[0][surplus:]
     # With equal texts side by side, a turn by the size of the largest group leads out of each.
-    turned = [i for group in groups for i in group]
+    rotation = [i for group in groups for i in group]
     shift = len(groups[0])
-    given = {i: turned[(k + shift) % len(turned)] for k, i in enumerate(turned)}
+    source_of = {i: rotation[(k + shift) % len(rotation)] for k, i in enumerate(rotation)}
     swapped = tuple(
-        _put(hint, hint.turn, hints[given[i]].text, "random_hint")
+        _relocate(hint, hint.turn, hints[source_of[i]].text, "random_hint")
         for i, hint in enumerate(hints)
-        if i in given
+        if i in source_of
     )
     return ReaderOutput(hints=swapped, counts={"dropped/no_other_hint": surplus})
 
@@ -83,11 +85,11 @@ def all_turns(
     """Above every turn of a trajectory that has a hint: its own, or else the trajectory's first."""
     spread: list[Hint] = []
     for trajectory in trajectories:
-        own = {hint.turn: hint for hint in hints if hint.trajectory == trajectory.id}
-        if own:
-            first = next(iter(own.values()))
+        hint_at = {hint.turn: hint for hint in hints if hint.trajectory == trajectory.id}
+        if hint_at:
+            first = next(iter(hint_at.values()))
             spread += [
-                own.get(turn) or _put(first, turn, first.text, "all_turns")
+                hint_at.get(turn) or _relocate(first, turn, first.text, "all_turns")
                 for turn in hintable_turns(trajectory)
             ]
     return ReaderOutput(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
@@ -100,11 +102,11 @@ CONTROLS: Mapping[str, Control] = {
 }
 
 
-def _put(hint: Hint, turn: int, text: str, control: str) -> Hint:
+def _relocate(hint: Hint, turn: int, text: str, control: str) -> Hint:
     reason = (
         f"control {control}: meant for turn {hint.turn}"
         if turn != hint.turn
         else (f"control {control}: other words were meant")
     )
-    # The words that the hint was against are not those of the turn it is above now.
+    # The bad span belongs to the turn that the hint was written for.
     return replace(hint, turn=turn, text=text, reason=reason, bad_span=None)

@@ -1,4 +1,4 @@
-"""A person's hints, from a file that the viewer or an editor writes: one JSON object a line.
+"""Hints of a person, from a JSONL file that the viewer or an editor writes.
 
 The file is read again whenever it changed, so hints can be added while a run goes on.
 """
@@ -19,9 +19,9 @@ from courtside.types import Hint, Trajectory
 class HumanReader:
     def __init__(self, config: HumanReaderConfig):
         self.config = config
-        self.read_at: tuple[int, int] | None = None
+        self._stamp: tuple[int, int] | None = None
         self.read: tuple[tuple[Hint, ...], Mapping[str, int]] = ((), {})
-        self._hints()  # a wrong path or a broken line is told before anything was sampled
+        self._hints()  # raises for a wrong path or line before anything is sampled
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         ids: dict[str, list[str]] = {}
@@ -29,33 +29,33 @@ class HumanReader:
             for name in {trajectory.id, hinted_id(trajectory)}:
                 ids.setdefault(name, []).append(trajectory.id)
         try:
-            written, skipped = self._hints()
+            file_hints, skipped = self._hints()
         except UserError as error:
             raise RunError(f"{error}. Then start the same command again") from None
         counts = Counter(skipped)
-        here: dict[tuple[str, int], Hint] = {}
-        for hint in written:
-            meant = ids.get(hint.trajectory, [])
-            counts["human/proposed"] += max(len(meant), 1)
-            counts["dropped/no_such_trajectory"] += not meant
-            for id in meant:
+        hint_at: dict[tuple[str, int], Hint] = {}
+        for hint in file_hints:
+            matching_ids = ids.get(hint.trajectory, [])
+            counts["human/proposed"] += max(len(matching_ids), 1)
+            counts["dropped/no_such_trajectory"] += not matching_ids
+            for id in matching_ids:
                 if len(hint.text) > self.config.max_chars:
                     counts["dropped/long_hint"] += 1
                     continue
                 # A later line about the same turn corrects an earlier one.
-                replaced = here.pop((id, hint.turn), None)
+                replaced = hint_at.pop((id, hint.turn), None)
                 counts["dropped/replaced"] += replaced is not None
-                here[id, hint.turn] = replace(hint, trajectory=id)
-        return ReaderOutput(hints=tuple(here.values()), counts=sum_counts([counts]))
+                hint_at[id, hint.turn] = replace(hint, trajectory=id)
+        return ReaderOutput(hints=tuple(hint_at.values()), counts=sum_counts([counts]))
 
     def _hints(self) -> tuple[tuple[Hint, ...], Mapping[str, int]]:
         path = self.config.path
         try:
             now = path.stat()
             stamp = (now.st_mtime_ns, now.st_size)
-            if stamp != self.read_at:
+            if stamp != self._stamp:
                 self.read = parse_hints(path.read_bytes(), name=str(path))
-                self.read_at = stamp
+                self._stamp = stamp
         except OSError as error:
             raise UserError(
                 f"reader.path = {str(path)!r} cannot be read ({error.strerror}). Create the file "

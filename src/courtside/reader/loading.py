@@ -33,13 +33,13 @@ def make_reader(
     `ask_self` is how the student itself can be asked; `own.make_student_client` makes one.
     """
     if isinstance(config, CombinedReaderConfig):
-        members = [make_reader(one, ask_self=ask_self, seed=seed) for one in config.readers]
+        members = [make_reader(member, ask_self=ask_self, seed=seed) for member in config.readers]
     else:
-        members = [_one(config, ask_self, seed)]
+        members = [_make_single(config, ask_self, seed)]
     return CombinedReader(members, max_hints=config.max_hints, control=config.control, seed=seed)
 
 
-def _one(
+def _make_single(
     config: RuleReaderConfig | ModelReaderConfig | HumanReaderConfig | CustomReaderConfig,
     ask_self: Callable[[ModelReaderConfig], ModelClient] | None,
     seed: int,

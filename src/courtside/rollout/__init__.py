@@ -1,1 +1,1 @@
-"""The student acts, or, off-policy, somebody else has."""
+"""Trajectories of a step: sampled by the student, or off-policy from data or a teacher."""

@@ -1,4 +1,4 @@
-"""Which tasks of a batch the student plays itself, and which somebody else has."""
+"""Which tasks of a batch are on-policy, and names that all rollouts share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from courtside.types import Task
 def choose_student_tasks(
     config: RolloutConfig, tasks: Sequence[Task], *, seed: int, step: int
 ) -> set[int]:
-    """Indices of the student's share, drawn anew for each step."""
+    """Indices of on-policy tasks: a random share, different in each step."""
     order = list(range(len(tasks)))
     random.Random(seed_for(seed, "share", step)).shuffle(order)
     return set(order[: round(config.share(step) * len(tasks))])
@@ -32,5 +32,5 @@ def make_sampling(config: RolloutConfig) -> Sampling:
 
 
 def trajectory_id(step: int, index: int, sample: int) -> str:
-    """Sorts as the batch does."""
+    """Ids sort in the order of the batch."""
     return f"{step:06d}-{index:03d}-{sample}"

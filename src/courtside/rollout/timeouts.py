@@ -1,4 +1,4 @@
-"""Calls into other people's code that may raise or hang; neither ends the run."""
+"""Calls of user code that may raise or hang, without ending the run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class CallResult(Generic[T]):
     value: T | None = None
     error: Exception | None = None
     timed_out: bool = False
-    """It did not come back in time. Whatever it works on must not be touched any more."""
+    """The call is still running; the objects it uses must not be used any more."""
 
 
 def call_all_with_timeout(
     calls: Sequence[Callable[[], T]], *, seconds: float
 ) -> list[CallResult[T]]:
-    """All calls at the same time, each in a thread of its own, and what came of them in order."""
+    """Runs all calls concurrently, each in a thread of its own; results in their order."""
     outcomes: list[CallResult[T]] = [CallResult(timed_out=True)] * len(calls)
 
     def run(index: int, call: Callable[[], T]) -> None:
         try:
             outcomes[index] = CallResult(value=call())
-        except Exception as error:  # any mistake of theirs is an observation here, not our end
+        except Exception as error:  # user code: its errors become observations
             outcomes[index] = CallResult(error=error)
 
-    # Daemons: a thread that hangs must not keep the process from ending.
+    # Daemon threads: a hanging call must not keep the process alive.
     threads = [
         threading.Thread(target=run, args=(index, call), daemon=True)
         for index, call in enumerate(calls)

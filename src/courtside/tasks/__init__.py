@@ -1,1 +1,1 @@
-"""Where prompts come from, and the programs that grade answers. Knows no models and no tokens."""
+"""Task sources and graders. They know no models and no tokens."""

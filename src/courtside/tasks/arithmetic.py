@@ -118,12 +118,12 @@ def _subtraction(a: int, b: int) -> Iterator[str]:
     assert a >= b
     borrow = 0
     for x, y in _columns(a, b):
-        rest = x - y - borrow
-        line = f"{x} - {y} - borrow {borrow} = {rest}"
-        borrow = int(rest < 0)
+        difference = x - y - borrow
+        line = f"{x} - {y} - borrow {borrow} = {difference}"
+        borrow = int(difference < 0)
         if borrow:
-            line += f", plus 10 is {rest + 10}"
-        yield f"{line}, write {rest % 10}, borrow {borrow}"
+            line += f", plus 10 is {difference + 10}"
+        yield f"{line}, write {difference % 10}, borrow {borrow}"
 
 
 def _multiplication(a: int, b: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What every source of tasks shares: identity, splits, and the order in which tasks are drawn.
+"""Task sources: splits, and the order of tasks in training.
 
-Everything here is a pure function of content and seed, through SHA-256 alone: the same in every
-process and on every machine. Nothing is remembered between batches, so resuming needs no state.
+Batches are pure functions of content and seed, through SHA-256 alone: the same in every process and
+on every machine. Sources keep no state between batches, so resuming needs none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TaskSource(Protocol):
 
 
 def add_system_message(task: Task, text: str | None) -> Task:
-    """The task behind a system prompt. Its id stays: the prompt belongs to the run."""
+    """The task with a system message first. Its id stays: the prompt belongs to the run."""
     if text is None:
         return task
     if any(message.role == "system" for message in task.messages):
@@ -44,7 +44,7 @@ def add_system_message(task: Task, text: str | None) -> Task:
 
 
 def permute_index(index: int, size: int, key: str) -> int:
-    """Where `index` goes in the shuffle of range(size) that `key` names.
+    """The image of `index` under a permutation of range(size) that follows from `key`.
 
     A keyed permutation (four Feistel rounds, walked until the result is in range): spaces of 10²⁴
     problems can be visited in random order, each once, without listing them.
@@ -53,34 +53,34 @@ def permute_index(index: int, size: int, key: str) -> int:
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:
-        left, right = index >> half, index & mask
+        high, low = index >> half, index & mask
         for turn in range(4):
-            left, right = right, left ^ (int(digest(f"{key}/{turn}/{right}"), 16) & mask)
-        index = left << half | right
+            high, low = low, high ^ (int(digest(f"{key}/{turn}/{low}"), 16) & mask)
+        index = high << half | low
         if index < size:
             return index
 
 
 def epoch_batch(tasks: Sequence[Task], *, seed: int, step: int, size: int) -> tuple[Task, ...]:
     """Each task once per epoch in that epoch's order; batches run on across epochs."""
-    drawn = []
+    batch = []
     for position in range(step * size, (step + 1) * size):
         epoch, place = divmod(position, len(tasks))
-        drawn.append(tasks[permute_index(place, len(tasks), f"epoch/{seed}/{epoch}")])
-    return tuple(drawn)
+        batch.append(tasks[permute_index(place, len(tasks), f"epoch/{seed}/{epoch}")])
+    return tuple(batch)
 
 
 # ── sources ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class FiniteSource:
-    """A list of tasks that have their splits already."""
+    """A list of tasks with their splits."""
 
     num_dropped = 0
     """Tasks left out because they did not fit the model's context."""
 
     def __init__(self, tasks: Sequence[Task], *, name: str, seed: int, limit: int | None) -> None:
-        """`name` is how errors call the source, e.g. its file."""
+        """`name` is for error messages, e.g. the file."""
         if not tasks:
             raise TaskError(f"{name}: holds no tasks; it needs at least one")
         train = [task for task in tasks if task.split == "train"]
@@ -100,13 +100,13 @@ class FiniteSource:
         return epoch_batch(self._train, seed=self._seed, step=step, size=size)
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
-        found = tuple(islice((task for task in self._tasks if task.split == split), size))
-        if size and not found:
+        held_out_tasks = tuple(islice((task for task in self._tasks if task.split == split), size))
+        if size and not held_out_tasks:
             raise TaskError(
                 f"{self._name}: none of its {len(self._tasks)} tasks is in the {split} split. Add "
                 f"more tasks (1 in 10 goes to {split}), or give some the split {split!r}"
             )
-        return found
+        return held_out_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,13 @@ class TaskSpace:
 
 
 MAX_CONSECUTIVE_OVERLONG = 1000
-"""Tasks in a row that do not fit, after which a space is given up."""
+"""After so many overlong tasks in a row, the source raises."""
 
 
 class GeneratedSource:
-    """Tasks drawn from a space, anew for each step. Ends however small the space is.
+    """Tasks sampled from a space, anew for each step; tasks repeat in a small space.
 
-    Those that do not fit are passed over: others take their place.
+    Overlong tasks are skipped and replaced by others.
     """
 
     def __init__(
@@ -142,49 +142,49 @@ class GeneratedSource:
     ) -> None:
         self._space = space
         self._fits = fits
-        self._misfits: set[str] = set()
+        self._overlong_ids: set[str] = set()
         self._seed = seed
         first = self._first("train", limit or 1)
         if not first:
-            raise self._nothing("train")
+            raise self._empty_split_error("train")
         _require_limit(space.name, limit, len(first))
         self._limited = None if limit is None else first
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         if self._limited is not None:
             return epoch_batch(self._limited, seed=self._seed, step=step, size=size)
-        drawn = tuple(islice(self._walk("train", f"step/{self._seed}/{step}"), size))
+        batch = tuple(islice(self._walk("train", f"step/{self._seed}/{step}"), size))
         # Fewer than asked for: that was the whole space, so tasks repeat.
-        return tuple(drawn[i % len(drawn)] for i in range(size))
+        return tuple(batch[i % len(batch)] for i in range(size))
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
-        found = self._first(split, size)
-        if size and not found:
-            raise self._nothing(split)
-        return found
+        held_out_tasks = self._first(split, size)
+        if size and not held_out_tasks:
+            raise self._empty_split_error(split)
+        return held_out_tasks
 
     def _first(self, split: Split, size: int) -> tuple[Task, ...]:
         return tuple(islice(self._walk(split, "content order"), size))
 
     def _walk(self, split: Split, key: str) -> Iterator[Task]:
         """The tasks of a split, each once, in the order that `key` names."""
-        seen = set()
-        in_a_row = 0
+        seen_ids = set()
+        num_consecutive = 0
         for place in range(self._space.size):
             index = permute_index(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
             task = self._space.task(index)
-            if task.id in seen:
+            if task.id in seen_ids:
                 continue
-            seen.add(task.id)
+            seen_ids.add(task.id)
             if self._fits(task):
-                in_a_row = 0
+                num_consecutive = 0
                 yield task
                 continue
-            self._misfits.add(task.id)
-            in_a_row += 1
-            if in_a_row == MAX_CONSECUTIVE_OVERLONG:
+            self._overlong_ids.add(task.id)
+            num_consecutive += 1
+            if num_consecutive == MAX_CONSECUTIVE_OVERLONG:
                 raise TaskError(
                     f"{self._space.name}: {MAX_CONSECUTIVE_OVERLONG} tasks in a row do not fit the "
                     "model's context. Make them shorter, or rollout.max_new_tokens"
@@ -192,10 +192,10 @@ class GeneratedSource:
 
     @property
     def num_dropped(self) -> int:
-        """Different ones that were passed over so far."""
-        return len(self._misfits)
+        """Distinct tasks that were skipped so far."""
+        return len(self._overlong_ids)
 
-    def _nothing(self, split: Split) -> TaskError:
+    def _empty_split_error(self, split: Split) -> TaskError:
         return TaskError(
             f"{self._space.name}: none of its {self._space.size} tasks falls into the {split} "
             "split; choose a larger space"

@@ -1,4 +1,4 @@
-"""Conversations recorded elsewhere, one JSON object a line, as chat APIs write them."""
+"""Chat logs: one JSON object a line with messages in the format of chat APIs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEYS = ("id", "messages", "privileged", "tags")
 
 
 def read_chat_logs(path: Path) -> tuple[Task, ...]:
-    """A task each: what stands before the first answer, and the conversation behind it.
+    """A task for each: the messages before the first answer, and the conversation after them.
 
-    All of them train: nothing answers the student in them, so none could be measured on.
+    All are in the train split: nothing answers the student, so none can be evaluated.
     """
     tasks: dict[str, Task] = {}
-    named: dict[str, str] = {}
+    location_of: dict[str, str] = {}
     for record in read_json_lines(path):
         if unknown := sorted(record.fields.keys() - set(KEYS)):
             raise TaskError(
@@ -29,12 +29,12 @@ def read_chat_logs(path: Path) -> tuple[Task, ...]:
             )
         task = _task(record.fields, record.where)
         if "id" in record.fields:
-            if task.id in named:
+            if task.id in location_of:
                 raise TaskError(
-                    f"{record.where}: id = {task.id!r} is also at {named[task.id]}. Give each "
-                    "conversation its own, or remove one"
+                    f"{record.where}: id = {task.id!r} is also at {location_of[task.id]}. Give "
+                    "each conversation its own, or remove one"
                 )
-            named[task.id] = record.where
+            location_of[task.id] = record.where
         tasks.setdefault(task.id, task)
     if not tasks:
         raise TaskError(
@@ -46,10 +46,10 @@ def read_chat_logs(path: Path) -> tuple[Task, ...]:
 
 
 def _task(fields: Mapping[str, Any], where: str) -> Task:
-    spoken = fields.get("messages")
-    if not isinstance(spoken, list) or not all(isinstance(m, dict) for m in spoken):
+    conversation = fields.get("messages")
+    if not isinstance(conversation, list) or not all(isinstance(m, dict) for m in conversation):
         raise TaskError(f"{where}: `messages` must be a list of objects with role and content")
-    first = next((i for i, m in enumerate(spoken) if m.get("role") == "assistant"), None)
+    first = next((i for i, m in enumerate(conversation) if m.get("role") == "assistant"), None)
     if not first:
         raise TaskError(
             f"{where}: the conversation needs a message to answer and an assistant's answer "
@@ -60,16 +60,18 @@ def _task(fields: Mapping[str, Any], where: str) -> Task:
         raise TaskError(f"{where}: `privileged` must be an object of texts")
     if not isinstance(tags, list) or not _texts(tags):
         raise TaskError(f"{where}: `tags` must be a list of texts")
-    messages = tuple(_prompt(m, f"{where}, message {i}") for i, m in enumerate(spoken[:first]))
+    messages = tuple(
+        _prompt(m, f"{where}, message {i}") for i, m in enumerate(conversation[:first])
+    )
     id = fields.get("id")
     if "id" in fields and not (isinstance(id, str) and id.strip()):
         raise TaskError(f"{where}: `id` must be a text by which hints name the conversation")
-    content = json.dumps([spoken, privileged, tags], sort_keys=True)
+    content = json.dumps([conversation, privileged, tags], sort_keys=True)
     return Task(
         id=id or task_id("conversation", content),
         split="train",
         messages=messages,
-        conversation=tuple(spoken[first:]),
+        conversation=tuple(conversation[first:]),
         privileged=dict(privileged),
         tags=tuple(tags),
     )

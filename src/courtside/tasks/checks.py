@@ -98,8 +98,8 @@ def _bullets(text: str, _: Mapping[str, Any]) -> str | None:
 
 def _forbidden_word(text: str, parameters: Mapping[str, Any]) -> str | None:
     word = parameters["word"]
-    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
-    return f"The answer must not contain the word {word!r}, but it does." if found else None
+    match = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+    return f"The answer must not contain the word {word!r}, but it does." if match else None
 
 
 def _ending(text: str, parameters: Mapping[str, Any]) -> str | None:

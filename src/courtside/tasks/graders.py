@@ -1,4 +1,4 @@
-"""Programs that grade an answer. None of them raises on any text a model may write.
+"""Built-in graders. None of them raises on any response.
 
 What can be wrong with a task (an unknown grader, a missing answer, a pattern that does not
 compile) is a `TaskError`; `require_gradable` finds it before anything is sampled.
@@ -37,10 +37,10 @@ def grade(task: Task, response: str) -> Grade | None:
     if is_custom_grader(task.grader):
         return run_grader(task.grader, task, response)
     require_gradable(task)
-    wrong = GRADERS[task.grader].grade(task, response)
-    if wrong is None:
+    problem = GRADERS[task.grader].grade(task, response)
+    if problem is None:
         return Grade(score=1.0, passed=True, feedback="")
-    return Grade(score=0.0, passed=False, feedback=wrong)
+    return Grade(score=0.0, passed=False, feedback=problem)
 
 
 def require_gradable(task: Task) -> None:
@@ -82,15 +82,15 @@ def require_gradable(task: Task) -> None:
 def _require_arguments(
     where: str, args: Mapping[str, Any], required: Mapping[str, type], optional: Mapping[str, type]
 ) -> None:
-    known = {**required, **optional}
-    if unknown := sorted(args.keys() - known.keys()):
-        raise TaskError(f"{where}: unknown grader_args {unknown}; it takes {sorted(known)}")
+    types = {**required, **optional}
+    if unknown := sorted(args.keys() - types.keys()):
+        raise TaskError(f"{where}: unknown grader_args {unknown}; it takes {sorted(types)}")
     if missing := sorted(required.keys() - args.keys()):
         raise TaskError(f"{where}: needs grader_args {missing}; add them")
     for name, value in args.items():
-        if type(value) is not known[name]:
+        if type(value) is not types[name]:
             kinds = {bool: "true or false", int: "a whole number", str: "a text"}
-            raise TaskError(f"{where}: grader_args.{name} = {value!r} must be {kinds[known[name]]}")
+            raise TaskError(f"{where}: grader_args.{name} = {value!r} must be {kinds[types[name]]}")
         if value == "" or (isinstance(value, int) and not isinstance(value, bool) and value < 1):
             raise TaskError(f"{where}: grader_args.{name} = {value!r} can never hold; change it")
 
@@ -104,8 +104,8 @@ NUMBER = re.compile(
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
 
 
 def _number(task: Task, response: str) -> str | None:
@@ -116,8 +116,8 @@ def _number(task: Task, response: str) -> str | None:
     if value is None:
         return f"The answer must be {task.answer}, but the response contains no number."
     if value != _last_number(_answer(task)):
-        said = _shortened(f"{value:f}")
-        return f"The answer must be {task.answer}, but the response says {said}."
+        actual = _shortened(f"{value:f}")
+        return f"The answer must be {task.answer}, but the response says {actual}."
     return None
 
 
@@ -141,16 +141,16 @@ def _math(task: Task, response: str) -> str | None:
         same = False
     if same:
         return None
-    # Only text that was read as such: writing out a huge expression could take for ever.
-    said = _shortened(value[-1]) if isinstance(value[-1], str) else "something else"
-    return f"The answer must be {answer}, but the response says {said}."
+    # Only text that was parsed as text: printing a huge expression could take forever.
+    actual = _shortened(value[-1]) if isinstance(value[-1], str) else "something else"
+    return f"The answer must be {answer}, but the response says {actual}."
 
 
 def _exact(task: Task, response: str) -> str | None:
     if _cased(task, response.strip()) == _cased(task, _answer(task).strip()):
         return None
-    said = repr(_shortened(response.strip()))
-    return f"The answer must be exactly {_answer(task).strip()!r}, but the response is {said}."
+    actual = repr(_shortened(response.strip()))
+    return f"The answer must be exactly {_answer(task).strip()!r}, but the response is {actual}."
 
 
 def _contains(task: Task, response: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Plain records (a JSON line, a row of a data set) → tasks. Every problem names its place."""
+"""Parses plain records (a JSON line, a row of a data set) into tasks. Errors name the record."""
 
 from __future__ import annotations
 
@@ -158,10 +158,10 @@ def _grader(where: str, fields: Mapping[str, Any], answer: str | None) -> str | 
 def _split(where: str, fields: Mapping[str, Any]) -> Split | None:
     value = _text(where, fields, "split")
     splits: tuple[Split, ...] = get_args(Split)
-    found = next((split for split in splits if split == value), None)
-    if value is not None and found is None:
+    split = next((name for name in splits if name == value), None)
+    if value is not None and split is None:
         raise TaskError(f"{where}: split = {value!r} is not known; use one of {list(splits)}")
-    return found
+    return split
 
 
 def _text(where: str, fields: Mapping[str, Any], name: str) -> str | None:
@@ -188,10 +188,10 @@ def _object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _texts(where: str, fields: Mapping[str, Any], name: str) -> dict[str, str]:
     values = _object(where, fields, name)
-    found = {key: _text(f"{where}: {name}", values, key) for key in values}
-    if empty := [key for key, value in found.items() if value is None]:
+    texts = {key: _text(f"{where}: {name}", values, key) for key in values}
+    if empty := [key for key, value in texts.items() if value is None]:
         raise TaskError(f"{where}: `{name}.{empty[0]}` is null; write a text, or leave it out")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in texts.items() if value is not None}
 
 
 def _tags(where: str, fields: Mapping[str, Any]) -> tuple[str, ...]:

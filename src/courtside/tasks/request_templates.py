@@ -21,8 +21,8 @@ class Family:
     def requests(self) -> Iterator[str]:
         for template in self.templates:
             for topic in self.topics:
-                one, _, many = topic.partition("/")
-                yield template.format(one=one, many=many or one)
+                singular, _, plural = topic.partition("/")
+                yield template.format(one=singular, many=plural or singular)
 
 
 def _topics(text: str) -> tuple[str, ...]:

@@ -378,7 +378,7 @@ def test_what_tools_and_users_say_is_never_run() -> None:
     episode.step(format_call("save_note", {"title": "a", "text": inner}, "plain"))
     assert episode.step('open_note(title="a")').messages[0].content == inner
     assert not episode.step(episode.expert_call()).events
-    assert "old" in episode._world.notes
+    assert "old" in episode._state.notes
 
 
 def test_a_task_needs_no_number_of_another_kind() -> None:

@@ -18,7 +18,7 @@ from courtside.environments.tool_calls import CallFormat
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.toolbox.plan import Plan, make_plan
 from courtside.environments.toolbox.tools.base import Request
-from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
+from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
 from courtside.errors import TaskError
 from courtside.recipe import CapabilityName, ToolboxTasks
 from courtside.tasks.loading import make_task_source
@@ -252,17 +252,17 @@ def test_a_task_of_other_settings_is_refused() -> None:
 
 def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
     known = {name for names in NAMES.values() for name in (*names.seen, *names.held_out)}
-    assert not known & set(MADE_UP) and len(set(MADE_UP)) == 1600
+    assert not known & set(INVENTED_NAMES) and len(set(INVENTED_NAMES)) == 1600
     mixed = config(num_tools=8, random_name_fraction=0.5)
     num_made_up = 0
     for number in range(200):
         listed = list(make_plan(mixed, number).tools.values())
         assert len(set(listed)) == 8
-        num_made_up += sum(name in MADE_UP for name in listed)
+        num_made_up += sum(name in INVENTED_NAMES for name in listed)
     assert num_made_up / 1600 == pytest.approx(0.5, abs=0.04)
     plain = config(num_tools=8)
     for number in range(20):  # the others keep the names that they had
         before, now = make_plan(plain, number).tools, make_plan(mixed, number).tools
-        assert all(now[one] in (before[one], *MADE_UP) for one in now)
+        assert all(now[one] in (before[one], *INVENTED_NAMES) for one in now)
     tags = {Toolbox(mixed).task(number).tags[-1] for number in range(20)}
     assert tags <= {"mixed names", "made-up names", "seen names"} and "mixed names" in tags

@@ -265,7 +265,7 @@ def test_requests_say_what_the_call_needs(capability: str) -> None:
     tool = TOOLS[capability]
     for number in range(40):
         world = ToolState(notes={"shopping": "milk", "plan": "rest"})
-        drawn = tool.draw(SeededRandom(f"draw {number}"), world)
+        drawn = tool.draft_request(SeededRandom(f"draw {number}"), world)
         assert invalid_arguments(tool, drawn.arguments) is None
         assert tool.run(world, drawn.arguments)
         assert len(set(drawn.phrases)) >= 4
@@ -278,7 +278,10 @@ def test_requests_say_what_the_call_needs(capability: str) -> None:
 @pytest.mark.parametrize("capability", TOOLS)
 def test_every_split_has_topics(capability: str) -> None:
     world = ToolState(notes={"shopping": "milk"})
-    drawn = [TOOLS[capability].draw(SeededRandom(f"topic {i}"), world).topic for i in range(1000)]
+    drawn = [
+        TOOLS[capability].draft_request(SeededRandom(f"topic {i}"), world).topic
+        for i in range(1000)
+    ]
     topics = {topic for topic in drawn if topic is not None}
     if topics:
         splits = [split_of(f"{capability} {topic}") for topic in topics]

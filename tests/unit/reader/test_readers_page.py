@@ -30,7 +30,7 @@ def test_the_table_has_every_detector_and_its_words() -> None:
 
 
 def test_recipes_are_valid() -> None:
-    trees = [tomllib.loads(block) for block in blocks("")]
+    trees = [tomllib.loads(block) for block in blocks("toml")]
     assert len(trees) == 4
     for tree in trees:
         assert tree.keys() <= {"reader", "hints"}

@@ -1,1 +1,1 @@
-"""A world of everyday requests and real tools, whose names differ from episode to episode."""
+"""An environment of everyday requests and real tools, whose names differ between episodes."""

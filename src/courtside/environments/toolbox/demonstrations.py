@@ -1,7 +1,7 @@
-"""What an expert does, for a warm start; and with a habit, for something to unlearn.
+"""Expert demonstrations for a warm start, optionally with a habit to unlearn.
 
 The habit is to call a tool by its common name whatever the list says. A reminder of the listed
-names above a call keeps the habit away.
+names before a call prevents it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def demonstrations(
     reminder_fraction: float = 0.0,
 ) -> Iterator[list[Message]]:
     """Whole conversations,
-    each up to the last call. `reminder_fraction` of the calls behind the first
-    stand below a reminder and are right. `habit_fraction` of the others are made by habit: the
+    each up to the last call. `reminder_fraction` of the calls after the first
+    follow a reminder and are right. `habit_fraction` of the others are made by habit: the
     tool is not found unless its common name is the listed one."""
     for index in indices:
         yield toolbox.demonstrate(toolbox.task(index), habit_fraction, reminder_fraction)
@@ -37,11 +37,11 @@ def demonstration_rows(
     for index in indices:
         task = toolbox.task(index)
         conversation = toolbox.demonstrate(task, habit_fraction, reminder_fraction)
-        for place, message in enumerate(conversation):
+        for position, message in enumerate(conversation):
             if message.role == "assistant":
                 yield {
                     "messages": [
-                        {"role": one.role, "content": one.content} for one in conversation[:place]
+                        {"role": m.role, "content": m.content} for m in conversation[:position]
                     ],
                     "completion": message.content,
                     "privileged": dict(task.privileged),

@@ -29,21 +29,21 @@ class Toolbox:
         return split_of_index(index)
 
     def task(self, index: int) -> Task:
-        config, planned = self.config, make_plan(self.config, index)
-        listed = planned.tools.values()
+        config, plan = self.config, make_plan(self.config, index)
+        listed = plan.tools.values()
         return Task(
-            id=task_id("toolbox", _identity(config, planned)),
-            split=planned.split,
-            messages=first_messages(planned, config.tool_call_format, tool_role=config.tool_role),
+            id=task_id("toolbox", _identity(config, plan)),
+            split=plan.split,
+            messages=first_messages(plan, config.tool_call_format, tool_role=config.tool_role),
             privileged={
                 "tools": ", ".join(listed),
                 "signatures": "\n".join(
-                    signature(one, name, config.tool_call_format)
-                    for one, name in planned.tools.items()
+                    signature(capability, name, config.tool_call_format)
+                    for capability, name in plan.tools.items()
                 ),
                 "format": FORMATS[config.tool_call_format],
             },
-            tags=("toolbox", config.tool_call_format, _names_tag(planned)),
+            tags=("toolbox", config.tool_call_format, _names_tag(plan)),
             grader_args={"number": index},
         )
 
@@ -85,25 +85,25 @@ class Toolbox:
         return conversation
 
 
-def _identity(config: ToolboxTasks, planned: Plan) -> str:
+def _identity(config: ToolboxTasks, plan: Plan) -> str:
     return json.dumps(
         [
             [config.tool_call_format, config.tool_role, config.retries, config.reward],
             config.max_result_chars,
-            list(planned.tools.items()),
-            planned.notes,
-            [[one.capability, one.text, one.arguments] for one in planned.requests],
+            list(plan.tools.items()),
+            plan.notes,
+            [[r.capability, r.text, r.arguments] for r in plan.requests],
         ]
     )
 
 
-def _names_tag(planned: Plan) -> str:
+def _names_tag(plan: Plan) -> str:
     kinds = {
         "seen"
         if name in NAMES[capability].seen
         else "held-out"
         if name in NAMES[capability].held_out
         else "made-up"
-        for capability, name in planned.tools.items()
+        for capability, name in plan.tools.items()
     }
     return f"{kinds.pop() if len(kinds) == 1 else 'mixed'} names"

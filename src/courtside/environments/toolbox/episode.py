@@ -1,7 +1,7 @@
-"""One episode: requests, calls, and what became of them.
+"""One episode: requests, tool calls and their outcomes.
 
-A request is solved when the needed tool gave the result, and left the note, that it should have at
-this point of a faultless episode. Nothing that the student says counts, only what its calls did.
+A request is solved when the needed tool returned the result, and left the note, of a faultless
+episode at this point. Only the effects of calls count, never the student's text.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from courtside.types import Event, Grade, Observation
 SELF_EXPLANATORY = frozenset(
     {"no_call", "unparsable_call", "tool_not_found", "invalid_arguments", "tool_error"}
 )
-"""Mistakes that the answer itself tells; of the others the user says that something is wrong."""
+"""Mistakes that the tool's result explains; for the others the user asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyOutcome:
-    """What became of one reply."""
+    """The outcome of one reply."""
 
     result: str
-    """What comes back."""
+    """The tool's result, or an error message."""
     wrong: str | None
     """Kind of the event; None: the request is solved."""
     call: ToolCall | None = None
@@ -46,54 +46,54 @@ class ToolboxEpisode:
         self._plan = plan
         self._config = config
         self._capability_of = {name: capability for capability, name in plan.tools.items()}
-        self._world = ToolState(notes=dict(plan.notes))
+        self._state = ToolState(notes=dict(plan.notes))
         self._faultless = ToolState(notes=dict(plan.notes))
-        """As it would be if all requests so far had been solved."""
+        """The state if all requests so far had been solved."""
         self._solved: list[bool] = []
         self._num_tries = 0
         self._last_call: tuple[str, str] | None = None
 
-    # ── what the student can do ──────────────────────────────────────────────────────────────────
+    # ── the Episode protocol ─────────────────────────────────────────────────────────────────────
 
     def step(self, reply: str) -> Observation:
         if self.done:
             return Observation(messages=(), done=True)
         request = self.request
-        outcome = self._outcome(reply, request)
+        outcome = self._judge_reply(reply, request)
         events = tuple(self._events(outcome, request))
         self._num_tries += 1
-        told: str | None = None
+        request_text: str | None = None
         if outcome.wrong is None or self._num_tries > self._config.retries:
             self._close(request, solved=outcome.wrong is None)
-            told = None if self.done else self.request.text
+            request_text = None if self.done else self.request.text
         elif outcome.wrong not in SELF_EXPLANATORY:
-            told = f"That is not what I asked for. {request.text}"
-        shown = self._cut(outcome.result)
+            request_text = f"That is not what I asked for. {request.text}"
+        result_text = self._cut(outcome.result)
         if outcome.call is not None and outcome.call.num_ignored:
-            shown += f"\n(Only the first of {outcome.call.num_ignored + 1} calls was run.)"
-        messages = answer_messages(shown, told, tool_role=self._config.tool_role)
+            result_text += f"\n(Only the first of {outcome.call.num_ignored + 1} calls was run.)"
+        messages = answer_messages(result_text, request_text, tool_role=self._config.tool_role)
         return Observation(messages=messages, done=self.done, events=events)
 
     def grade(self) -> Grade:
         num_requests, num_solved = len(self._plan.requests), sum(self._solved)
         all_solved = num_solved == num_requests
-        untouched = self._world.notes == self._faultless.notes
+        untouched = self._state.notes == self._faultless.notes
         passed = all_solved and untouched
-        words = [f"{num_solved} of {num_requests} requests were solved."]
+        sentences = [f"{num_solved} of {num_requests} requests were solved."]
         if wrong := [str(i) for i, solved in enumerate(self._solved, start=1) if not solved]:
-            words.append(f"Not solved: request {', '.join(wrong)}.")
+            sentences.append(f"Not solved: request {', '.join(wrong)}.")
         if len(self._solved) < num_requests:
-            words.append(f"Not reached: {num_requests - len(self._solved)}.")
+            sentences.append(f"Not reached: {num_requests - len(self._solved)}.")
         if all_solved and not untouched:
-            words.append("The notes are not as they should be.")
+            sentences.append("The notes are not as they should be.")
         share = num_solved / num_requests
         return Grade(
             score=share if self._config.reward == "share" else float(passed),
             passed=passed,
-            feedback="" if passed else " ".join(words),
+            feedback="" if passed else " ".join(sentences),
         )
 
-    # ── what is known about it ───────────────────────────────────────────────────────────────────
+    # ── requests and expert calls ────────────────────────────────────────────────────────────────
 
     @property
     def done(self) -> bool:
@@ -101,23 +101,23 @@ class ToolboxEpisode:
 
     @property
     def request(self) -> Request:
-        """The one that waits for a call; only before the end."""
+        """The current request; only before the end."""
         return self._plan.requests[len(self._solved)]
 
     def expert_call(self) -> str:
-        """The right call for the request that waits."""
-        return self._call_under(self._plan.tools[self.request.capability])
+        """The right call for the current request."""
+        return self._format_call_as(self._plan.tools[self.request.capability])
 
     def habitual_call(self) -> str:
         """The same call under the tool's common name, whatever the list says."""
-        return self._call_under(NAMES[self.request.capability].common)
+        return self._format_call_as(NAMES[self.request.capability].common)
 
-    def _call_under(self, name: str) -> str:
+    def _format_call_as(self, name: str) -> str:
         return format_call(name, self.request.arguments, self._config.tool_call_format)
 
-    # ── how a reply is judged ────────────────────────────────────────────────────────────────────
+    # ── outcome of a reply ───────────────────────────────────────────────────────────────────────
 
-    def _outcome(self, reply: str, request: Request) -> ReplyOutcome:
+    def _judge_reply(self, reply: str, request: Request) -> ReplyOutcome:
         call = parse_call(reply, self._config.tool_call_format)
         if isinstance(call, CallError):
             return ReplyOutcome(result=call.message, wrong=call.kind)
@@ -128,21 +128,21 @@ class ToolboxEpisode:
         if problem := invalid_arguments(TOOLS[capability], call.arguments):
             result = f"Invalid arguments for {call.name}: {problem}"
             return ReplyOutcome(result=result, wrong="invalid_arguments", call=call)
-        return self._run(call, capability, request)
+        return self._judge_call(call, capability, request)
 
-    def _run(self, call: ToolCall, capability: str, request: Request) -> ReplyOutcome:
-        as_due, faultless = self._world.copy(), self._faultless.copy()
-        due = _used(as_due, request.capability, request.arguments)
-        wanted = _used(faultless, request.capability, request.arguments)
-        result, failed = came = _used(self._world, capability, call.arguments)
+    def _judge_call(self, call: ToolCall, capability: str, request: Request) -> ReplyOutcome:
+        due_state, faultless = self._state.copy(), self._faultless.copy()
+        due_result = _run_tool(due_state, request.capability, request.arguments)
+        faultless_result = _run_tool(faultless, request.capability, request.arguments)
+        result, failed = actual_result = _run_tool(self._state, capability, call.arguments)
         title = request.arguments.get("title", "")
         is_needed = capability == request.capability
-        same_note = self._world.notes.get(title) == faultless.notes.get(title)
+        same_note = self._state.notes.get(title) == faultless.notes.get(title)
         wrong: str | None
-        if is_needed and came == wanted and same_note:
+        if is_needed and actual_result == faultless_result and same_note:
             wrong = None
-        elif is_needed and came == due and self._world.notes == as_due.notes:
-            wrong = "earlier_failure"  # The right call, in a world that an earlier one spoiled.
+        elif is_needed and actual_result == due_result and self._state.notes == due_state.notes:
+            wrong = "earlier_failure"  # The right call, in a state that an earlier call spoiled.
         elif failed:
             wrong = "tool_error"
         else:
@@ -152,7 +152,7 @@ class ToolboxEpisode:
         return ReplyOutcome(result=result, wrong=wrong, call=call)
 
     def _close(self, request: Request, *, solved: bool) -> None:
-        _used(self._faultless, request.capability, request.arguments)
+        _run_tool(self._faultless, request.capability, request.arguments)
         self._solved.append(solved)
         self._num_tries = 0
 
@@ -160,7 +160,7 @@ class ToolboxEpisode:
 
     def _events(self, outcome: ReplyOutcome, request: Request) -> Iterator[Event]:
         call = outcome.call
-        this_call = None if call is None else (call.name, _written(call.arguments))
+        this_call = None if call is None else (call.name, _format_arguments(call.arguments))
         details = {
             "message": self._cut(outcome.result),
             "request": request.text,
@@ -185,13 +185,13 @@ class ToolboxEpisode:
         return text if len(text) <= limit else f"{text[:limit]}… [{len(text)} characters in all]"
 
 
-def _used(world: ToolState, capability: str, arguments: Arguments) -> tuple[str, bool]:
-    """What a tool says, and whether it failed."""
+def _run_tool(state: ToolState, capability: str, arguments: Arguments) -> tuple[str, bool]:
+    """(result, whether the tool failed)."""
     try:
-        return TOOLS[capability].run(world, arguments), False
+        return TOOLS[capability].run(state, arguments), False
     except ToolFailure as failure:
         return str(failure), True
 
 
-def _written(arguments: Arguments) -> str:
+def _format_arguments(arguments: Arguments) -> str:
     return json.dumps(dict(arguments), ensure_ascii=False, sort_keys=True)

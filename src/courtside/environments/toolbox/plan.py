@@ -1,7 +1,7 @@
-"""The number of an episode → its tools, their names, and its requests.
+"""Plans an episode from its number: tools, their names, and requests.
 
-Chance is drawn per question (which tools, which names, the n-th request), so the same number under
-other `names` is the same episode with other names: a pair that can be compared.
+Each decision (which tools, which names, the n-th request) has a random stream of its own, so the
+same number with other `names` is the same episode with other names: a pair to compare.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
 from courtside.environments.toolbox.tools.base import Request, RequestDraft, Tool, ToolState
-from courtside.environments.toolbox.tools.names import MADE_UP, NAMES
+from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
 from courtside.hashing import split_of
 from courtside.recipe import ToolboxTasks
 from courtside.types import Split
@@ -22,7 +22,7 @@ TOOLS: Mapping[str, Tool] = {
 }  # fmt: skip
 """By capability."""
 NUM_FIRST_NOTES = 2
-"""There at the beginning, so that notes can be read where none can be written."""
+"""Initial notes, so that episodes without a writing tool can read some."""
 MAX_DRAWS = 10_000
 
 
@@ -42,38 +42,40 @@ def split_of_index(number: int) -> Split:
 def make_plan(config: ToolboxTasks, number: int) -> Plan:
     split = split_of_index(number)
     key = f"toolbox {number}"
-    capabilities = _listed(config, SeededRandom(f"{key} tools"))
+    capabilities = _choose_tools(config, SeededRandom(f"{key} tools"))
     num_turns = SeededRandom(f"{key} turns").randint(*config.turn_range)
-    world = ToolState()
+    state = ToolState()
     if notes.TOOLS.keys() & capabilities:
-        world.notes.update(_first_notes(split, SeededRandom(f"{key} notes")))
+        state.notes.update(_first_notes(split, SeededRandom(f"{key} notes")))
     return Plan(
         split=split,
         tools=_names(config, capabilities, key),
-        notes=dict(world.notes),
+        notes=dict(state.notes),
         requests=tuple(
-            _request(capabilities, split, SeededRandom(f"{key} request {turn}"), world)
+            _request(capabilities, split, SeededRandom(f"{key} request {turn}"), state)
             for turn in range(num_turns)
         ),
     )
 
 
-def _listed(config: ToolboxTasks, rng: SeededRandom) -> list[str]:
+def _choose_tools(config: ToolboxTasks, rng: SeededRandom) -> list[str]:
     capabilities: list[str] = list(dict.fromkeys(config.capabilities))
-    listed = rng.choose_distinct(capabilities, config.num_tools)
-    if "delete_note" in listed and "write_note" not in listed:
-        others = [place for place, one in enumerate(listed) if one != "delete_note"]
-        listed[rng.choice(others)] = "write_note"
-    return listed
+    listed_tools = rng.choose_distinct(capabilities, config.num_tools)
+    if "delete_note" in listed_tools and "write_note" not in listed_tools:
+        candidates = [index for index, name in enumerate(listed_tools) if name != "delete_note"]
+        listed_tools[rng.choice(candidates)] = "write_note"
+    return listed_tools
 
 
 def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str, str]:
-    made_up = iter(SeededRandom(f"{key} made-up names").choose_distinct(MADE_UP, len(capabilities)))
+    invented = iter(
+        SeededRandom(f"{key} made-up names").choose_distinct(INVENTED_NAMES, len(capabilities))
+    )
     return {
-        one: next(made_up)
-        if SeededRandom(f"{key} made-up name of {one}").bernoulli(config.random_name_fraction)
-        else _name(config, one, SeededRandom(f"{key} name of {one}"))
-        for one in capabilities
+        name: next(invented)
+        if SeededRandom(f"{key} made-up name of {name}").bernoulli(config.random_name_fraction)
+        else _name(config, name, SeededRandom(f"{key} name of {name}"))
+        for name in capabilities
     }
 
 
@@ -92,27 +94,29 @@ def _name(config: ToolboxTasks, capability: str, rng: SeededRandom) -> str:
 
 
 def _first_notes(split: Split, rng: SeededRandom) -> dict[str, str]:
-    found: dict[str, str] = {}
-    while len(found) < NUM_FIRST_NOTES:
-        arguments = _of_split("write_note", split, rng, ToolState()).arguments
-        found[arguments["title"]] = arguments["text"]
-    return found
+    first_notes: dict[str, str] = {}
+    while len(first_notes) < NUM_FIRST_NOTES:
+        arguments = _draft_of_split("write_note", split, rng, ToolState()).arguments
+        first_notes[arguments["title"]] = arguments["text"]
+    return first_notes
 
 
-def _request(capabilities: list[str], split: Split, rng: SeededRandom, world: ToolState) -> Request:
-    """One that makes sense in the world as the requests before it leave it; it leaves its own."""
-    possible = [one for one in capabilities if world.notes or not TOOLS[one].needs_notes]
+def _request(capabilities: list[str], split: Split, rng: SeededRandom, state: ToolState) -> Request:
+    """A request that makes sense in `state`, which its solution then changes."""
+    possible = [name for name in capabilities if state.notes or not TOOLS[name].needs_notes]
     capability = rng.choice(possible)
-    drawn = _of_split(capability, split, rng, world)
-    text = rng.choice(drawn.phrases).format(**drawn.arguments)
-    TOOLS[capability].run(world, drawn.arguments)
-    return Request(capability=capability, text=text, arguments=drawn.arguments)
+    draft = _draft_of_split(capability, split, rng, state)
+    text = rng.choice(draft.phrases).format(**draft.arguments)
+    TOOLS[capability].run(state, draft.arguments)
+    return Request(capability=capability, text=text, arguments=draft.arguments)
 
 
-def _of_split(capability: str, split: Split, rng: SeededRandom, world: ToolState) -> RequestDraft:
-    """A request about something that no other split asks this tool about."""
+def _draft_of_split(
+    capability: str, split: Split, rng: SeededRandom, state: ToolState
+) -> RequestDraft:
+    """A request about a topic that no other split has for this tool."""
     for _ in range(MAX_DRAWS):
-        drawn = TOOLS[capability].draw(rng, world)
-        if drawn.topic is None or split_of(f"{capability} {drawn.topic}") == split:
-            return drawn
+        draft = TOOLS[capability].draft_request(rng, state)
+        if draft.topic is None or split_of(f"{capability} {draft.topic}") == split:
+            return draft
     raise AssertionError(f"{capability} has no topics in {split}")

@@ -1,4 +1,4 @@
-"""How the tools of an episode are listed. Short: a small model has little room."""
+"""Messages of an episode. Tool lists are short, for small models with short contexts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def first_messages(plan: Plan, call_format: CallFormat, *, tool_role: bool) -> t
 
 
 def answer_messages(result: str, request: str | None, *, tool_role: bool) -> tuple[Message, ...]:
-    """A tool's result and the user's next words, if there are any."""
+    """A tool's result and the user's next request, if there is one."""
     if tool_role:
-        said = () if request is None else (Message(role="user", content=request),)
-        return (Message(role="tool", content=result), *said)
+        user_messages = () if request is None else (Message(role="user", content=request),)
+        return (Message(role="tool", content=result), *user_messages)
     content = f"Result: {result}" if request is None else f"Result: {result}\n\n{request}"
     return (Message(role="user", content=content),)

@@ -1,7 +1,6 @@
-"""Words like those of a hint, for demonstrations in which they are heeded.
+"""Reminders in demonstrations, phrased like hints, which the expert follows.
 
-Nothing here is what a reader writes: a student that has learned to read these has not seen the
-hints that it is taught with later.
+No reader uses these texts: a student warm-started on them has not seen the hints of training.
 """
 
 from __future__ import annotations
@@ -21,5 +20,5 @@ REMINDERS = (
 
 def make_reminder(task: Task, turn: int) -> Message:
     """The one for the call of this turn; a message as `hints.position = "before_turn"` makes it."""
-    words = SeededRandom(f"words {task.id} {turn}").choice(REMINDERS)
-    return Message(role="user", content=words.format(tools=task.privileged["tools"]))
+    template = SeededRandom(f"words {task.id} {turn}").choice(REMINDERS)
+    return Message(role="user", content=template.format(tools=task.privileged["tools"]))

@@ -1,4 +1,4 @@
-"""How a model is asked, whoever it is: messages in, text out."""
+"""The protocol of model clients: messages in, text out."""
 
 from __future__ import annotations
 

@@ -57,16 +57,16 @@ class OpenAIClient:
             httpx.Client(timeout=self.endpoint.timeout, headers=headers) as client,
             ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
         ):
-            asked = [threads.submit(self._ask, client, prompt) for prompt in prompts]
+            futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
             try:
-                done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
             for future in done:
                 if (error := future.exception()) is not None:
                     raise error
-            return [future.result() for future in asked]
+            return [future.result() for future in futures]
 
     def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
         body = self._body(prompt)
@@ -106,12 +106,12 @@ class OpenAIClient:
             raise _Busy(f"{type(error).__name__}: {error}") from None
         status = response.status_code
         if status in (408, 425, 429) or status >= 500:
-            raise _Busy(f"status {status}: {self._said(response)}", _retry_after(response))
+            raise _Busy(f"status {status}: {self._excerpt(response)}", _retry_after(response))
         if status != 200:
             raise RunError(
                 f"reader.endpoint.base_url = {self.endpoint.base_url!r} refused the request "
                 "(status "
-                f"{status}): {self._said(response)}. {_fix(status)}. {GO_ON}"
+                f"{status}): {self._excerpt(response)}. {_fix(status)}. {GO_ON}"
             )
         return self._reply(response)
 
@@ -120,21 +120,21 @@ class OpenAIClient:
             body = response.json()
             text = body["choices"][0]["message"].get("content")
             usage = body.get("usage") or {}
-            spent = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+            num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(
                 f"reader.endpoint.base_url = {self.endpoint.base_url!r} answered with something "
                 "that is no "
-                f"chat completion: {self._said(response)}. Give the address up to and with the "
+                f"chat completion: {self._excerpt(response)}. Give the address up to and with the "
                 f"version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
-        tokens_in, tokens_out = (n if isinstance(n, int) else 0 for n in spent)
+        tokens_in, tokens_out = (n if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: it holds no hints, and is counted.
         return Reply(
             text=text if isinstance(text, str) else "", tokens_in=tokens_in, tokens_out=tokens_out
         )
 
-    def _said(self, response: httpx.Response) -> str:
+    def _excerpt(self, response: httpx.Response) -> str:
         """The beginning of what came back. Some servers repeat the key in it."""
         text = response.text
         if self._key is not None:

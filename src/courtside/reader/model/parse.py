@@ -1,5 +1,4 @@
-"""What a model wrote → hints. Whatever it wrote: nothing here raises, and nothing is kept that was
-not asked for."""
+"""Parses a model's reply into hints. Never raises; whatever is not as requested is counted."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from courtside.types import Hint, Trajectory
 MAX_TRIES = 200
 """Brackets at which no JSON begins, before a reply is given up."""
 REASON_CHARS = 300
-BEGUN = re.compile(r'\[\s*\{\s*"turn"|\{\s*"hints"')
+ANSWER_START = re.compile(r'\[\s*\{\s*"turn"|\{\s*"hints"')
 DECODER = json.JSONDecoder()
 
 
@@ -40,7 +39,7 @@ def parse_reply(
         if number >= config.hints_per_window:
             counts["dropped/too_many"] += 1
             continue
-        hint = _hint(entry, window, trajectory, config)
+        hint = _make_hint(entry, window, trajectory, config)
         if isinstance(hint, str):
             counts[f"dropped/{hint}"] += 1
         else:
@@ -61,7 +60,7 @@ def parse_entries(text: str) -> list[Any] | None:
     >>> entries_in('[{"turn": 1}] or [{"turn": 3}]') is None
     True
     """
-    values = list(_values(text.rpartition("</think>")[2]))
+    values = list(_json_values(text.rpartition("</think>")[2]))
     if None in values:
         return None
     answers = [entries for value in values if (entries := _entries(value))]
@@ -82,41 +81,43 @@ def _entries(value: Any) -> list[Any]:
     return value
 
 
-def _values(text: str) -> Iterator[Any]:
+def _json_values(text: str) -> Iterator[Any]:
     """Every JSON list and object that is not inside another; None for an answer that is cut off."""
     at, tries = 0, 0
     while tries < MAX_TRIES:
-        starts = [found for found in (text.find("[", at), text.find("{", at)) if found >= 0]
+        starts = [
+            position for position in (text.find("[", at), text.find("{", at)) if position >= 0
+        ]
         if not starts:
             return
         try:
             value, at = DECODER.raw_decode(text, min(starts))
         except (ValueError, RecursionError):
-            if BEGUN.match(text, min(starts)):
+            if ANSWER_START.match(text, min(starts)):
                 yield None
             at, tries = min(starts) + 1, tries + 1
         else:
             yield value
 
 
-def _hint(
+def _make_hint(
     entry: Any, window: Window, trajectory: Trajectory, config: ModelReaderConfig
 ) -> Hint | str:
     """The hint, or why there is none."""
     if not isinstance(entry, dict):
         return "malformed"
-    turn, words = entry.get("turn"), entry.get("hint")
+    turn, hint_text = entry.get("turn"), entry.get("hint")
     reason, confidence = entry.get("reason") or "", entry.get("confidence")
-    if not isinstance(turn, int) or isinstance(turn, bool) or not isinstance(words, str):
+    if not isinstance(turn, int) or isinstance(turn, bool) or not isinstance(hint_text, str):
         return "malformed"
     if not isinstance(reason, str):
         return "malformed"
-    if problem := _wrong_turn(turn, window.turns, trajectory):
+    if problem := _turn_problem(turn, window.turns, trajectory):
         return problem
-    words = to_one_line(words)
-    if not words:
+    hint_text = to_one_line(hint_text)
+    if not hint_text:
         return "empty_hint"
-    if len(words) > config.max_chars:
+    if len(hint_text) > config.max_chars:
         return "long_hint"
     if confidence is None:
         if config.min_confidence > 0:
@@ -130,15 +131,15 @@ def _hint(
     return Hint(
         trajectory=trajectory.id,
         turn=turn,
-        text=words,
+        text=hint_text,
         source="model",
         reason=truncate(to_one_line(reason), REASON_CHARS),
         confidence=None if confidence is None else float(confidence),
     )
 
 
-def _wrong_turn(turn: int, shown: Sequence[int], trajectory: Trajectory) -> str | None:
-    if turn in shown:
+def _turn_problem(turn: int, window_turns: Sequence[int], trajectory: Trajectory) -> str | None:
+    if turn in window_turns:
         return None
     if not 0 <= turn < len(trajectory.turns):
         return "no_such_turn"

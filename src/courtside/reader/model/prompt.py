@@ -1,6 +1,6 @@
-"""A trajectory as a model is shown it: one JSON object a line, windows of whole turns.
+"""Renders a trajectory for a model that reads it: one JSON object a line, windows of whole turns.
 
-Nothing that a trajectory says can end the block it is shown in: every text is inside a JSON string
+No text of a trajectory can end the block it is in: every text is inside a JSON string
 on a line of its own, where quotes and line breaks are escaped, and each such line begins with a
 brace while the block's markers do not. Nor can it become a special token of the server's
 tokenizer: what those begin with is written as an escape. `json.loads` gives the text back.
@@ -22,7 +22,7 @@ from courtside.types import Trajectory, Turn
 OPEN, CLOSE = "=== record begins ===", "=== record ends ==="
 SPECIAL = re.compile(r"<|\[(?=[/A-Za-z_][\w/]*\])|\[(?=e~)|\](?=~)")
 """What special tokens begin with: <|…|>, <s>, <start_of_turn>, [INST], [e~[, ]~b]."""
-UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def encode_line(row: Mapping[str, Any]) -> str:
@@ -32,8 +32,10 @@ def encode_line(row: Mapping[str, Any]) -> str:
     """
     line = json.dumps(row, ensure_ascii=False)
     # Only inside strings can these occur: the structure of an object of ours has none of them.
-    line = "".join(_escape(c) if unicodedata.category(c) in UNSEEN else c for c in line)
-    return SPECIAL.sub(lambda found: _escape(found[0]), line)
+    line = "".join(
+        _escape(c) if unicodedata.category(c) in INVISIBLE_CATEGORIES else c for c in line
+    )
+    return SPECIAL.sub(lambda match: _escape(match[0]), line)
 
 
 def _escape(c: str) -> str:
@@ -54,37 +56,37 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
     Every turn that can get a hint is in at least one.
     """
     hintable = set(hintable_turns(trajectory))
-    opening = [
+    task_lines = [
         _line({"turn": 0, "by": m.role}, m.content, config.max_message_chars)
         for m in trajectory.task.messages
     ]
     if config.show_outcome and trajectory.grade is not None:
         grade = trajectory.grade
         row = {"outcome": "passed" if grade.passed else "failed", "score": grade.score}
-        opening.append(_line(row, grade.feedback, config.max_message_chars))
+        task_lines.append(_line(row, grade.feedback, config.max_message_chars))
     blocks = [
         (i, _lines(i, turn, config))
         for i, turn in enumerate(trajectory.turns)
         if turn.role != "prompt"
     ]
     sizes = [sum(len(line) + 1 for line in lines) for _, lines in blocks]
-    found: list[Window] = []
+    windows: list[Window] = []
     start, new = 0, 0
     while new < len(blocks):
-        end, used = start, 0
-        while end < len(blocks) and (end <= new or used + sizes[end] <= config.window_chars):
-            used += sizes[end]
+        end, num_chars = start, 0
+        while end < len(blocks) and (end <= new or num_chars + sizes[end] <= config.window_chars):
+            num_chars += sizes[end]
             end += 1
         part = blocks[start:end]
         turns = tuple(i for i, _ in part if i in hintable)
         if hintable & {i for i, _ in blocks[new:end]}:
-            lines = (*opening, *(line for _, lines in part for line in lines))
-            found.append(Window(trajectory=trajectory.id, lines=lines, turns=turns))
-        start, new, again = end, end, 0
-        while start > 0 and again + sizes[start - 1] <= config.overlap_chars:
+            lines = (*task_lines, *(line for _, lines in part for line in lines))
+            windows.append(Window(trajectory=trajectory.id, lines=lines, turns=turns))
+        start, new, num_repeated = end, end, 0
+        while start > 0 and num_repeated + sizes[start - 1] <= config.overlap_chars:
             start -= 1
-            again += sizes[start]
-    return found
+            num_repeated += sizes[start]
+    return windows
 
 
 def _lines(i: int, turn: Turn, config: ModelReaderConfig) -> list[str]:
@@ -93,10 +95,10 @@ def _lines(i: int, turn: Turn, config: ModelReaderConfig) -> list[str]:
         if config.show_outcome and turn.events:
             head["reported"] = [event.kind for event in turn.events]
         return [_line(head, turn.text, config.max_message_chars)]
-    said: list[tuple[str, str]] = [(m.role, m.content) for m in turn.messages] or [
+    texts: list[tuple[str, str]] = [(m.role, m.content) for m in turn.messages] or [
         ("environment", turn.text)
     ]
-    return [_line({"turn": i, "by": role}, text, config.max_message_chars) for role, text in said]
+    return [_line({"turn": i, "by": role}, text, config.max_message_chars) for role, text in texts]
 
 
 def _line(head: Mapping[str, Any], text: str, limit: int) -> str:

@@ -1,7 +1,6 @@
-"""A model reads the trajectory and says, as JSON, which turn went wrong and what would have helped.
+"""A reader that asks a model, which replies in JSON which turn went wrong and with which hint.
 
-Which model, and how it is reached, is behind `ModelClient`. `prompt` renders what it sees, `parse`
-reads its reply.
+`client` reaches the model, `prompt` renders the trajectory, `parse` parses the reply.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ these. Reply with the JSON list now."""
 
 
 class ModelReader:
-    def __init__(self, config: ModelReaderConfig, ask: ModelClient):
+    def __init__(self, config: ModelReaderConfig, client: ModelClient):
         self.config = config
-        self.ask = ask
+        self.client = client
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         counts: Counter[str] = Counter()
-        asked: list[tuple[Trajectory, Window]] = []
+        pairs: list[tuple[Trajectory, Window]] = []
         for trajectory in trajectories:
-            asked += [(trajectory, window) for window in self._windows(trajectory, counts)]
-        replies = self.ask([self.prompt(window) for _, window in asked])
+            pairs += [(trajectory, window) for window in self._windows(trajectory, counts)]
+        replies = self.client([self.prompt(window) for _, window in pairs])
         hints: list[Hint] = []
-        for (trajectory, window), reply in zip(asked, replies, strict=True):
+        for (trajectory, window), reply in zip(pairs, replies, strict=True):
             hints += parse_reply(reply.text, window, trajectory, self.config, counts)
             counts["model/tokens_in"] += reply.tokens_in
             counts["model/tokens_out"] += reply.tokens_out
-        counts["model/windows"] += len(asked)
+        counts["model/windows"] += len(pairs)
         # Surest first, since a budget keeps the first. The sort is stable: else as it was written.
         hints.sort(
             key=lambda hint: -1.0 if hint.confidence is None else hint.confidence, reverse=True
@@ -75,29 +74,29 @@ class ModelReader:
         )
         if self.config.extra_instructions is not None:
             task = f"{task}\n\n{self.config.extra_instructions.strip()}"
-        ask = ASK.format(
+        client = ASK.format(
             open=OPEN,
             close=CLOSE,
             lines="\n".join(window.lines),
             turns=", ".join(map(str, window.turns)),
         )
-        return Message(role="system", content=task), Message(role="user", content=ask)
+        return Message(role="system", content=task), Message(role="user", content=client)
 
     def _windows(self, trajectory: Trajectory, counts: Counter[str]) -> list[Window]:
-        """Windows that the model has room for: as wide as the recipe says, or else narrower."""
+        """Windows that fit the model's context: the recipe's width, halved until they fit."""
         config = self.config
         while True:
-            found = make_windows(trajectory, config)
-            unfit = [window for window in found if not self.ask.fits(self.prompt(window))]
+            windows = make_windows(trajectory, config)
+            unfit = [window for window in windows if not self.client.fits(self.prompt(window))]
             if not unfit:
-                return found
+                return windows
             if config.window_chars <= SMALLEST_WINDOW:
                 counts["model/window_too_long"] += len(unfit)
-                return [window for window in found if window not in unfit]
-            config = _narrower(config)
+                return [window for window in windows if window not in unfit]
+            config = _halve_window(config)
 
 
-def _narrower(config: ModelReaderConfig) -> ModelReaderConfig:
+def _halve_window(config: ModelReaderConfig) -> ModelReaderConfig:
     half = max(config.window_chars // 2, SMALLEST_WINDOW)
     return config.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""The student itself as the model that reads, in process."""
+"""The student as the model of `ModelReader`, in process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StudentClient:
         self.engine = engine
         self.renderer = renderer
         self.sampling = sampling
-        self.room = context_length - sampling.max_new_tokens
+        self.max_prompt_tokens = context_length - sampling.max_new_tokens
         self.seed = seed
 
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
@@ -34,7 +34,7 @@ class StudentClient:
         requests = []
         for prompt in prompts:
             ids = self.renderer.prompt_ids(prompt)
-            # From the words alone, so that the reply does not depend on what else is in the batch.
+            # From the prompt alone, so that a reply does not depend on the rest of the batch.
             seed = seed_for(self.seed, "reader", *(message.content for message in prompt))
             requests.append(SampleRequest(prompt_ids=ids, seed=seed))
         samples = self.engine.sample(requests, self.sampling)
@@ -48,7 +48,7 @@ class StudentClient:
         ]
 
     def fits(self, prompt: Sequence[Message]) -> bool:
-        return len(self.renderer.prompt_ids(prompt)) <= self.room
+        return len(self.renderer.prompt_ids(prompt)) <= self.max_prompt_tokens
 
 
 def make_student_client(
@@ -56,7 +56,7 @@ def make_student_client(
 ) -> Callable[[ModelReaderConfig], ModelClient]:
     """What `make_reader` takes as `ask_self`."""
 
-    def ask(config: ModelReaderConfig) -> ModelClient:
+    def make(config: ModelReaderConfig) -> ModelClient:
         return StudentClient(
             engine,
             renderer,
@@ -65,4 +65,4 @@ def make_student_client(
             seed=seed,
         )
 
-    return ask
+    return make

@@ -1,7 +1,7 @@
-"""What can be told to have gone wrong in an assistant turn by looking at it. One function each.
+"""Detectors of mistakes in assistant turns, one function each.
 
-A detector returns what it found, as facts for the slots of a hint, or None. The environment's own
-reports (events) are taken at their word; the others are definitions, written out below.
+A detector returns facts for the slots of a hint, or None. Events of the environment are trusted;
+the other detectors are defined below.
 """
 
 from __future__ import annotations
@@ -35,106 +35,106 @@ class Finding:
 Detector = Callable[[Rule, TurnLog, int], Finding | None]
 
 
-def detect_mistake(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
-    """What the environment reported, or else what its detector sees."""
-    told = detect_event(rule, episode, i)
+def detect_mistake(rule: Rule, log: TurnLog, i: int) -> Finding | None:
+    """The finding of an event of the environment, or else of the rule's detector."""
+    finding = detect_event(rule, log, i)
     detector = DETECTORS.get(rule.detect)
-    return detector(rule, episode, i) if told is None and detector is not None else told
+    return detector(rule, log, i) if finding is None and detector is not None else finding
 
 
-def detect_event(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
-    """The environment said so: the first event of that kind."""
+def detect_event(rule: Rule, log: TurnLog, i: int) -> Finding | None:
+    """The environment's first event of that kind."""
     kind = rule.event if rule.event is not None else rule.detect
-    event = next((one for one in episode.events(i) if one.kind == kind), None)
+    event = next((event for event in log.events(i) if event.kind == kind), None)
     if event is None:
         return None
     word = {"tool_not_found": "tool", "invalid_arguments": "arguments"}.get(rule.detect, "")
     return Finding(
         reason=event.details.get("message") or kind.replace("_", " "),
-        facts={**_said_after(episode, i), **event.details},
-        bad_span=find_span(episode.text(i), event.details.get(word, "")),
+        facts={**_reply_facts(log, i), **event.details},
+        bad_span=find_span(log.text(i), event.details.get(word, "")),
     )
 
 
-def _said_after(episode: TurnLog, i: int) -> dict[str, str]:
-    return {"message": episode.reply(i)} if episode.replies(i) else {}
+def _reply_facts(log: TurnLog, i: int) -> dict[str, str]:
+    return {"message": log.reply(i)} if log.replies(i) else {}
 
 
-def repeated_call(_rule: Rule, episode: TurnLog, i: int) -> Finding | None:
+def repeated_call(_rule: Rule, log: TurnLog, i: int) -> Finding | None:
     """The same text as an earlier turn that failed, and it did not succeed this time either; or
     the same text as the previous turn, unless the two were answered differently (paging, polling).
     """
-    for j in reversed(episode.earlier_identical(i)):
-        again = episode.failed(j) and not episode.succeeded(i)
-        differ = episode.replies(i) and episode.replies(j) and episode.reply(i) != episode.reply(j)
-        if again or (j == episode.previous(i) and not differ):
-            return Finding(reason=f"the same as turn {j}", facts=_said_after(episode, j))
+    for j in reversed(log.earlier_identical(i)):
+        repeats_failure = log.failed(j) and not log.succeeded(i)
+        differ = log.replies(i) and log.replies(j) and log.reply(i) != log.reply(j)
+        if repeats_failure or (j == log.previous(i) and not differ):
+            return Finding(reason=f"the same as turn {j}", facts=_reply_facts(log, j))
     return None
 
 
-def ignored_error(_rule: Rule, episode: TurnLog, i: int) -> Finding | None:
+def ignored_error(_rule: Rule, log: TurnLog, i: int) -> Finding | None:
     """The previous turn failed, and this one says the same again without success, or fails with the
     same event about the same tool, or is answered with the same error, or is the final answer and
     admits nothing."""
-    j = episode.previous(i)
-    if j is None or not episode.failed(j):
+    j = log.previous(i)
+    if j is None or not log.failed(j):
         return None
-    mistakes = {(e.kind, e.details.get("tool")) for e in episode.events(j)}
-    if episode.said(i) == episode.said(j) and not episode.succeeded(i):
+    mistakes = {(e.kind, e.details.get("tool")) for e in log.events(j)}
+    if log.normalized_text(i) == log.normalized_text(j) and not log.succeeded(i):
         reason = f"repeats turn {j}, which had failed"
-    elif any((e.kind, e.details.get("tool")) in mistakes for e in episode.events(i)):
+    elif any((e.kind, e.details.get("tool")) in mistakes for e in log.events(i)):
         reason = f"makes the mistake of turn {j} again"
-    elif episode.failed(i) and episode.replies(i) and episode.reply(i) == episode.reply(j):
+    elif log.failed(i) and log.replies(i) and log.reply(i) == log.reply(j):
         reason = f"gets the error of turn {j} again"
-    elif episode.is_answer(i) and not ADMITS.search(episode.text(i)):
+    elif log.is_answer(i) and not ADMITS.search(log.text(i)):
         reason = f"answers as if turn {j} had not failed"
     else:
         return None
-    told = (e.details["message"] for e in episode.events(j) if e.details.get("message"))
-    message = next(told, episode.reply(j))
+    finding = (e.details["message"] for e in log.events(j) if e.details.get("message"))
+    message = next(finding, log.reply(j))
     return Finding(reason=reason, facts={"message": message} if message else {})
 
 
-def answer_without_lookup(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
+def answer_without_lookup(rule: Rule, log: TurnLog, i: int) -> Finding | None:
     """The final answer to a task that needs a lookup, and no call before it succeeded."""
-    task = episode.trajectory.task
+    task = log.trajectory.task
     if rule.lookup_field is not None:
         needed = task.privileged.get(rule.lookup_field, "").strip().lower() not in SAYS_NO
     else:
         assert rule.pattern is not None, "the rule was checked"
-        asked = "\n".join(m.content for m in task.messages if m.role == "user")
-        needed = re.search(rule.pattern, asked) is not None
-    looked_up = any(episode.succeeded(j) for j in episode.assistant if j < i)
-    if not needed or looked_up or not episode.is_answer(i):
+        user_text = "\n".join(m.content for m in task.messages if m.role == "user")
+        needed = re.search(rule.pattern, user_text) is not None
+    looked_up = any(log.succeeded(j) for j in log.assistant if j < i)
+    if not needed or looked_up or not log.is_answer(i):
         return None
     return Finding(reason="answered without a successful call")
 
 
-def over_length(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
+def over_length(rule: Rule, log: TurnLog, i: int) -> Finding | None:
     """The turn ran into the length limit, or has more than `max_tokens` tokens."""
-    turns = episode.trajectory.turns
+    turns = log.trajectory.turns
     num_tokens = len(turns[i].token_ids)
-    stopped = episode.trajectory.stop == "length" and i == len(turns) - 1
+    stopped = log.trajectory.stop == "length" and i == len(turns) - 1
     too_long = rule.max_tokens is not None and num_tokens > rule.max_tokens
     if not (stopped or too_long):
         return None
     return Finding(reason=f"{num_tokens} tokens long", facts={"tokens": str(num_tokens)})
 
 
-def pattern(rule: Rule, episode: TurnLog, i: int) -> Finding | None:
+def pattern(rule: Rule, log: TurnLog, i: int) -> Finding | None:
     """The regular expression occurs in the turn, or in one of the replies to it."""
     assert rule.pattern is not None, "the rule was checked"
     in_reply = rule.within == "reply"
-    texts = episode.replies(i) if in_reply else (episode.text(i),)
+    texts = log.replies(i) if in_reply else (log.text(i),)
     match = next((m for text in texts if (m := re.search(rule.pattern, text))), None)
     if match is None:
         return None
-    facts = {"match": match[0], **_said_after(episode, i)}
+    facts = {"match": match[0], **_reply_facts(log, i)}
     facts |= {name: text for name, text in match.groupdict().items() if text is not None}
     return Finding(
         reason=f"{rule.within or 'turn'} matches {rule.pattern}",
         facts=facts,
-        bad_span=None if in_reply else unique_span(episode.text(i), *match.span()),
+        bad_span=None if in_reply else unique_span(log.text(i), *match.span()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Declared rules read the trajectory: a detector and the words that go above what it finds."""
+"""A reader of declared rules: a detector, and the hint for turns that it finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 
-WRITTEN = frozenset({"message", "arguments", "match"})
+LONG_FACTS = frozenset({"message", "arguments", "match"})
 
 
 class RuleReader:
@@ -30,26 +30,26 @@ class RuleReader:
         hints: list[Hint] = []
         counts: Counter[str] = Counter()
         for trajectory in trajectories:
-            episode = TurnLog(trajectory, self.error)
+            log = TurnLog(trajectory, self.error)
             for turn in hintable_turns(trajectory):
-                hints += self._of_turn(episode, turn, counts)
+                hints += self._hints_for_turn(log, turn, counts)
         return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
 
-    def _of_turn(self, episode: TurnLog, turn: int, counts: Counter[str]) -> list[Hint]:
+    def _hints_for_turn(self, log: TurnLog, turn: int, counts: Counter[str]) -> list[Hint]:
         hints: list[Hint] = []
         clean = True
         for rule in self.config.rules:
-            finding = detect_mistake(rule, episode, turn)
+            finding = detect_mistake(rule, log, turn)
             if finding is None:
                 continue
             clean = False
             counts[f"rules/{rule.detect}"] += 1
             facts = {"turn": str(turn), **finding.facts}
-            text = self._filled(rule.template, facts, episode.trajectory, counts)
+            text = self._fill_template(rule.template, facts, log.trajectory, counts)
             if text is not None:
                 hints.append(
                     Hint(
-                        trajectory=episode.trajectory.id,
+                        trajectory=log.trajectory.id,
                         turn=turn,
                         text=text,
                         source=f"rules:{rule.detect}",
@@ -58,18 +58,18 @@ class RuleReader:
                     )
                 )
         if clean and self.config.false_positive_rate:
-            hints += self._false_positive(episode.trajectory, turn, counts)
+            hints += self._false_positive(log.trajectory, turn, counts)
         return hints
 
     def _false_positive(
         self, trajectory: Trajectory, turn: int, counts: Counter[str]
     ) -> list[Hint]:
-        draw = random.Random(seed_for(self.seed, "false_positive", trajectory.id, turn))
-        if draw.random() >= self.config.false_positive_rate:
+        rng = random.Random(seed_for(self.seed, "false_positive", trajectory.id, turn))
+        if rng.random() >= self.config.false_positive_rate:
             return []
-        rule = draw.choice(self.clean_rules)
+        rule = rng.choice(self.clean_rules)
         counts["rules/false_positive"] += 1
-        text = self._filled(rule.template, {"turn": str(turn)}, trajectory, counts)
+        text = self._fill_template(rule.template, {"turn": str(turn)}, trajectory, counts)
         if text is None:
             return []
         reason = f"noise: {rule.detect} found nothing here"
@@ -83,7 +83,7 @@ class RuleReader:
             )
         ]
 
-    def _filled(
+    def _fill_template(
         self,
         template: str,
         facts: Mapping[str, str],
@@ -91,14 +91,14 @@ class RuleReader:
         counts: Counter[str],
     ) -> str | None:
         """The template's words; None, and counted, where they cannot be used."""
-        known = {
+        facts_by_slot = {
             **trajectory.task.privileged,
             **{name: _fact(name, text) for name, text in facts.items()},
         }
-        if any(not known.get(slot, "").strip() for slot in slots_of(template)):
+        if any(not facts_by_slot.get(slot, "").strip() for slot in slots_of(template)):
             counts["dropped/missing_slot"] += 1
             return None
-        text = escape_control_characters(template.format_map(known)).strip()
+        text = escape_control_characters(template.format_map(facts_by_slot)).strip()
         if not text:
             counts["dropped/empty_hint"] += 1
             return None
@@ -111,4 +111,4 @@ class RuleReader:
 def _fact(name: str, text: str) -> str:
     """As it goes into a hint. What the assistant or a tool wrote can be long; a name is not cut."""
     line = to_one_line(text)
-    return truncate(line, FACT_CHARS) if name in WRITTEN else line
+    return truncate(line, FACT_CHARS) if name in LONG_FACTS else line

@@ -1,4 +1,4 @@
-"""A trajectory as calls and replies: what was asked, what came back, what failed."""
+"""A trajectory as tool calls and replies, for detectors: which calls repeat, fail or succeed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ CALL = re.compile(
 
 
 class TurnLog:
+    """Queries on the assistant turns of one trajectory, by turn index."""
+
     def __init__(self, trajectory: Trajectory, error: re.Pattern[str]):
         self.trajectory = trajectory
         self.error = error
@@ -43,17 +45,17 @@ class TurnLog:
 
     @cached_property
     def _same(self) -> dict[str, list[int]]:
-        """Assistant turns by what they say."""
-        found: dict[str, list[int]] = {}
+        """Assistant turns by normalized text."""
+        turns_by_text: dict[str, list[int]] = {}
         for i in self.assistant:
-            found.setdefault(self.said(i), []).append(i)
-        return found
+            turns_by_text.setdefault(self.normalized_text(i), []).append(i)
+        return turns_by_text
 
     def text(self, i: int) -> str:
         return self.trajectory.turns[i].text
 
-    def said(self, i: int) -> str:
-        """The text without regard to white space."""
+    def normalized_text(self, i: int) -> str:
+        """The text with whitespace collapsed."""
         return " ".join(self.text(i).split())
 
     def events(self, i: int) -> tuple[Event, ...]:
@@ -64,8 +66,12 @@ class TurnLog:
         return self._previous.get(i)
 
     def earlier_identical(self, i: int) -> list[int]:
-        """Earlier assistant turns that say exactly the same; none for a turn that says nothing."""
-        return [j for j in self._same[self.said(i)] if j < i] if self.said(i) else []
+        """Earlier assistant turns with the same text; none for an empty turn."""
+        return (
+            [j for j in self._same[self.normalized_text(i)] if j < i]
+            if self.normalized_text(i)
+            else []
+        )
 
     def replies(self, i: int) -> tuple[str, ...]:
         """The texts that the environment answered the turn with; none if it did not."""
@@ -97,7 +103,7 @@ class TurnLog:
         )
 
     def is_answer(self, i: int) -> bool:
-        """The assistant's last word, by its own choice, and not a call."""
+        """Whether it is a final answer: the last turn, not truncated, and not a call."""
         is_last = i == len(self.trajectory.turns) - 1
         called = self.failed(i) or CALL.search(self.text(i)) is not None
         return is_last and not called and self.trajectory.stop not in CUT_OFF

@@ -1,4 +1,4 @@
-"""Words of a trajectory that go into a hint, or that a hint is against: cut, and found again."""
+"""Texts of a trajectory inside hints: truncated, and located by span."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a tool is: its parameters, what it does to the world, and the requests that need it.
+"""Tools: parameters, effects on the episode's state, and the requests that need them.
 
-Every tool is bounded in time and memory whatever it is called with, and fails with `ToolFailure`
-only.
+Every tool is bounded in time and memory for any arguments, and raises `ToolFailure` only.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any, Literal
 from courtside.environments.seeded_random import SeededRandom
 
 Arguments = Mapping[str, Any]
-"""Of a call, checked: exactly the parameters, each of its kind."""
+"""Checked arguments of a call: exactly the parameters, each of its kind."""
 MAX_NUMBER = 10**15
 
 
 class ToolFailure(ValueError):
-    """A tool that could not do what it was asked; the text is its output."""
+    """A failed call; the text is the tool's output."""
 
 
 @dataclass(slots=True)
 class ToolState:
-    """All that an episode can change."""
+    """The mutable state of an episode."""
 
     notes: dict[str, str] = field(default_factory=dict)
     """Title → text, the latest written last."""
@@ -45,19 +44,19 @@ class Request:
 
     capability: str
     text: str
-    """The user's words."""
+    """The user's message."""
     arguments: Arguments
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDraft:
-    """A request as a tool draws it."""
+    """A request before its wording is chosen."""
 
     phrases: tuple[str, ...]
     """Wordings with a slot for each argument."""
     arguments: Arguments
     topic: str | None
-    """What it is about; a topic belongs to one split. None: only what the episode has already."""
+    """A topic belongs to one split; None: about the state of the episode only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +65,11 @@ class Tool:
     """A few words for the list of tools."""
     parameters: tuple[Parameter, ...]
     run: Callable[[ToolState, Arguments], str]
-    """Gives the result, and may change the world; raises ToolFailure and nothing else."""
-    draw: Callable[[SeededRandom, ToolState], RequestDraft]
-    """A request that this tool solves in the world as it is."""
+    """Returns the result, and may change the state; raises only ToolFailure."""
+    draft_request: Callable[[SeededRandom, ToolState], RequestDraft]
+    """A request that this tool solves in the given state."""
     needs_notes: bool = False
-    """Nothing can be asked of it while there is no note."""
+    """Whether requests need an existing note."""
 
 
 def invalid_arguments(tool: Tool, arguments: Arguments) -> str | None:

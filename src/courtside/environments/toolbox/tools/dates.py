@@ -47,24 +47,24 @@ SHIFTS = (
 
 
 def _date(text: str) -> date:
-    found = re.fullmatch(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})", text.strip())
-    if found is None:
+    match = re.fullmatch(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})", text.strip())
+    if match is None:
         raise ToolFailure(f"'{text}' is not a date, use YYYY-MM-DD")
     try:
-        return date(*map(int, found.groups()))
+        return date(*map(int, match.groups()))
     except ValueError:
         raise ToolFailure(f"'{text}' is not a date in the calendar") from None
 
 
-def _days_between(world: ToolState, arguments: Arguments) -> str:
+def _days_between(state: ToolState, arguments: Arguments) -> str:
     return f"{abs((_date(arguments['end']) - _date(arguments['start'])).days)} days"
 
 
-def _weekday(world: ToolState, arguments: Arguments) -> str:
+def _weekday(state: ToolState, arguments: Arguments) -> str:
     return WEEKDAYS[_date(arguments["date"]).weekday()]
 
 
-def _add_days(world: ToolState, arguments: Arguments) -> str:
+def _add_days(state: ToolState, arguments: Arguments) -> str:
     days = int(numeric_argument(arguments, "days"))
     if abs(days) > MAX_DAYS:
         raise ToolFailure(f"days must be within {MAX_DAYS}")
@@ -81,19 +81,19 @@ def _day(rng: SeededRandom) -> date:
     return date(1990, 1, 1) + timedelta(days=rng.randbelow(365 * 45))
 
 
-def _draw_difference(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_difference(rng: SeededRandom, state: ToolState) -> RequestDraft:
     start = _day(rng)
     end = start + timedelta(days=rng.randint(2, 400))
     arguments = {"start": start.isoformat(), "end": end.isoformat()}
     return RequestDraft(DIFFERENCES, arguments, f"{start} {end}")
 
 
-def _draw_weekday(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_weekday(rng: SeededRandom, state: ToolState) -> RequestDraft:
     day = _day(rng).isoformat()
     return RequestDraft(WEEKDAY_QUESTIONS, {"date": day}, day)
 
 
-def _draw_shift(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_shift(rng: SeededRandom, state: ToolState) -> RequestDraft:
     day, days = _day(rng).isoformat(), rng.randint(2, 120)
     return RequestDraft(SHIFTS, {"date": day, "days": days}, f"{day} {days}")
 
@@ -103,18 +103,18 @@ TOOLS = {
         about="days between two dates",
         parameters=(Parameter("start"), Parameter("end")),
         run=_days_between,
-        draw=_draw_difference,
+        draft_request=_draw_difference,
     ),
     "weekday": Tool(
         about="day of the week of a date",
         parameters=(Parameter("date"),),
         run=_weekday,
-        draw=_draw_weekday,
+        draft_request=_draw_weekday,
     ),
     "add_days": Tool(
         about="date some days later",
         parameters=(Parameter("date"), Parameter("days", "integer")),
         run=_add_days,
-        draw=_draw_shift,
+        draft_request=_draw_shift,
     ),
 }

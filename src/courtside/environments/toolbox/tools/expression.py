@@ -22,10 +22,10 @@ def evaluate(expression: str) -> Fraction:
     """Raises ToolFailure for what is no arithmetic, and for results beyond 512 bits."""
     if len(expression) > MAX_LENGTH:
         raise ToolFailure(f"expression is longer than {MAX_LENGTH} characters")
-    reader = _Parser(_tokens(expression))
-    value = reader.sum(0)
-    if reader.next:
-        raise ToolFailure(f"unexpected '{reader.next}'")
+    parser = _Parser(_tokens(expression))
+    value = parser.sum(0)
+    if parser.next:
+        raise ToolFailure(f"unexpected '{parser.next}'")
     return value
 
 
@@ -49,15 +49,15 @@ def _tokens(expression: str) -> list[str]:
 class _Parser:
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
-        self._at = 0
+        self._position = 0
 
     @property
     def next(self) -> str:
-        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+        return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self) -> str:
         token = self.next
-        self._at += 1
+        self._position += 1
         return token
 
     def sum(self, depth: int) -> Fraction:
@@ -101,14 +101,14 @@ class _Parser:
         return _bounded(Fraction(f"0{token}"))
 
 
-def _multiplied(left: Fraction, operator: str, right: Fraction) -> Fraction:
+def _multiplied(first: Fraction, operator: str, second: Fraction) -> Fraction:
     if operator == "*":
-        return left * right
-    if right == 0:
+        return first * second
+    if second == 0:
         raise ToolFailure("division by zero")
     if operator == "/":
-        return left / right
-    return Fraction(left // right) if operator == "//" else left % right
+        return first / second
+    return Fraction(first // second) if operator == "//" else first % second
 
 
 def _raised(base: Fraction, exponent: Fraction) -> Fraction:

@@ -25,11 +25,11 @@ CALCULATIONS = (
 )
 
 
-def _calculate(world: ToolState, arguments: Arguments) -> str:
+def _calculate(state: ToolState, arguments: Arguments) -> str:
     return format_fraction(evaluate(arguments["expression"]))
 
 
-def _draw_calculation(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_calculation(rng: SeededRandom, state: ToolState) -> RequestDraft:
     a, b, c = rng.randint(2, 999), rng.randint(2, 99), rng.randint(2, 19)
     shapes = (f"{a} + {b}", f"{a} - {b}", f"{a} * {c}", f"{a} / {c}", f"({a} + {b}) * {c}")
     expression = rng.choice(shapes)
@@ -63,7 +63,7 @@ CONVERSIONS = (
 )
 
 
-def _convert(world: ToolState, arguments: Arguments) -> str:
+def _convert(state: ToolState, arguments: Arguments) -> str:
     value = numeric_argument(arguments, "value")
     unit, to = (_unit(arguments[name]) for name in ("unit", "to"))
     measure = next(measure for measure in MEASURES if unit in measure)
@@ -88,7 +88,7 @@ def _unit(word: str) -> str:
     return name
 
 
-def _draw_conversion(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_conversion(rng: SeededRandom, state: ToolState) -> RequestDraft:
     unit, to = rng.choose_distinct(list(rng.choice(MEASURES)), 2)
     value = rng.randint(2, 500)
     arguments = {"value": value, "unit": unit, "to": to}
@@ -100,12 +100,12 @@ TOOLS = {
         about="compute an expression",
         parameters=(Parameter("expression"),),
         run=_calculate,
-        draw=_draw_calculation,
+        draft_request=_draw_calculation,
     ),
     "convert": Tool(
         about="convert units",
         parameters=(Parameter("value", "number"), Parameter("unit"), Parameter("to")),
         run=_convert,
-        draw=_draw_conversion,
+        draft_request=_draw_conversion,
     ),
 }

@@ -101,5 +101,7 @@ _SECOND = (
     "garden hammer harbor island kettle ladder lantern meadow mirror needle orchard otter paddle "
     "piano rocket saddle sparrow spindle summit teapot tunnel valley violin wagon willow window"
 )
-MADE_UP = tuple(f"{one}_{other}" for one in _FIRST.split() for other in _SECOND.split())
-"""Names that say nothing, for lists that can only be read."""
+INVENTED_NAMES = tuple(
+    f"{first}_{second}" for first in _FIRST.split() for second in _SECOND.split()
+)
+"""Names without meaning: only the list tells which tool they name."""

@@ -14,9 +14,9 @@ from courtside.environments.toolbox.tools.base import (
 
 MAX_NOTES, MAX_NOTE = 500, 40_000
 
-WHOSE = "work home garden summer school music travel kitchen winter family office weekend"
-WHICH = "plan list ideas budget todo diary recipes goals"
-TITLES = tuple(f"{whose} {which}" for whose in WHOSE.split() for which in WHICH.split())
+TOPICS = "work home garden summer school music travel kitchen winter family office weekend"
+KINDS = "plan list ideas budget todo diary recipes goals"
+TITLES = tuple(f"{topic} {kind}" for topic in TOPICS.split() for kind in KINDS.split())
 VERBS = ("buy", "bring", "clean", "pack", "repair", "order", "sell", "paint", "wash", "find")
 THINGS = (
     "two chairs", "fresh bread", "the blue bag", "a new lamp", "six eggs", "the old bike",
@@ -61,47 +61,47 @@ DELETIONS = (
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _existing(world: ToolState, arguments: Arguments) -> str:
+def _existing(state: ToolState, arguments: Arguments) -> str:
     title = str(arguments["title"]).strip()
-    if title not in world.notes:
+    if title not in state.notes:
         raise ToolFailure(f"no note called '{title}'")
     return title
 
 
-def _store(world: ToolState, title: str, text: str) -> None:
+def _store(state: ToolState, title: str, text: str) -> None:
     if len(text) > MAX_NOTE:
         raise ToolFailure(f"a note holds at most {MAX_NOTE} characters")
-    world.notes.pop(title, None)  # the latest stands last
-    if len(world.notes) >= MAX_NOTES:
+    state.notes.pop(title, None)  # the latest stands last
+    if len(state.notes) >= MAX_NOTES:
         raise ToolFailure(f"there is room for {MAX_NOTES} notes")
-    world.notes[title] = text
+    state.notes[title] = text
 
 
-def _write(world: ToolState, arguments: Arguments) -> str:
+def _write(state: ToolState, arguments: Arguments) -> str:
     title = arguments["title"].strip()
     if not title:
         raise ToolFailure("a note needs a title")
-    _store(world, title, arguments["text"])
+    _store(state, title, arguments["text"])
     return f"Saved '{title}'."
 
 
-def _append(world: ToolState, arguments: Arguments) -> str:
-    title = _existing(world, arguments)
-    _store(world, title, f"{world.notes[title]}\n{arguments['text']}")
+def _append(state: ToolState, arguments: Arguments) -> str:
+    title = _existing(state, arguments)
+    _store(state, title, f"{state.notes[title]}\n{arguments['text']}")
     return f"Added to '{title}'."
 
 
-def _read(world: ToolState, arguments: Arguments) -> str:
-    return world.notes[_existing(world, arguments)] or "(empty)"
+def _read(state: ToolState, arguments: Arguments) -> str:
+    return state.notes[_existing(state, arguments)] or "(empty)"
 
 
-def _list(world: ToolState, arguments: Arguments) -> str:
-    return ", ".join(sorted(world.notes)) or "(no notes)"
+def _list(state: ToolState, arguments: Arguments) -> str:
+    return ", ".join(sorted(state.notes)) or "(no notes)"
 
 
-def _delete(world: ToolState, arguments: Arguments) -> str:
-    title = _existing(world, arguments)
-    del world.notes[title]
+def _delete(state: ToolState, arguments: Arguments) -> str:
+    title = _existing(state, arguments)
+    del state.notes[title]
     return f"Deleted '{title}'."
 
 
@@ -112,31 +112,31 @@ def _text(rng: SeededRandom) -> str:
     return f"{rng.choice(VERBS)} {rng.choice(THINGS)}{rng.choice(WHEN)}"
 
 
-def _draw_writing(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_writing(rng: SeededRandom, state: ToolState) -> RequestDraft:
     title = rng.choice(TITLES)
     return RequestDraft(WRITINGS, {"title": title, "text": _text(rng)}, title)
 
 
-def _latest(rng: SeededRandom, world: ToolState) -> str:
+def _latest(rng: SeededRandom, state: ToolState) -> str:
     """Mostly what was written last, so that a mistake there shows."""
-    titles = list(world.notes)
+    titles = list(state.notes)
     return titles[-1] if rng.bernoulli(0.6) else rng.choice(titles)
 
 
-def _draw_addition(rng: SeededRandom, world: ToolState) -> RequestDraft:
-    return RequestDraft(ADDITIONS, {"title": _latest(rng, world), "text": _text(rng)}, None)
+def _draw_addition(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft(ADDITIONS, {"title": _latest(rng, state), "text": _text(rng)}, None)
 
 
-def _draw_reading(rng: SeededRandom, world: ToolState) -> RequestDraft:
-    return RequestDraft(READINGS, {"title": _latest(rng, world)}, None)
+def _draw_reading(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft(READINGS, {"title": _latest(rng, state)}, None)
 
 
-def _draw_listing(rng: SeededRandom, world: ToolState) -> RequestDraft:
+def _draw_listing(rng: SeededRandom, state: ToolState) -> RequestDraft:
     return RequestDraft(LISTINGS, {}, None)
 
 
-def _draw_deletion(rng: SeededRandom, world: ToolState) -> RequestDraft:
-    return RequestDraft(DELETIONS, {"title": rng.choice(list(world.notes))}, None)
+def _draw_deletion(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft(DELETIONS, {"title": rng.choice(list(state.notes))}, None)
 
 
 TITLE = Parameter("title")
@@ -145,33 +145,33 @@ TOOLS = {
         about="save a note",
         parameters=(TITLE, Parameter("text")),
         run=_write,
-        draw=_draw_writing,
+        draft_request=_draw_writing,
     ),
     "append_note": Tool(
         about="add to a note",
         parameters=(TITLE, Parameter("text")),
         run=_append,
-        draw=_draw_addition,
+        draft_request=_draw_addition,
         needs_notes=True,
     ),
     "read_note": Tool(
         about="read a note",
         parameters=(TITLE,),
         run=_read,
-        draw=_draw_reading,
+        draft_request=_draw_reading,
         needs_notes=True,
     ),
     "list_notes": Tool(
         about="titles of all notes",
         parameters=(),
         run=_list,
-        draw=_draw_listing,
+        draft_request=_draw_listing,
     ),
     "delete_note": Tool(
         about="delete a note",
         parameters=(TITLE,),
         run=_delete,
-        draw=_draw_deletion,
+        draft_request=_draw_deletion,
         needs_notes=True,
     ),
 }

@@ -77,39 +77,39 @@ def _number(key: str, size: int) -> int:
     return int(digest(key)[:12], 16) % size
 
 
-def _found(options: Sequence[str], wanted: str, what: str) -> str:
-    words = " ".join(wanted.split()).casefold()
+def _find_option(options: Sequence[str], name: str, what: str) -> str:
+    key = " ".join(name.split()).casefold()
     for option in options:
-        if option.casefold() == words:
+        if option.casefold() == key:
             return option
-    raise ToolFailure(f"no {what} '{wanted}'")
+    raise ToolFailure(f"no {what} '{name}'")
 
 
-def _weather(world: ToolState, arguments: Arguments) -> str:
-    city = _found(CITIES, arguments["city"], "weather station for")
+def _weather(state: ToolState, arguments: Arguments) -> str:
+    city = _find_option(CITIES, arguments["city"], "weather station for")
     sky = SKIES[_number(f"sky {city}", len(SKIES))]
     return f"{city}: {_number(f'degrees {city}', 40) - 5} °C, {sky}"
 
 
-def _contact(world: ToolState, arguments: Arguments) -> str:
-    name = _found(PEOPLE, arguments["name"], "contact named")
+def _contact(state: ToolState, arguments: Arguments) -> str:
+    name = _find_option(PEOPLE, arguments["name"], "contact named")
     return f"{name}: 555-{_number(f'phone {name}', 10_000):04d}"
 
 
-def _price(world: ToolState, arguments: Arguments) -> str:
-    item = _found(ITEMS, arguments["item"], "item called")
+def _price(state: ToolState, arguments: Arguments) -> str:
+    item = _find_option(ITEMS, arguments["item"], "item called")
     cents = 100 + _number(f"price {item}", 40_000)
     return f"{item}: {cents // 100}.{cents % 100:02d} euros"
 
 
-def _drawer(
+def _make_draft(
     parameter: str, options: Sequence[str], phrases: tuple[str, ...]
 ) -> Callable[[SeededRandom, ToolState], RequestDraft]:
-    def draw(rng: SeededRandom, world: ToolState) -> RequestDraft:
+    def draft_request(rng: SeededRandom, state: ToolState) -> RequestDraft:
         key = rng.choice(options)
         return RequestDraft(phrases, {parameter: key}, key)
 
-    return draw
+    return draft_request
 
 
 TOOLS = {
@@ -117,18 +117,18 @@ TOOLS = {
         about="weather in a city",
         parameters=(Parameter("city"),),
         run=_weather,
-        draw=_drawer("city", CITIES, WEATHER_QUESTIONS),
+        draft_request=_make_draft("city", CITIES, WEATHER_QUESTIONS),
     ),
     "contact": Tool(
         about="phone number of a person",
         parameters=(Parameter("name"),),
         run=_contact,
-        draw=_drawer("name", PEOPLE, CONTACT_QUESTIONS),
+        draft_request=_make_draft("name", PEOPLE, CONTACT_QUESTIONS),
     ),
     "price": Tool(
         about="price of an item",
         parameters=(Parameter("item"),),
         run=_price,
-        draw=_drawer("item", ITEMS, PRICE_QUESTIONS),
+        draft_request=_make_draft("item", ITEMS, PRICE_QUESTIONS),
     ),
 }

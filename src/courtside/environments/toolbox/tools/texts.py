@@ -38,37 +38,46 @@ CAPITALS = (
 )
 
 
-def _count(world: ToolState, arguments: Arguments) -> str:
+def _count(state: ToolState, arguments: Arguments) -> str:
     count = len(arguments["text"].split())
     return "1 word" if count == 1 else f"{count} words"
 
 
-def _reverse(world: ToolState, arguments: Arguments) -> str:
+def _reverse(state: ToolState, arguments: Arguments) -> str:
     return str(arguments["text"])[::-1]
 
 
-def _upper(world: ToolState, arguments: Arguments) -> str:
+def _upper(state: ToolState, arguments: Arguments) -> str:
     return str(arguments["text"]).upper()
 
 
-def _drawer(phrases: tuple[str, ...]) -> Callable[[SeededRandom, ToolState], RequestDraft]:
-    def draw(rng: SeededRandom, world: ToolState) -> RequestDraft:
-        who, does, what, where = (rng.choice(words) for words in (WHO, DOES, WHAT, WHERE))
+def _make_draft(phrases: tuple[str, ...]) -> Callable[[SeededRandom, ToolState], RequestDraft]:
+    def draft_request(rng: SeededRandom, state: ToolState) -> RequestDraft:
+        who, does, what, where = (rng.choice(options) for options in (WHO, DOES, WHAT, WHERE))
         text = f"{who} {does} {what}{where}"
         return RequestDraft(phrases, {"text": text}, text)
 
-    return draw
+    return draft_request
 
 
 TEXT = (Parameter("text"),)
 TOOLS = {
     "count_words": Tool(
-        about="count the words of a text", parameters=TEXT, run=_count, draw=_drawer(COUNTS)
+        about="count the words of a text",
+        parameters=TEXT,
+        run=_count,
+        draft_request=_make_draft(COUNTS),
     ),
     "reverse_text": Tool(
-        about="write a text backwards", parameters=TEXT, run=_reverse, draw=_drawer(REVERSALS)
+        about="write a text backwards",
+        parameters=TEXT,
+        run=_reverse,
+        draft_request=_make_draft(REVERSALS),
     ),
     "upper_case": Tool(
-        about="write a text in capitals", parameters=TEXT, run=_upper, draw=_drawer(CAPITALS)
+        about="write a text in capitals",
+        parameters=TEXT,
+        run=_upper,
+        draft_request=_make_draft(CAPITALS),
     ),
 }
