@@ -1,4 +1,4 @@
-"""Tests that want a GPU; without one nothing here is collected.
+"""Tests that need a GPU; without one nothing here is collected.
 
 python -m pytest -p no:cacheprovider tests/gpu
 COURTSIDE_TEST_DEVICE=cpu python -m pytest tests/gpu     # the same bodies, without a GPU
@@ -18,9 +18,9 @@ DEVICE = os.environ.get("COURTSIDE_TEST_DEVICE") or (
 )
 collect_ignore_glob = ["test_*.py"] if DEVICE == "none" else []
 if DEVICE == "cuda":
-    # Kernels are compiled here, whatever a folder above thought of the machine.
-    told = os.environ.pop("TRITON_INTERPRET", "0")
-    assert told != "1" or "triton" not in sys.modules, "Triton interprets already: too late"
+    # Compiled kernels, where the CPU tests set Triton's interpreter.
+    interpret = os.environ.pop("TRITON_INTERPRET", "0")
+    assert interpret != "1" or "triton" not in sys.modules, "Triton interprets already: too late"
 # For `gpu_models`, and for the references of the numerics.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
 

@@ -1,4 +1,4 @@
-"""Small random models with the shapes of real ones, and their numbers in float64 on a CPU."""
+"""Small random models with the shapes of real ones, and float64 references on a CPU."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def saved(folder: Path, **options: Any) -> Path:
 
 def in_float64(model: Any) -> Any:
     """A copy on the CPU, in float64 throughout: norms would compute in float32 otherwise."""
-    twin = copy.deepcopy(model).cpu().double()
-    for module in twin.modules():
+    duplicate = copy.deepcopy(model).cpu().double()
+    for module in duplicate.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = partial(_norm, module)
-    return twin
+    return duplicate
 
 
 def _norm(layer: Any, hidden: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ def _norm(layer: Any, hidden: Tensor) -> Tensor:
     return layer.weight * hidden * size.rsqrt()
 
 
-def off(found: Tensor, right: Tensor) -> float:
-    """‖found − right‖ / ‖right‖; inf where something is not finite."""
-    found, right = (t.detach().cpu().double() for t in (found, right))
-    error = (found - right).norm() / right.norm()
+def off(value: Tensor, right: Tensor) -> float:
+    """‖value − right‖ / ‖right‖; inf where something is not finite."""
+    value, right = (t.detach().cpu().double() for t in (value, right))
+    error = (value - right).norm() / right.norm()
     return float(error) if bool(error.isfinite()) else float("inf")

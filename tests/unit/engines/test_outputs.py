@@ -1,4 +1,4 @@
-"""Tokens that come many at a time count as those that come one by one."""
+"""Extending a sample by many tokens at a time equals appending them one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENIZER = tiny_tokenizer()
     eos=st.frozensets(st.integers(1, 12), max_size=3),
     stop=st.lists(st.text("abc", min_size=1, max_size=2), max_size=1),
 )
-def test_many_at_a_time_are_those_one_by_one(
+def test_extending_equals_appending_one_by_one(
     ids: list[int], eos: frozenset[int], stop: list[str]
 ) -> None:
     sampling = Sampling(max_new_tokens=12, stop=tuple(stop))

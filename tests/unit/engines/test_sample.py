@@ -1,4 +1,4 @@
-"""Sampling with cache, padding and shrinking batches, against a loop that has none of them."""
+"""Sampling with KV cache, padding and shrinking batches, against a loop without them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.generation.sampler import uniforms_for
 from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
-from courtside.types import Sample
+from courtside.types import Sample, StopReason
 
 Make = Callable[..., LocalEngine]
 
 PROMPTS = (tuple(range(10, 14)), tuple(range(60, 69)), (5,), tuple(range(30, 37)))
 MANY_EOS = tuple(range(1, 258, 12))
-"""A random model seldom writes one given word: with 22 end tokens rows end at all lengths."""
+"""A random model seldom samples one given token: with 22 end tokens rows end at all lengths."""
 
 
 def requests_of(prompts: Sequence[tuple[int, ...]], samples: int) -> list[SampleRequest]:
-    """Samples of all prompts in turn, so that those of one prompt are not neighbours."""
+    """Samples of all prompts in turn, so that those of one prompt are not neighbors."""
     return [
         SampleRequest(prompt_ids=prompt, seed=1000 * s + p)
         for s in range(samples)
@@ -33,33 +33,33 @@ def requests_of(prompts: Sequence[tuple[int, ...]], samples: int) -> list[Sample
 
 
 @torch.no_grad()
-def naive(engine: LocalEngine, request: SampleRequest, how: Sampling) -> Sample:
-    """One sequence, one token at a time, the whole sequence through the whole model every time."""
+def naive(engine: LocalEngine, request: SampleRequest, sampling: Sampling) -> Sample:
+    """One sequence, one token at a time, with a full forward pass for each."""
     ids, logp = list(request.prompt_ids), []
-    for uniform in uniforms_for(request.seed, how.max_new_tokens).tolist():
+    for uniform in uniforms_for(request.seed, sampling.max_new_tokens).tolist():
         logits_V = engine.model(input_ids=torch.tensor([ids])).logits[0, -1]
-        logp_V = torch.log_softmax(logits_V[: engine.head.vocab_size] / how.temperature, -1)
-        word = int((logp_V.exp().cumsum(0) <= uniform).sum())
-        ids.append(word)
-        logp.append(float(logp_V[word]))
-        if word in engine.eos_ids:
+        logp_V = torch.log_softmax(logits_V[: engine.head.vocab_size] / sampling.temperature, -1)
+        token = int((logp_V.exp().cumsum(0) <= uniform).sum())
+        ids.append(token)
+        logp.append(float(logp_V[token]))
+        if token in engine.eos_ids:
             break
-    new = tuple(ids[len(request.prompt_ids) :])
-    ended = new[-1] in engine.eos_ids
-    text = engine.tokenizer.decode(new, skip_special_tokens=True)
-    return Sample(token_ids=new, logp=tuple(logp), stop="eos" if ended else "length", text=text)
+    new_ids = tuple(ids[len(request.prompt_ids) :])
+    stop: StopReason = "eos" if new_ids[-1] in engine.eos_ids else "length"
+    text = engine.tokenizer.decode(new_ids, skip_special_tokens=True)
+    return Sample(token_ids=new_ids, logp=tuple(logp), stop=stop, text=text)
 
 
-def same(got: Sequence[Sample], expected: Sequence[Sample]) -> None:
-    assert [s.token_ids for s in got] == [s.token_ids for s in expected]
-    assert [s.stop for s in got] == [s.stop for s in expected]
-    assert [s.text for s in got] == [s.text for s in expected]
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.logp == pytest.approx(theirs.logp, abs=5e-6)
+def assert_equal_samples(samples: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+    assert [s.stop for s in samples] == [s.stop for s in expected]
+    assert [s.text for s in samples] == [s.text for s in expected]
+    for sample, reference in zip(samples, expected, strict=True):
+        assert sample.logp == pytest.approx(reference.logp, abs=5e-6)
 
 
 def gemma() -> Any:
-    """Sliding window, soft caps, scaled embeddings: the other make of decoder."""
+    """Sliding window, soft caps, scaled embeddings: decoded in left-padded batches."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -74,56 +74,56 @@ def gemma() -> Any:
 
 @pytest.mark.parametrize("model", [tiny_model, gemma])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_batch_writes_what_the_naive_loop_writes(
+def test_a_batch_samples_what_the_naive_loop_samples(
     make_engine: Make, model: Callable[[], Any], temperature: float
 ) -> None:
     engine = make_engine(model(), eos=MANY_EOS)
-    how = Sampling(max_new_tokens=12, temperature=temperature)
+    sampling = Sampling(max_new_tokens=12, temperature=temperature)
     requests = requests_of(PROMPTS, 3)
-    samples = engine.sample(requests, how)
-    same(samples, [naive(engine, request, how) for request in requests])
+    samples = engine.sample(requests, sampling)
+    assert_equal_samples(samples, [naive(engine, request, sampling) for request in requests])
     lengths = {len(s.token_ids) for s in samples}
     assert len(lengths) > 3 and {s.stop for s in samples} == {"eos", "length"}, "else too easy"
 
 
-def test_company_does_not_matter(make_engine: Make) -> None:
+def test_a_sample_does_not_depend_on_its_batch(make_engine: Make) -> None:
     engine = make_engine(eos=MANY_EOS)
-    how = Sampling(max_new_tokens=10, temperature=0.8, top_k=50, top_p=0.95)
+    sampling = Sampling(max_new_tokens=10, temperature=0.8, top_k=50, top_p=0.95)
     requests = requests_of(PROMPTS, 3)
-    alone = [engine.sample([request], how)[0] for request in requests]
-    same(engine.sample(requests, how), alone)
-    same(engine.sample(requests[::-1], how), alone[::-1])
+    alone = [engine.sample([request], sampling)[0] for request in requests]
+    assert_equal_samples(engine.sample(requests, sampling), alone)
+    assert_equal_samples(engine.sample(requests[::-1], sampling), alone[::-1])
 
 
 @pytest.mark.parametrize("budget", [1, 23, 60, 100])
-def test_a_memory_budget_is_kept_and_changes_nothing(make_engine: Make, budget: int) -> None:
-    how = Sampling(max_new_tokens=8)
+def test_samples_are_equal_under_any_token_budget(make_engine: Make, budget: int) -> None:
+    sampling = Sampling(max_new_tokens=8)
     requests = requests_of(PROMPTS, 3)
-    expected = make_engine().sample(requests, how)
+    expected = make_engine().sample(requests, sampling)
     engine = make_engine(max_batch_tokens=budget)
     calls = spy(engine)
-    same(engine.sample(requests, how), expected)
+    assert_equal_samples(engine.sample(requests, sampling), expected)
     longest = 0
     for rows, new, past in calls:
-        longest = new if past == 0 else longest  # a prompt's padded length opens a batch
-        assert rows * (longest + how.max_new_tokens) <= budget or rows == 1
+        longest = new if past == 0 else longest  # each batch starts with a prefill
+        assert rows * (longest + sampling.max_new_tokens) <= budget or rows == 1
 
 
-def test_a_prompt_is_read_once_and_finished_rows_leave(make_engine: Make) -> None:
+def test_a_prompt_is_prefilled_once_and_finished_rows_leave(make_engine: Make) -> None:
     engine = make_engine(eos=MANY_EOS)
-    assert engine.stateless_reason is None  # tried on a small example, the first time it is asked
+    assert engine.stateless_reason is None  # probed on first use
     calls = spy(engine)
     samples = engine.sample(requests_of(PROMPTS, 4), Sampling(max_new_tokens=9))
     lengths = [len(s.token_ids) for s in samples]
-    # The n-th token of a row is fed back only if the row goes on after it.
-    fed = [sum(length > n for length in lengths) for n in range(1, max(lengths))]
-    reading = calls[: len(calls) - len(fed)]
-    assert [(rows, new) for rows, new, _ in calls[len(reading) :]] == [(rows, 1) for rows in fed]
-    assert fed[0] > fed[-1]
-    assert sum(rows for rows, _, _ in reading) == len(PROMPTS)
+    # The n-th token of a row is an input only if the row goes on after it.
+    batch_sizes = [sum(length > n for length in lengths) for n in range(1, max(lengths))]
+    prefill, decoding = calls[: -len(batch_sizes)], calls[-len(batch_sizes) :]
+    assert [(rows, new) for rows, new, _ in decoding] == [(rows, 1) for rows in batch_sizes]
+    assert batch_sizes[0] > batch_sizes[-1]
+    assert sum(rows for rows, _, _ in prefill) == len(PROMPTS)
 
 
-def test_lengths_that_differ_much_waste_little(make_engine: Make) -> None:
+def test_prompts_of_different_lengths_need_little_padding(make_engine: Make) -> None:
     """64 prompts of 4 to 256 ids: padded to one batch, four fifths of the work would be padding."""
     engine = make_engine()
     assert engine.stateless_reason is None
@@ -138,15 +138,15 @@ def test_lengths_that_differ_much_waste_little(make_engine: Make) -> None:
     engine.sample(requests, Sampling(max_new_tokens=1))
     assert sum(lengths) > 0.75 * sum(rows * new for rows, new, _ in calls)
     calls.clear()
-    asked = [
+    score_requests = [
         ScoreRequest(token_ids=r.prompt_ids, scored=(False, *(True,) * (len(r.prompt_ids) - 1)))
         for r in requests
     ]
-    engine.score(asked)
+    engine.score(score_requests)
     assert sum(lengths) > 0.75 * sum(rows * new for rows, new, _ in calls)
 
 
-def test_the_end_token_is_part_of_the_answer_but_not_of_its_text(make_engine: Make) -> None:
+def test_the_end_token_is_part_of_the_sample_but_not_of_its_text(make_engine: Make) -> None:
     engine = make_engine(eos=(1, 40))
     request = SampleRequest(prompt_ids=PROMPTS[0], seed=0)
     for first in (1, 40):
@@ -159,7 +159,7 @@ def test_the_end_token_is_part_of_the_answer_but_not_of_its_text(make_engine: Ma
     assert engine.sample([request], Sampling(max_new_tokens=5))[0].text == ""
 
 
-def test_max_new_tokens_is_the_longest_answer(make_engine: Make) -> None:
+def test_max_new_tokens_is_the_longest_sample(make_engine: Make) -> None:
     engine = make_engine()
     engine.head = Certain(70, engine.head.vocab_size)  # type: ignore[assignment]
     for limit in (1, 2, 7):
@@ -169,21 +169,21 @@ def test_max_new_tokens_is_the_longest_answer(make_engine: Make) -> None:
         assert (len(sample.token_ids), sample.stop) == (limit, "length")
 
 
-def test_a_stop_string_of_several_tokens_ends_an_answer(make_engine: Make) -> None:
-    # The first 96 words are the two special tokens and the printable characters.
+def test_a_stop_string_of_several_tokens_ends_a_sample(make_engine: Make) -> None:
+    # The first 96 ids are the two special tokens and the printable characters.
     engine = make_engine(vocab_size=96, eos=(1,))
     requests = [SampleRequest(prompt_ids=prompt, seed=7) for prompt in PROMPTS]
     free = engine.sample(requests, Sampling(max_new_tokens=20))
     stops = (free[0].text[5:7], free[1].text[11:14])
     stopped = engine.sample(requests, Sampling(max_new_tokens=20, stop=stops))
     for before, after in zip(free, stopped, strict=True):
-        found = [before.text.find(s) + len(s) for s in stops if s in before.text]
-        if not found:
+        ends = [before.text.find(s) + len(s) for s in stops if s in before.text]
+        if not ends:
             assert after == before
             continue
         assert after.stop == "stop_string"
-        assert after.token_ids == before.token_ids[: min(found)]
-        assert after.logp == pytest.approx(before.logp[: min(found)], abs=1e-6)
+        assert after.token_ids == before.token_ids[: min(ends)]
+        assert after.logp == pytest.approx(before.logp[: min(ends)], abs=1e-6)
         assert after.text == min((before.text.split(s)[0] for s in stops), key=len)
     assert stopped[0].stop == stopped[1].stop == "stop_string"
 
@@ -218,7 +218,7 @@ def test_greedy_is_the_same_for_every_seed_and_the_argmax_of_the_model(make_engi
         assert tuple(best[len(request.prompt_ids) - 1 : -1]) == sample.token_ids
 
 
-def test_what_does_not_fit_the_context_is_refused_before_anything_is_written(
+def test_requests_beyond_the_context_length_are_refused_before_sampling(
     make_engine: Make,
 ) -> None:
     engine = make_engine(tiny_model(layers=1))
@@ -231,11 +231,11 @@ def test_what_does_not_fit_the_context_is_refused_before_anything_is_written(
     assert len(engine.sample([long], Sampling(max_new_tokens=3))[0].token_ids) <= 3
 
 
-def test_nothing_asked_nothing_written(make_engine: Make) -> None:
+def test_no_requests_no_samples(make_engine: Make) -> None:
     assert make_engine().sample([], Sampling(max_new_tokens=3)) == []
 
 
-def test_every_end_token_counts_wherever_it_is_named(make_engine: Make) -> None:
+def test_end_tokens_come_from_generation_config_and_tokenizer(make_engine: Make) -> None:
     engine = make_engine(eos=(7, 9))
     assert engine.eos_ids == {1, 7, 9}, "the generation settings' and the tokenizer's"
     model = tiny_model(layers=1)
@@ -246,14 +246,14 @@ def test_every_end_token_counts_wherever_it_is_named(make_engine: Make) -> None:
 
 
 class Certain:
-    """A head that gives one word all the probability."""
+    """A head that gives one token all the probability."""
 
-    def __init__(self, word: int, vocab_size: int):
-        self.word, self.vocab_size = word, vocab_size
+    def __init__(self, token: int, vocab_size: int):
+        self.token, self.vocab_size = token, vocab_size
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         logits_NV = torch.full((len(hidden_ND), self.vocab_size), -100.0)
-        logits_NV[:, self.word] = 100.0
+        logits_NV[:, self.token] = 100.0
         return logits_NV
 
 

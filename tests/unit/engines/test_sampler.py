@@ -1,4 +1,4 @@
-"""Drawing: frequencies, truncation and log-probs, against naive references."""
+"""Sampling: frequencies, truncation and log-probs, against naive references."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def sampling(**options: float) -> Sampling:
     return Sampling(max_new_tokens=1, **options)  # type: ignore[arg-type]
 
 
-def measure(logits_V: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
-    """Share of [0, 1) that draws each word, to 1/GRID, and the log-prob told with each word."""
+def measure(logits_V: Tensor, config: Sampling) -> tuple[Tensor, Tensor]:
+    """Frequency of each token, to 1/GRID, and the log-prob that is returned with it."""
     uniform_B = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
-    ids_B, logp_B = sample_tokens(logits_V.expand(GRID, -1), uniform_B, how)
-    told_V = torch.full_like(logits_V, -torch.inf)
-    told_V[ids_B] = logp_B
-    return torch.bincount(ids_B, minlength=len(logits_V)) / GRID, told_V
+    ids_B, logp_B = sample_tokens(logits_V.expand(GRID, -1), uniform_B, config)
+    logp_V = torch.full_like(logits_V, -torch.inf)
+    logp_V[ids_B] = logp_B
+    return torch.bincount(ids_B, minlength=len(logits_V)) / GRID, logp_V
 
 
-def naive(logits: list[float], how: Sampling) -> list[float]:
-    """Probabilities after temperature, top-k, top-p and min-p, word by word in Python."""
-    weights = [math.exp((x - max(logits)) / how.temperature) for x in logits]
+def naive(logits: list[float], config: Sampling) -> list[float]:
+    """Probabilities after temperature, top-k, top-p and min-p, token by token in Python."""
+    weights = [math.exp((x - max(logits)) / config.temperature) for x in logits]
     by_rank = sorted(range(len(logits)), key=lambda i: -weights[i])
-    kept = by_rank[: how.top_k] if how.top_k else by_rank
-    total, before, nucleus = sum(weights[i] for i in kept), 0.0, []
-    for word in kept:
-        if before / total < how.top_p:
-            nucleus.append(word)
-        before += weights[word]
-    kept = [i for i in nucleus if weights[i] >= how.min_p * weights[by_rank[0]]]
-    total = sum(weights[i] for i in kept)
-    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+    retained = by_rank[: config.top_k] if config.top_k else by_rank
+    total, before, nucleus = sum(weights[i] for i in retained), 0.0, []
+    for token in retained:
+        if before / total < config.top_p:
+            nucleus.append(token)
+        before += weights[token]
+    retained = [i for i in nucleus if weights[i] >= config.min_p * weights[by_rank[0]]]
+    total = sum(weights[i] for i in retained)
+    return [weights[i] / total if i in retained else 0.0 for i in range(len(logits))]
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,18 @@ def naive(logits: list[float], how: Sampling) -> list[float]:
         {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
     ],
 )
-def test_each_word_is_drawn_as_often_as_it_is_likely(options: dict[str, float]) -> None:
+def test_each_token_is_sampled_as_often_as_it_is_likely(options: dict[str, float]) -> None:
     logits_V = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
-    how = sampling(**options)
-    expected_V = torch.tensor(naive(logits_V.tolist(), how))
-    share_V, told_V = measure(logits_V, how)
-    # The cut points lie anywhere within their grid cells, two of them for a word.
-    torch.testing.assert_close(share_V, expected_V, rtol=0, atol=1.01 / GRID)
-    torch.testing.assert_close(told_V.exp(), expected_V, rtol=1e-5, atol=1e-7)
+    config = sampling(**options)
+    expected_V = torch.tensor(naive(logits_V.tolist(), config))
+    frequency_V, logp_V = measure(logits_V, config)
+    # Both boundaries of a token lie anywhere within their grid cells.
+    torch.testing.assert_close(frequency_V, expected_V, rtol=0, atol=1.01 / GRID)
+    torch.testing.assert_close(logp_V.exp(), expected_V, rtol=1e-5, atol=1e-7)
 
 
 distinct = st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True).map(
-    lambda numbers: [n / 7 for n in numbers]
+    lambda integers: [n / 7 for n in integers]
 )
 
 
@@ -79,22 +79,22 @@ distinct = st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True).
     top_p=st.floats(0.01, 1),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.99)),
 )
-def test_truncation_keeps_what_the_naive_loop_keeps(
+def test_truncation_matches_the_naive_loop(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    how = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    # A word that a hair would keep or drop may go either way in float32.
-    for hair in (-1e-4, 1e-4):
+    config = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    # A token within rounding of a limit may go either way in float32.
+    for epsilon in (-1e-4, 1e-4):
         near = sampling(
             temperature=temperature,
             top_k=top_k,
-            top_p=top_p if top_p == 1 else min(1.0, top_p + hair),
-            min_p=min_p and min_p * (1 + hair),
+            top_p=top_p if top_p == 1 else min(1.0, top_p + epsilon),
+            min_p=min_p and min_p * (1 + epsilon),
         )
-        assume([p > 0 for p in naive(logits, near)] == [p > 0 for p in naive(logits, how)])
+        assume([p > 0 for p in naive(logits, near)] == [p > 0 for p in naive(logits, config)])
     logp_1V = torch.log_softmax(torch.tensor([logits]) / temperature, -1)
-    got_V = truncate_logits(logp_1V, how)[0].exp()
-    torch.testing.assert_close(got_V, torch.tensor(naive(logits, how)), rtol=1e-4, atol=1e-6)
+    got_V = truncate_logits(logp_1V, config)[0].exp()
+    torch.testing.assert_close(got_V, torch.tensor(naive(logits, config)), rtol=1e-4, atol=1e-6)
 
 
 @settings(deadline=None)
@@ -103,22 +103,22 @@ def test_truncation_keeps_what_the_naive_loop_keeps(
     top_p=st.floats(0.02, 0.98),
     top_k=st.integers(1, 10),
 )
-def test_among_equal_words_truncation_is_still_lawful(
+def test_truncation_among_equally_likely_tokens(
     logits: list[float], top_p: float, top_k: int
 ) -> None:
-    """Which of two equal words stays is nobody's business; how many, and how much mass, is."""
+    """Which of two equal tokens stays is open; config many, and config much mass, is not."""
     probs_V = torch.softmax(torch.tensor(logits, dtype=torch.float64), -1)
     logp_1V = probs_V.log().float()[None]
 
-    kept_V = truncate_logits(logp_1V, sampling(top_p=top_p))[0] > -torch.inf
-    mass, least = float(probs_V[kept_V].sum()), float(probs_V[kept_V].min())
+    retained_V = truncate_logits(logp_1V, sampling(top_p=top_p))[0] > -torch.inf
+    mass, smallest = float(probs_V[retained_V].sum()), float(probs_V[retained_V].min())
     assert mass >= top_p - 1e-6, "the nucleus reaches top_p"
-    assert mass - least < top_p + 1e-6, "and is the smallest that does"
-    assert kept_V.all() or float(probs_V[~kept_V].max()) <= least + 1e-9
+    assert mass - smallest < top_p + 1e-6, "and is the smallest that does"
+    assert retained_V.all() or float(probs_V[~retained_V].max()) <= smallest + 1e-9
 
-    kept_V = truncate_logits(logp_1V, sampling(top_k=top_k))[0] > -torch.inf
-    assert int(kept_V.sum()) >= min(top_k, len(logits))
-    assert kept_V.all() or float(probs_V[~kept_V].max()) < float(probs_V[kept_V].min())
+    retained_V = truncate_logits(logp_1V, sampling(top_k=top_k))[0] > -torch.inf
+    assert int(retained_V.sum()) >= min(top_k, len(logits))
+    assert retained_V.all() or float(probs_V[~retained_V].max()) < float(probs_V[retained_V].min())
 
 
 def test_no_truncation_changes_nothing() -> None:
@@ -129,8 +129,8 @@ def test_no_truncation_changes_nothing() -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}])
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-def test_a_dropped_word_is_never_drawn(options: dict[str, float], uniform: float) -> None:
-    """Not even at the ends of the unit interval, with dropped words at both ends of the list."""
+def test_a_truncated_token_is_never_sampled(options: dict[str, float], uniform: float) -> None:
+    """Not even at the ends of the unit interval, with truncated tokens at both ends."""
     logits_1V = torch.tensor([[-3.0, -3.0, 2.0, -2.0, 2.1, -3.0, -3.0]])
     ids_1, logp_1 = sample_tokens(
         logits_1V, torch.tensor([uniform], dtype=torch.float64), sampling(**options)
@@ -139,7 +139,7 @@ def test_a_dropped_word_is_never_drawn(options: dict[str, float], uniform: float
     assert math.isfinite(float(logp_1))
 
 
-def test_the_far_end_of_a_large_vocabulary_is_drawn_at_its_rate() -> None:
+def test_the_end_of_a_large_vocabulary_is_sampled_at_its_rate() -> None:
     vocab_size = 150_000
     logits_V = torch.zeros(vocab_size)
     uniform_B = 1 - (torch.arange(60, dtype=torch.float64) + 0.5) / vocab_size
@@ -147,9 +147,9 @@ def test_the_far_end_of_a_large_vocabulary_is_drawn_at_its_rate() -> None:
     assert ids_B.tolist() == list(range(vocab_size - 1, vocab_size - 61, -1))
 
 
-def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
-    """Behind a near-certain word: 2e-9 each, where a float32 sum near 1 moves in steps of 6e-8."""
-    for count in (40, 700, 1151):  # of one block of words, of a padded number, of several blocks
+def test_tokens_below_float32_resolution_are_sampled_at_their_rate() -> None:
+    """After a near-certain token: 2e-9 each, where a float32 sum near 1 moves in steps of 6e-8."""
+    for count in (40, 700, 1151):  # one block, a padded one, several blocks
         logits_V = torch.tensor([0.0, *[-20.0] * count])
         rare = math.exp(-20)
         share = rare / (1 + count * rare)
@@ -167,32 +167,32 @@ def test_words_that_float32_cannot_add_to_one_are_drawn_at_their_rate() -> None:
     uniform=st.one_of(st.floats(0, 1, exclude_max=True), st.just(0.0), st.just(1 - 2**-53)),
     times=st.integers(1, 4),
 )
-def test_words_by_blocks_are_words_by_one_running_sum(
+def test_sampling_by_blocks_equals_one_cumulative_sum(
     logits: list[float], uniform: float, times: int
 ) -> None:
-    """Up to what rounding may move at the border between two words; never one without weight."""
+    """Up to rounding at the boundary between two tokens; never a token of weight 0."""
     assume(max(logits) > -math.inf)
     logits_V = torch.tensor(logits * times)
     uniform_1 = torch.tensor([uniform], dtype=torch.float64)
     ids_1, logp_1 = sample_tokens(logits_V[None], uniform_1, sampling())
     exact_V = torch.softmax(logits_V.double(), -1)
-    word = int(ids_1)
-    assert word < len(logits_V) and exact_V[word] > 0
-    torch.testing.assert_close(logp_1[0].double(), exact_V[word].log(), rtol=1e-5, atol=2e-6)
-    end = float(exact_V[: word + 1].sum())
-    assert end - float(exact_V[word]) - 1e-6 <= uniform <= end + 1e-6
+    token = int(ids_1)
+    assert token < len(logits_V) and exact_V[token] > 0
+    torch.testing.assert_close(logp_1[0].double(), exact_V[token].log(), rtol=1e-5, atol=2e-6)
+    end = float(exact_V[: token + 1].sum())
+    assert end - float(exact_V[token]) - 1e-6 <= uniform <= end + 1e-6
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 300])
-def test_logits_that_are_no_numbers_draw_some_word(vocab_size: int) -> None:
-    """Whoever looks at the loss says what is wrong; nothing is read out of bounds before."""
+def test_nan_logits_sample_some_token(vocab_size: int) -> None:
+    """The loss check reports them; nothing is indexed out of bounds before."""
     ids_B, logp_B = sample_tokens(
         torch.full((2, vocab_size), math.nan), torch.tensor([0.0, 0.9]), sampling()
     )
     assert ((ids_B >= 0) & (ids_B < vocab_size)).all() and logp_B.isnan().all()
 
 
-def test_greedy_takes_the_likeliest_with_certainty() -> None:
+def test_greedy_sampling_takes_the_argmax_with_log_prob_0() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
     ids_B, logp_B = sample_tokens(
         logits_BV, torch.tensor([0.999, 0.999]), sampling(temperature=0.0)
@@ -203,14 +203,14 @@ def test_greedy_takes_the_likeliest_with_certainty() -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**63 - 1))
-def test_random_numbers_follow_from_the_seed_and_a_longer_draw_begins_alike(seed: int) -> None:
-    numbers = uniforms_for(seed, 9)
-    assert torch.equal(numbers, uniforms_for(seed, 9))
-    assert not torch.equal(numbers, uniforms_for(seed ^ 1, 9))
-    assert ((numbers >= 0) & (numbers < 1)).all()
+def test_random_numbers_depend_on_the_seed_alone(seed: int) -> None:
+    uniforms = uniforms_for(seed, 9)
+    assert torch.equal(uniforms, uniforms_for(seed, 9))
+    assert not torch.equal(uniforms, uniforms_for(seed ^ 1, 9))
+    assert ((uniforms >= 0) & (uniforms < 1)).all()
 
 
-def test_a_shorter_budget_reads_the_same_numbers() -> None:
-    """So that raising max_new_tokens only makes cut answers longer."""
+def test_a_shorter_budget_uses_the_same_random_numbers() -> None:
+    """So that raising max_new_tokens only makes truncated samples longer."""
     for count in (1, 5, 15, 16, 17, 40):
         assert torch.equal(uniforms_for(11, count), uniforms_for(11, 60)[:count]), count
