@@ -31,6 +31,9 @@ DATA_MODULES = (
 )  # fmt: skip
 """Modules that hold data, as this tree and older ones call them."""
 
+RENDERING = "apply_chat_template"
+"""The function of transformers that renders messages; the template is slow, so it is counted."""
+
 CASES: dict[str, dict[str, Any]] = {
     "single-turn": {
         "tasks": {"kind": "arithmetic"},
@@ -47,6 +50,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 TRACED_STEP = 2
 
+OLDER_FIELDS = {
+    "num_tasks": "tasks",
+    "prompts_per_step": "prompts",
+    "samples_per_prompt": "samples",
+    "tool_call_format": "call_format",
+}
+"""What trees whose recipe is in `config/` call these fields."""
+
 
 class Call(NamedTuple):
     caller_file: str
@@ -59,6 +70,9 @@ class Call(NamedTuple):
         return self.caller_file != self.file
 
 
+RENDERED = Call("", "", "", RENDERING)
+
+
 class Walk(NamedTuple):
     hops: tuple[tuple[str, str], ...]
     """(file, other file), in the order in which they first happen."""
@@ -66,6 +80,10 @@ class Walk(NamedTuple):
     """Distinct (function, function of another file) behind these hops."""
     num_files: int
     """Files of the package whose code ran at all."""
+    num_mutual: int
+    """Pairs of files that call each other: the way goes back and forth."""
+    num_renderings: int
+    """How often the chat template ran."""
 
 
 def main() -> None:
@@ -77,7 +95,9 @@ def main() -> None:
     for case in args.case or CASES:
         walk = walk_step(args.tree.resolve(), CASES[case])
         print(
-            f"{case}: {len(walk.hops)} hops by {walk.num_calls} calls, {walk.num_files} files ran"
+            f"{case}: {len(walk.hops)} hops by {walk.num_calls} calls, {walk.num_mutual} pairs of "
+            f"files call each other, {walk.num_files} files ran, the chat template ran "
+            f"{walk.num_renderings} times"
         )
         if args.list:
             print(*(f"  {caller} -> {callee}" for caller, callee in walk.hops), sep="\n")
@@ -96,13 +116,14 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         models = [tiny.save_tiny(Path(folder) / str(seed), seed=seed) for seed in (0, 1)]
-        recipe = small_runs.small_recipe(
-            *models[: 1 if "teacher" in sections else 2],
-            **sections,
-            train={"steps": TRACED_STEP + 2, "prompts_per_step": 2, "learning_rate": 1e-3},
-            evaluate={"num_tasks": 2},
-            run={"checkpoint_every": 100},
-        )
+        sections = sections | {
+            "train": {"steps": TRACED_STEP + 2, "prompts_per_step": 2, "learning_rate": 1e-3},
+            "evaluate": {"num_tasks": 2},
+            "run": {"checkpoint_every": 100},
+        }
+        if (tree / "src" / "courtside" / "config").is_dir():
+            sections = with_older_fields(sections)
+        recipe = small_runs.small_recipe(*models[: 1 if "teacher" in sections else 2], **sections)
         loop.train_step = traced_step
         try:
             courtside.train(recipe, Path(folder) / "run")
@@ -111,12 +132,22 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
     return summarize(calls, property_codes())
 
 
+def with_older_fields(section: Any) -> Any:
+    if not isinstance(section, dict):
+        return section
+    return {OLDER_FIELDS.get(k, k): with_older_fields(v) for k, v in section.items()}
+
+
 @contextlib.contextmanager
 def trace_calls(package: Path, calls: Counter[Call], *, enabled: bool) -> Any:
     prefix = f"{package}/"
 
     def record_call(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(prefix):
+        if event != "call":
+            return
+        if frame.f_code.co_name == RENDERING:
+            calls[RENDERED] += 1
+        if not frame.f_code.co_filename.startswith(prefix):
             return
         caller = frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(prefix):
@@ -156,8 +187,15 @@ def property_codes() -> set[str]:
 def summarize(calls: Counter[Call], properties: set[str]) -> Walk:
     work = [c for c in calls if c.crosses_files and does_stage_work(c, properties)]
     hops = dict.fromkeys((call.caller_file, call.file) for call in work)
-    files = {name for call in calls for name in (call.caller_file, call.file)}
-    return Walk(hops=tuple(hops), num_calls=len(work), num_files=len(files))
+    files = {name for call in calls for name in (call.caller_file, call.file) if name}
+    mutual = {hop for hop in hops if hop[::-1] in hops and hop[0] < hop[1]}
+    return Walk(
+        hops=tuple(hops),
+        num_calls=len(work),
+        num_files=len(files),
+        num_mutual=len(mutual),
+        num_renderings=calls[RENDERED],
+    )
 
 
 def does_stage_work(call: Call, properties: set[str]) -> bool:

@@ -258,6 +258,17 @@ def test_functions_named_beside_their_file_exist() -> None:
         assert hasattr(importlib.import_module(f"courtside.losses.{module}"), function), function
 
 
+def test_the_loop_on_the_page_is_the_loop() -> None:
+    loop = (REPOSITORY / "src" / "courtside" / "loop.py").read_text(encoding="utf-8")
+    lines = [line.strip() for line in loop.splitlines()]
+    text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```\n(for step in .*?)^```$", text, re.M | re.S)
+    quoted = [line.strip() for line in shown.splitlines()]
+    assert [line for line in quoted if line not in lines] == []
+    body = lines[lines.index(quoted[1]) :]
+    assert [line for line in body if not line.startswith("with ")] == quoted[1:]
+
+
 def test_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pictures.py", "--check"])
     with pytest.raises(SystemExit) as ended:

@@ -32,7 +32,7 @@ def test_a_pair_of_files_is_one_hop(script: dict[str, Any]) -> None:
         ("rollout/single_turn.py", "engines/local.py"),
         ("engines/local.py", "rollout/single_turn.py"),
     )
-    assert (walk.num_calls, walk.num_files) == (4, 3)
+    assert (walk.num_calls, walk.num_files, walk.num_mutual) == (4, 3, 1)
 
 
 @pytest.mark.parametrize(
