@@ -99,13 +99,13 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
             print(f"  the rest of the selections: left out, --seconds {seconds} have passed")
             break
 
-        tops_NG = allocate_group_maxima(logits_NV, lanes=32 * warps, width=width)
-        padding = (0, width * tops_NG.shape[1] - logits_NV.shape[1])
+        maxima_NG = allocate_group_maxima(logits_NV, lanes=32 * warps, width=width)
+        padding = (0, width * maxima_NG.shape[1] - logits_NV.shape[1])
         padded_NV = torch.nn.functional.pad(logits_NV, padding, value=float("-inf"))
-        tops_NG.copy_(padded_NV.view(*tops_NG.shape, width).amax(-1))
+        maxima_NG.copy_(padded_NV.view(*maxima_NG.shape, width).amax(-1))
 
-        def run(tops_NG: torch.Tensor = tops_NG, warps: int = warps) -> None:
-            select_top_k(logits_NV, logits_NV, tops_NG, found, lanes=32 * warps, width=width,
+        def run(maxima_NG: torch.Tensor = maxima_NG, warps: int = warps) -> None:
+            select_top_k(logits_NV, logits_NV, maxima_NG, found, lanes=32 * warps, width=width,
                  num_warps=warps)  # fmt: skip
 
         took = clock.measure(run, before=found.counts_N3.zero_)

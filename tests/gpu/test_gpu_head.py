@@ -33,7 +33,7 @@ from courtside.losses.fused.types import DivergenceSpec, HeadGradient, HeadLoss,
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
-    # Of words past the end of a row, in Triton's interpreter; they are never stored.
+    # Of tokens past the end of a row, in Triton's interpreter; they are never stored.
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
 ]
 SEAMS = ChunkPlan(chunk=16, part=6)
@@ -84,8 +84,8 @@ def test_float32_is_float64_to_seven_digits(
 ) -> None:
     case = some(device)
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
-    assert max(found.values()) < 5e-5, found
+    errors = differences(ours, into, expected(case, divergence))
+    assert max(errors.values()) < 5e-5, errors
 
 
 @pytest.mark.parametrize("divergence", [*FEW, None], ids=name)
@@ -95,22 +95,22 @@ def test_scale_bias_cap_and_adapter(
 ) -> None:
     case = some(device, spread=1.0, **HEADS[head])
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
-    assert max(found.values()) < 5e-5, found
+    errors = differences(ours, into, expected(case, divergence))
+    assert max(errors.values()) < 5e-5, errors
 
 
 @pytest.mark.parametrize("divergence", [*FULL, None], ids=name)
 def test_bfloat16_is_as_close_as_its_logits(
     divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
-    """Against float64 on the same inputs. Which words are likeliest differs with the logits, and so
-    do the words of a support: those are compared where logits are exact, below."""
+    """Against float64 on the same inputs. Which tokens are most likely differs with the logits, so
+    the tokens of a support do, too: those are compared where logits are exact, below."""
     case = some(device, torch.bfloat16)
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
+    errors = differences(ours, into, expected(case, divergence))
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
-    assert max(found.values()) < 2e-2, found
+    assert max(errors.values()) < 2e-2, errors
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], None], ids=name)
@@ -121,8 +121,8 @@ def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
     case = some(device, torch.bfloat16, ranks=(16, 8))
     ours, into = through(case, divergence)
     assert into.up_VR is not None and into.up_VR.dtype == torch.float32
-    found = differences(ours, into, expected(case, divergence))
-    assert max(found.values()) < 4e-2, found
+    errors = differences(ours, into, expected(case, divergence))
+    assert max(errors.values()) < 4e-2, errors
 
 
 @pytest.mark.parametrize("divergence", [*FULL, *ENDS[:2], *ON_SUPPORT[::7], None], ids=name)
@@ -134,17 +134,17 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
     k = 0 if divergence is None or divergence.support is None else divergence.support.k
     case = untied(case, k).to(torch.bfloat16, str(device))
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
+    errors = differences(ours, into, expected(case, divergence))
     # Half a unit of bfloat16's last place; Triton's interpreter cuts digits off instead.
     limit = 3e-3 if device.type == "cuda" else 6e-3
-    assert max(found["hidden_ND"], found["weight_VD"]) < limit, found
+    assert max(errors["hidden_ND"], errors["weight_VD"]) < limit, errors
     for gradient in ("hidden_ND", "weight_VD", "bias_V"):
-        del found[gradient]
-    assert max(found.values()) < 1e-5, found
+        del errors[gradient]
+    assert max(errors.values()) < 1e-5, errors
 
 
 def untied(case: Case, k: int) -> Case:
-    """Without the rows whose k-th and next likeliest word are equally likely: either is right."""
+    """Without rows whose k-th and next most likely token are equally likely: either is right."""
     if not k:
         return case
     clear_N = torch.ones_like(case.weight_N, dtype=torch.bool)
@@ -154,8 +154,8 @@ def untied(case: Case, k: int) -> Case:
     rows = ("ids_N", "temperature_N", "weight_N", "coefficient_N")
     sides = (replace(s, hidden_ND=s.hidden_ND[clear_N]) for s in (case.student, case.teacher))
     student, teacher = sides
-    picked = {name: getattr(case, name)[clear_N] for name in rows}
-    return replace(case, student=student, teacher=teacher, **picked)
+    selected = {name: getattr(case, name)[clear_N] for name in rows}
+    return replace(case, student=student, teacher=teacher, **selected)
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], TOP_64[0], None], ids=name)
@@ -198,17 +198,17 @@ def test_real_vocabularies(
     vocab_size = vocab_size if device.type == "cuda" else vocab_size // 100
     case = exact_like(some(device, vocab_size=vocab_size, num_rows=7, sizes=(64, 32)))
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
-    assert max(found.values()) < 1e-4, found
+    errors = differences(ours, into, expected(case, divergence))
+    assert max(errors.values()) < 1e-4, errors
 
 
 def exact_like(case: Case) -> Case:
-    """Inputs of float32 whose products have few digits: no words of a support change places."""
+    """Inputs of float32 whose products have few digits: no tokens of a support change places."""
 
     def rounded(side: Any) -> Any:
         hidden_ND = (side.hidden_ND * 8).round() / 8
         weight_VD = (side.weight_VD * 64).round() / 64
-        # A little more for each word: no ties.
+        # A little more for each token: no ties.
         step = torch.arange(weight_VD.shape[0], device=weight_VD.device) / 2**20
         weight_VD[:, 0] += step
         hidden_ND[:, 0] = 1.0
@@ -231,8 +231,8 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     )
     torch.testing.assert_close(into.weight_VD, right_into.weight_VD, rtol=1e-4, atol=1e-6)
     case.teacher.hidden_ND[0] = math.nan
-    seen, _ = through(case, divergence)
-    assert bool(seen.hidden_gradient_ND[0].isnan().all()), "where it has weight, it is seen"
+    ours, _ = through(case, divergence)
+    assert bool(ours.hidden_gradient_ND[0].isnan().all()), "where it has weight, it is seen"
 
 
 @pytest.mark.parametrize("divergence", FEW, ids=name)
@@ -241,8 +241,8 @@ def test_one_head_for_both(divergence: DivergenceSpec, device: torch.device) -> 
     case = some(device, sizes=(96, 96))
     case = replace(case, teacher=replace(case.teacher, weight_VD=case.student.weight_VD))
     ours, into = through(case, divergence)
-    found = differences(ours, into, expected(case, divergence))
-    assert max(found.values()) < 5e-5, found
+    errors = differences(ours, into, expected(case, divergence))
+    assert max(errors.values()) < 5e-5, errors
     case = replace(case, teacher=case.student)
     ours, _ = through(case, divergence, sampled=False)
     assert ours.divergence is not None and float(ours.divergence.value_N.abs().max()) < 1e-5
@@ -257,29 +257,29 @@ def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.de
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
 
 
-def picked(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
+def selected(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
     """Ids; the logits beside them are looked at here."""
     layout = {"lanes": 32 * num_warps, "width": 8}
-    found = allocate_top_k(len(values_NV), k, values_NV.device)
-    found.ids_NK.fill_(-1)
-    tops_NG = allocate_group_maxima(values_NV, **layout)
-    padding = (0, 8 * tops_NG.shape[1] - values_NV.shape[1])
+    errors = allocate_top_k(len(values_NV), k, values_NV.device)
+    errors.ids_NK.fill_(-1)
+    maxima_NG = allocate_group_maxima(values_NV, **layout)
+    padding = (0, 8 * maxima_NG.shape[1] - values_NV.shape[1])
     padded_NV = torch.nn.functional.pad(values_NV, padding, value=-math.inf)
-    tops_NG.copy_(padded_NV.view(*tops_NG.shape, 8).amax(-1))
+    maxima_NG.copy_(padded_NV.view(*maxima_NG.shape, 8).amax(-1))
     other_NV = values_NV.flip(0).contiguous()
-    select_top_k(values_NV, other_NV, tops_NG, found, **layout, num_warps=num_warps)
-    for logits_NK, side_NV in ((found.own_NK, values_NV), (found.other_NK, other_NV)):
-        right_NK = side_NV.float().gather(-1, found.ids_NK)
+    select_top_k(values_NV, other_NV, maxima_NG, errors, **layout, num_warps=num_warps)
+    for logits_NK, side_NV in ((errors.logits_NK, values_NV), (errors.other_logits_NK, other_NV)):
+        right_NK = side_NV.float().gather(-1, errors.ids_NK)
         torch.testing.assert_close(logits_NK, right_NK, rtol=0, atol=0, equal_nan=True)
-    return found.ids_NK
+    return errors.ids_NK
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab_size", [151936, 49155])
-def test_the_likeliest_words_are_those_of_a_stable_sort(
+def test_the_most_likely_tokens_are_those_of_a_stable_sort(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """With rows that are crowded: all logits equal, all NaN, the likeliest side by side."""
+    """With rows that are crowded: all logits equal, all NaN, the most likely side by side."""
     large = device.type == "cuda"
     num_rows, vocab_size, k = (200, vocab_size, 64) if large else (6, vocab_size // 40, 16)
     values_NV = (2 * torch.randn(num_rows, vocab_size, device=device)).to(dtype)
@@ -287,12 +287,12 @@ def test_the_likeliest_words_are_those_of_a_stable_sort(
     values_NV[2] = math.nan
     values_NV[3] = torch.arange(vocab_size, device=device).to(dtype)
     values_NV[4] += 1000
-    found_NK = picked(values_NV, k, 8 if large else 1)
+    ours_NK = selected(values_NV, k, 8 if large else 1)
     filled_NV = values_NV.double().nan_to_num(nan=math.inf)
     right_NK = filled_NV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    assert torch.equal(found_NK, right_NK)
-    again_NK = picked(values_NV, k, 8 if large else 1)
-    assert torch.equal(found_NK, again_NK)
+    assert torch.equal(ours_NK, right_NK)
+    second_NK = selected(values_NV, k, 8 if large else 1)
+    assert torch.equal(ours_NK, second_NK)
 
 
 def test_kernels_are_chosen_on_a_gpu(device: torch.device) -> None:

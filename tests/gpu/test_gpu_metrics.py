@@ -36,12 +36,12 @@ def test_nothing_waits_before_it_is_read(device: torch.device) -> None:
             metrics.add_loss("value", values_N[0])
     metrics.mean("host", torch.tensor([2.0]))  # pairs are compared on the host
     host_N = values_N.cpu().double()
-    picked_M = host_N[host_N > 0.5]
+    selected_M = host_N[host_N > 0.5]
     expected = {
-        "mean": float(picked_M.mean()),
+        "mean": float(selected_M.mean()),
         "all": float(host_N.mean()),
         "host": 2.0,
-        "max": float(picked_M.max()),
+        "max": float(selected_M.max()),
     }
     assert metrics.means() == {
         k: pytest.approx(v, rel=1e-12, abs=1e-15) for k, v in expected.items()

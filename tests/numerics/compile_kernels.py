@@ -38,7 +38,7 @@ MANY = [
     {"capped": True},
     {"statistics": False},
     {"gradient": False},
-    {"form": 0, "gradient": False, "tops": True},
+    {"form": 0, "gradient": False, "maxima": True},
     *({"warps": warps, "lanes": lanes} for warps in (4, 16, 32) for lanes in (1, 2)),
 ]
 
@@ -54,17 +54,17 @@ def resources(
     capped: bool = False,
     statistics: bool = True,
     gradient: bool = True,
-    tops: bool = False,
+    maxima: bool = False,
 ) -> str:
     constants = {
         "FORM": form,
         "TEACHER": teacher,
         "STATISTICS": statistics,
         "GRADIENT": gradient,
-        "TOPS": tops,
+        "GROUP_MAXIMA": maxima,
         "STUDENT_CAPPED": capped,
         "TEACHER_CAPPED": capped,
-        "NUM_WORDS": vocab_size,
+        "VOCAB_SIZE": vocab_size,
         "LANES": 32 * warps * lanes,
         "WIDTH": 8 if dtype == "bf16" else 4,
     }
@@ -73,33 +73,36 @@ def resources(
     }
     types |= {"ids": "*i64", "student": f"*{dtype}", "teacher": f"*{dtype}", "num_rows": "i32"}
     types |= {"student_stride": "i32", "teacher_stride": "i32"}
-    types |= {"tops": f"*{dtype}", "teacher_tops": f"*{dtype}"}
+    types |= {"maxima": f"*{dtype}", "teacher_maxima": f"*{dtype}"}
     aligned = ("student", "teacher", "student_stride", "teacher_stride")
-    return used(vocabulary_kernel, types, constants, aligned, warps)
+    return count_resources(vocabulary_kernel, types, constants, aligned, warps)
 
 
 def select_resources(*, dtype: str = "bf16", vocab_size: int = 151936, warps: int = 8) -> str:
-    constants = {"NUM_WORDS": vocab_size, "ROOM": 256, "LANES": 32 * warps,
+    constants = {"VOCAB_SIZE": vocab_size, "CAPACITY": 256, "LANES": 32 * warps,
                  "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
     types = dict.fromkeys(("stride", "other_stride", "k"), "i32")
-    types |= {"values": f"*{dtype}", "others": f"*{dtype}", "ids": "*i64", "scratch": "*i64"}
-    types |= {"own_logits": "*fp32", "other_logits": "*fp32", "counts": "*i32"}
-    types["tops"] = f"*{dtype}"
+    types |= {"values": f"*{dtype}", "other_values": f"*{dtype}", "ids": "*i64", "scratch": "*i64"}
+    types |= {"logits": "*fp32", "other_logits": "*fp32", "counts": "*i32"}
+    types["maxima"] = f"*{dtype}"
     aligned = tuple(name for name in types if name != "k")
-    return used(select_kernel, types, constants, aligned, warps)
+    return count_resources(select_kernel, types, constants, aligned, warps)
 
 
 def support_resources(*, padded: int = 64, capped: bool = False, warps: int = 1) -> str:
     constants = {"OF": JOINT.value, "TAIL": True, "STUDENT_CAPPED": capped,
                  "TEACHER_CAPPED": capped, "PADDED": padded}  # fmt: skip
-    pointers = "own other teacher_own teacher_other temperatures weights coefficients outputs found"
+    pointers = (
+        "student_raw teacher_raw teacher_top_raw teacher_top_student_raw temperatures weights "
+        "coefficients outputs support_outputs"
+    )
     types = dict.fromkeys(support_kernel.arg_names, "fp32") | dict.fromkeys(
         pointers.split(), "*fp32"
     )
-    types |= {"ids": "*i64", "teacher_ids": "*i64", "words": "*i64", "values": "*bf16"}
+    types |= {"ids": "*i64", "teacher_ids": "*i64", "sampled_ids": "*i64", "values": "*bf16"}
     types |= dict.fromkeys(("num_rows", "stride", "k", "width"), "i32")
     types = {name: kind for name, kind in types.items() if name not in constants}
-    return used(support_kernel, types, constants, (), warps)
+    return count_resources(support_kernel, types, constants, (), warps)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
@@ -153,10 +156,12 @@ def layer_resources(
     types = {name: kind for name, kind in types.items() if name not in constants}
     limited = kernel is layers_autograd._rms_norm_backward
     aligned = tuple(n for n in types if types[n] != "fp32" and not n.startswith("num_"))
-    return used(kernel, types, constants, aligned, warps, BACKWARD_REGISTERS if limited else None)
+    return count_resources(
+        kernel, types, constants, aligned, warps, BACKWARD_REGISTERS if limited else None
+    )
 
 
-def used(
+def count_resources(
     kernel: Any,
     types: dict[str, str],
     constants: dict[str, Any],
@@ -178,29 +183,29 @@ def used(
         binary.write_bytes(compiled.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         command = [str(tool), "-res-usage", str(binary)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return next(line.strip() for line in said.splitlines() if "REG:" in line)
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next(line.strip() for line in report.splitlines() if "REG:" in line)
 
 
 def main() -> None:
     spills = 0
     options: dict[str, Any]
     for options in MANY if "--all" in sys.argv else FEW:
-        found = resources(**options)
-        spills += "STACK:0" not in found or "LOCAL:0" not in found
-        print(f"{options}: {found}")
+        usage = resources(**options)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"{options}: {usage}")
     for options in ({}, {"dtype": "fp32", "vocab_size": 151669}):
-        found = select_resources(**options)
-        spills += "STACK:0" not in found or "LOCAL:0" not in found
-        print(f"select_kernel, {options}: {found}")
+        usage = select_resources(**options)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"select_kernel, {options}: {usage}")
     for options in ({}, {"padded": 256, "capped": True, "warps": 4}):
-        found = support_resources(**options)
-        spills += "STACK:0" not in found or "LOCAL:0" not in found
-        print(f"support_kernel, {options}: {found}")
+        usage = support_resources(**options)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"support_kernel, {options}: {usage}")
     for kernel, pointers, integers, constants, warps in LAYERS:
-        found = layer_resources(kernel, pointers, integers, constants, warps)
-        spills += "STACK:0" not in found or "LOCAL:0" not in found
-        print(f"{kernel.__name__}, {pointers}: {found}")
+        usage = layer_resources(kernel, pointers, integers, constants, warps)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"{kernel.__name__}, {pointers}: {usage}")
     sys.exit(1 if spills else 0)
 
 

@@ -26,9 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if expected is not None:
         import courtside.losses
 
-        found = Path(str(courtside.losses.__file__)).parent
-        if found != Path(expected):
-            pytest.exit(f"testing {found} instead of {expected}", returncode=WRONG_TREE)
+        folder = Path(str(courtside.losses.__file__)).parent
+        if folder != Path(expected):
+            pytest.exit(f"testing {folder} instead of {expected}", returncode=WRONG_TREE)
 
 
 @pytest.fixture(autouse=True)

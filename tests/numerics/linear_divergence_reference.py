@@ -94,13 +94,13 @@ class Case:
         """All tensors of the two heads in that dtype; per-row numbers in float32 or better."""
 
         def side(p: Projection) -> Projection:  # fmt: skip
-            moved = {k: getattr(p, k) for k in ("hidden_ND", "weight_VD", "bias_V")}
+            tensors = {k: getattr(p, k) for k in ("hidden_ND", "weight_VD", "bias_V")}
             low = p.low_rank
             if low is not None:
                 down_RD, up_VR = (x.to(device, dtype) for x in (low.down_RD, low.up_VR))
                 p = replace(p, low_rank=replace(low, down_RD=down_RD, up_VR=up_VR))
             return replace(
-                p, **{k: v if v is None else v.to(device, dtype) for k, v in moved.items()}
+                p, **{k: v if v is None else v.to(device, dtype) for k, v in tensors.items()}
             )
 
         rows = torch.promote_types(dtype, torch.float32)
@@ -132,11 +132,11 @@ def make_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    def adapter(size: int, words: int, rank: int) -> LowRank | None:
+    def adapter(size: int, vocab_size: int, rank: int) -> LowRank | None:
         if not rank:
             return None
         down_RD = normal(rank, size) / math.sqrt(size)
-        return LowRank(down_RD=down_RD, up_VR=normal(words, rank) / math.sqrt(rank), scale=1.5)
+        return LowRank(down_RD=down_RD, up_VR=normal(vocab_size, rank) / math.sqrt(rank), scale=1.5)
 
     def side(size: int, extra: int, rank: int) -> Projection:
         return Projection(
@@ -154,7 +154,7 @@ def make_case(
         coefficient_N[2] = 0.0
     return Case(
         student=side(sizes[0], 0, ranks[0]),
-        teacher=side(sizes[1], 3, ranks[1]),  # a teacher with more words: cut
+        teacher=side(sizes[1], 3, ranks[1]),  # a teacher with more tokens: cut
         ids_N=torch.randint(vocab_size, (num_rows,), generator=generator),
         temperature_N=torch.rand(num_rows, generator=generator, dtype=torch.float64) + 0.6,
         weight_N=weight_N / num_rows,
@@ -322,11 +322,11 @@ def differences(ours: HeadLoss, into: HeadGradient | None, right: Expected) -> d
     for name in ("weight_VD", "bias_V", "down_RD", "up_VR"):
         pairs[name] = (None if into is None else getattr(into, name), getattr(right, name))
     result = {}
-    for name, (found, right_value) in pairs.items():
-        if found is None:
+    for name, (value, right_value) in pairs.items():
+        if value is None:
             continue
         assert right_value is not None, name
-        assert found.shape == right_value.shape, name
-        off = (found.double().cpu() - right_value).norm() / right_value.norm().clamp(min=1e-6)
+        assert value.shape == right_value.shape, name
+        off = (value.double().cpu() - right_value).norm() / right_value.norm().clamp(min=1e-6)
         result[name] = float(off) if math.isfinite(off) else math.inf
     return result

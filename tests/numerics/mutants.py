@@ -349,11 +349,11 @@ Each `+` is a mutation of its own."""
 def _read(text: str) -> Iterator[Mutation]:
     file = old = ""
     for line in filter(None, text.splitlines()):
-        mark, rest = line[:2], line[2:]
+        mark, text = line[:2], line[2:]
         if mark == "+ ":
-            yield Mutation(file, old, rest)
+            yield Mutation(file, old, text)
         elif mark == "- ":
-            old = rest
+            old = text
         else:
             file = line
 
@@ -362,9 +362,9 @@ MUTATIONS = tuple(_read(MUTATION_LIST))
 
 
 def mutated(source: str, mutation: Mutation) -> str:
-    found = source.count(mutation.old)
-    if found != 1:
-        raise ValueError(f"{mutation.file}: {mutation.old!r} occurs {found} times, not once")
+    count = source.count(mutation.old)
+    if count != 1:
+        raise ValueError(f"{mutation.file}: {mutation.old!r} occurs {count} times, not once")
     return source.replace(mutation.old, mutation.new)
 
 

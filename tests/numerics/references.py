@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Words = Sequence[Tensor]
+Probabilities = Sequence[Tensor]
 
 
 def number(x: Tensor) -> float:
@@ -33,22 +33,24 @@ def kl_term(p: Tensor, r: Tensor) -> Tensor:
     return p * torch.log(p / r) if number(p) > 0 else torch.zeros_like(p)
 
 
-def capped_sum(terms: Words, clip: float | None) -> Tensor:
+def capped_sum(terms: Probabilities, clip: float | None) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for term in terms:
         total = total + (clip if clip is not None and number(term) > clip else term)
     return total
 
 
-def reverse_kl(student: Words, teacher: Words, clip: float | None = None) -> Tensor:
+def reverse_kl(student: Probabilities, teacher: Probabilities, clip: float | None = None) -> Tensor:
     return capped_sum([kl_term(p, q) for p, q in zip(student, teacher, strict=True)], clip)
 
 
-def forward_kl(student: Words, teacher: Words, clip: float | None = None) -> Tensor:
+def forward_kl(student: Probabilities, teacher: Probabilities, clip: float | None = None) -> Tensor:
     return capped_sum([kl_term(q, p) for p, q in zip(student, teacher, strict=True)], clip)
 
 
-def jsd(student: Words, teacher: Words, beta: float, clip: float | None = None) -> Tensor:
+def jsd(
+    student: Probabilities, teacher: Probabilities, beta: float, clip: float | None = None
+) -> Tensor:
     terms = []
     for p, q in zip(student, teacher, strict=True):
         m = beta * q + (1 - beta) * p
@@ -57,20 +59,22 @@ def jsd(student: Words, teacher: Words, beta: float, clip: float | None = None) 
 
 
 def skew_forward_kl(
-    student: Words, teacher: Words, alpha: float, clip: float | None = None
+    student: Probabilities, teacher: Probabilities, alpha: float, clip: float | None = None
 ) -> Tensor:
     pairs = zip(student, teacher, strict=True)
     return capped_sum([kl_term(q, alpha * q + (1 - alpha) * p) for p, q in pairs], clip)
 
 
 def skew_reverse_kl(
-    student: Words, teacher: Words, alpha: float, clip: float | None = None
+    student: Probabilities, teacher: Probabilities, alpha: float, clip: float | None = None
 ) -> Tensor:
     pairs = zip(student, teacher, strict=True)
     return capped_sum([kl_term(p, alpha * p + (1 - alpha) * q) for p, q in pairs], clip)
 
 
-def total_variation(student: Words, teacher: Words, clip: float | None = None) -> Tensor:
+def total_variation(
+    student: Probabilities, teacher: Probabilities, clip: float | None = None
+) -> Tensor:
     pairs = zip(student, teacher, strict=True)
     # The sign by hand: the derivative of |x| at 0 is 0.
     return capped_sum([(p - q) * _sign(p - q) / 2 for p, q in pairs], clip)
@@ -85,21 +89,21 @@ def sampled_reverse_kl(student_logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor
     return (student_logp_T - teacher_logp_T).detach() * student_logp_T
 
 
-def entropy(p: Words) -> Tensor:
+def entropy(p: Probabilities) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for x in p:
         total = total - (x * torch.log(x) if number(x) > 0 else 0.0)
     return total
 
 
-def bucketed(p: Words, support: Sequence[int]) -> list[Tensor]:
-    """The words of the support, then everything else as one class."""
+def bucketed(p: Probabilities, support: Sequence[int]) -> list[Tensor]:
+    """The tokens of the support, then everything else as one class."""
     zero = torch.zeros((), dtype=torch.float64)
-    rest = sum((p[v] for v in range(len(p)) if v not in support), zero)
-    return [*(p[v] for v in support), rest]
+    tail = sum((p[v] for v in range(len(p)) if v not in support), zero)
+    return [*(p[v] for v in support), tail]
 
 
-def renormalized(p: Words, support: Sequence[int]) -> list[Tensor]:
+def renormalized(p: Probabilities, support: Sequence[int]) -> list[Tensor]:
     total = sum((p[v] for v in support), torch.zeros((), dtype=torch.float64))
     return [p[v] / total for v in support]
 
@@ -114,7 +118,7 @@ def by_position(
     rows = zip(logits_TV, teacher_logits_TV.detach(), strict=True)
     values = [reference(softmax_by_hand(s), softmax_by_hand(t)) for s, t in rows]
     total = sum(((t + 1) * value for t, value in enumerate(values)), torch.zeros(()))
-    if not total.requires_grad:  # Every word capped: a constant.
+    if not total.requires_grad:  # Every token capped: a constant.
         return torch.stack(values), torch.zeros_like(logits_TV)
     (gradient_TV,) = torch.autograd.grad(total, logits_TV)
     return torch.stack(values).detach(), gradient_TV

@@ -1,4 +1,4 @@
-"""Full-vocabulary divergences against the textbook, word by word; their edges and limits."""
+"""Full-vocabulary divergences against the textbook, token by token; their edges and limits."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_divergence_keeps_dtype_and_is_zero_at_the_teacher(
     assert bool((clipped_T < value_T).all())
 
 
-# ── words of probability zero ────────────────────────────────────────────────────────────────────
+# ── tokens of probability zero ────────────────────────────────────────────────────────────────────
 
 
 def test_infinite_where_the_mathematics_is_infinite() -> None:
@@ -142,7 +142,7 @@ def test_infinite_where_the_mathematics_is_infinite() -> None:
 
 
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
-def test_a_capped_infinite_word_gives_the_cap_and_no_gradient(name: str) -> None:
+def test_a_capped_infinite_token_gives_the_cap_and_no_gradient(name: str) -> None:
     one_sided = torch.tensor([[1.0, 0.5, -torch.inf]], dtype=torch.float64)
     everywhere = torch.tensor([[0.0, 0.2, 0.4]], dtype=torch.float64)
     pair = (everywhere, one_sided) if name == "reverse_kl" else (one_sided, everywhere)

@@ -16,11 +16,11 @@ from courtside.losses.top_k import top_k_divergence, top_k_ids
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 
 
-def checkpoint(seed: int, words: int) -> tuple[Tensor, Tensor]:
+def checkpoint(seed: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """A student's logits and the log-probabilities of a diffuse teacher."""
     generator = torch.Generator().manual_seed(seed)
-    teacher_V = 1.5 * torch.randn(words, generator=generator, dtype=torch.float64)
-    student_V = teacher_V + torch.randn(words, generator=generator, dtype=torch.float64)
+    teacher_V = 1.5 * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+    student_V = teacher_V + torch.randn(vocab_size, generator=generator, dtype=torch.float64)
     return student_V, teacher_V.log_softmax(-1)
 
 
@@ -76,7 +76,7 @@ def moments_of_sampled_forms(
 def test_sampled_forms_are_unbiased_and_a_baseline_calms_diffuse_students() -> None:
     plain = centred = signal = 0.0
     for seed in range(6):
-        student_V, teacher_V = checkpoint(seed, words=120)
+        student_V, teacher_V = checkpoint(seed, vocab_size=120)
         moments = moments_of_sampled_forms(student_V, teacher_V)
         assert max(bias for bias, _ in moments.values()) < 1e-12
         assert abs(moments["sampled"][1] - moments["gap"][1]) < 1e-12
@@ -88,7 +88,7 @@ def test_sampled_forms_are_unbiased_and_a_baseline_calms_diffuse_students() -> N
 
 
 def test_the_baseline_can_raise_the_variance_of_a_nearly_certain_student() -> None:
-    """As documented: −KL centres the advantage, but a near-certain word has almost no gradient, so
+    """As documented: −KL centres the advantage, but a near-certain token has almost no gradient, so
     the variance hangs on the others, and the advantage of those is not centred by it."""
     student_V = torch.tensor([0.9, 0.1], dtype=torch.float64).log()
     teacher_V = torch.tensor([0.8, 0.2], dtype=torch.float64).log()
@@ -99,7 +99,7 @@ def test_the_baseline_can_raise_the_variance_of_a_nearly_certain_student() -> No
 
 @pytest.mark.parametrize("seed", range(8))
 def test_top_k_trades_variance_for_a_bias_that_the_tail_keeps_below_naive(seed: int) -> None:
-    student_V, teacher_V = checkpoint(seed, words=40)
+    student_V, teacher_V = checkpoint(seed, vocab_size=40)
     exact_V = exact_gradient(student_V, teacher_V)
 
     def bias(k: int, form: str) -> float:

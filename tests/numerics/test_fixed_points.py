@@ -1,7 +1,7 @@
-"""Where training ends: exact gradients and Adam to convergence on a 200-word softmax, k = 20.
+"""Where training ends: exact gradients and Adam to convergence on a 200-token softmax, k = 20.
 
-The teacher's 20 most likely words hold 0.773 of its mass. What is theory is asserted tightly (the
-student's mass on those words); what depends on the student's start, by its order of size.
+The teacher's 20 most likely tokens hold 0.773 of its mass. What is theory is asserted tightly (the
+student's mass on those tokens); what depends on the student's start, by its order of size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from courtside.losses.full_vocabulary import divergence
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
-WORDS, K, MASS = 200, 20, 0.773
+VOCAB_SIZE, K, MASS = 200, 20, 0.773
 STARTS = 3
 """Random students, trained side by side as positions of one batch."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
@@ -28,8 +28,8 @@ def random_logits(*shape: int, seed: int) -> Tensor:
 
 @cache
 def teacher() -> Tensor:
-    """Random logits whose first 20 words are raised, by bisection, until they hold 0.773."""
-    logits_V = random_logits(WORDS, seed=0)
+    """Random logits whose first 20 tokens are raised, by bisection, until they hold 0.773."""
+    logits_V = random_logits(VOCAB_SIZE, seed=0)
     low, high = 0.0, 20.0
     for _ in range(60):
         raised_V = logits_V.clone()
@@ -44,8 +44,8 @@ def teacher() -> Tensor:
 @cache
 def trained(form: str, of: str, name: str = "reverse_kl", start: str = "far") -> tuple[Tensor, ...]:
     """(mass on the teacher's top 20, KL(π‖q) left), of each student, after training."""
-    teacher_TV = teacher().expand(STARTS, WORDS)
-    logits_TV = random_logits(STARTS, WORDS, seed=1)
+    teacher_TV = teacher().expand(STARTS, VOCAB_SIZE)
+    logits_TV = random_logits(STARTS, VOCAB_SIZE, seed=1)
     if start == "near":
         logits_TV = 0.5 * logits_TV + teacher_TV
     logits_TV.requires_grad_()
@@ -89,11 +89,11 @@ def test_full_vocabulary_finds_the_teacher() -> None:
 def test_tail_and_stop_gradient_reach_the_teachers_mass(form: str, of: str) -> None:
     mass_T, kl_T = trained(form, of)
     assert near(mass_T, MASS, 2e-3)
-    # What is left is the shape of the words outside the support, which nothing looks at.
+    # What is left is the shape of the tokens outside the support, which nothing looks at.
     assert float(kl_T.min()) > 0.1 and float(kl_T.max()) < 0.4
 
 
-def test_naive_on_the_teachers_words_ends_at_one_e_th_of_the_mass() -> None:
+def test_naive_on_the_teachers_tokens_ends_at_one_e_th_of_the_mass() -> None:
     mass_T, kl_T = trained("naive", "teacher")
     assert near(mass_T, MASS / math.e, 1e-3)
     assert near(kl_T, 1.2, 0.15)
@@ -110,8 +110,8 @@ def test_renormalized_leaves_the_mass_undetermined() -> None:
     far_T, _ = trained("renormalized", "teacher")
     near_T, _ = trained("renormalized", "teacher", start="near")
     assert float(far_T.max()) < 0.3 and float(near_T.min()) > 0.6  # It ends where it began.
-    logits_TV = random_logits(2, WORDS, seed=5).requires_grad_()
-    teacher_TV = teacher().expand(2, WORDS)
+    logits_TV = random_logits(2, VOCAB_SIZE, seed=5).requires_grad_()
+    teacher_TV = teacher().expand(2, VOCAB_SIZE)
     logp_TV = logits_TV.log_softmax(-1)
     ids_TK, keep_TK = top_k_ids(logp_TV, teacher_TV, k=K, of="teacher")
     loss_T = top_k_divergence(
@@ -124,7 +124,7 @@ def test_renormalized_leaves_the_mass_undetermined() -> None:
 
 
 @pytest.mark.parametrize("form", ["tail", "stop_gradient"])
-def test_the_students_own_words_stick_far_from_the_teacher_and_do_near_it(form: str) -> None:
+def test_the_students_own_tokens_stick_far_from_the_teacher_and_do_near_it(form: str) -> None:
     far_mass_T, far_kl_T = trained(form, "student")
     assert float(far_mass_T.max()) < 0.65 and float(far_kl_T.min()) > 0.4
     near_mass_T, near_kl_T = trained(form, "student", start="near")

@@ -63,7 +63,7 @@ def through(
 
 
 def log_probs(case: Case) -> list[Tensor]:
-    """Of student and teacher over the words they share."""
+    """Of student and teacher over the tokens they share."""
     sides, vocab_size = (case.student, case.teacher), len(case.student.weight_VD)
     logits = (side.hidden_ND @ side.weight_VD[:vocab_size].T for side in sides)
     return [(x_NV / case.temperature_N[:, None]).log_softmax(-1) for x_NV in logits]
@@ -103,7 +103,7 @@ def test_the_losses_on_log_probs_agree(divergence: DivergenceSpec) -> None:
 
 
 @pytest.mark.parametrize("form", ["tail", "stop_gradient", "renormalized", "naive"])
-def test_a_cap_on_words_of_a_support(form: str) -> None:
+def test_a_cap_on_tokens_of_a_support(form: str) -> None:
     case = make_case(num_rows=4)
     on = Support(k=5, of="joint", form=form)
     spec = DivergenceSpec(name="reverse_kl", support=on, clip=0.02)
@@ -121,7 +121,7 @@ def test_a_cap_on_words_of_a_support(form: str) -> None:
 
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["spread", "sure of few"])
 def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
-    """Also where next to nothing is left for the tail, and where words are listed twice."""
+    """Also where next to nothing is left for the tail, and where tokens are listed twice."""
     logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
     ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=7, of="joint")
     logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
@@ -257,16 +257,16 @@ def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
     assert max(off.values()) < 4e-2, off
 
 
-def test_words_that_only_one_side_has_get_no_gradient() -> None:
+def test_tokens_that_only_one_side_has_get_no_gradient() -> None:
     case = make_case(vocab_size=20)
-    case = replace(case, student=case.teacher, teacher=case.student)  # a student with 3 more words
+    case = replace(case, student=case.teacher, teacher=case.student)  # a student with 3 more tokens
     ours, into = through(case, FULL[0])
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 1e-9, off
     assert into.weight_VD[:20].any() and not into.weight_VD[20:].any()
 
 
-# ── sampled words ────────────────────────────────────────────────────────────────────────────────
+# ── sampled tokens ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("divergence", [None, FULL[0], ON_SUPPORT[0]], ids=str)
@@ -314,7 +314,7 @@ def test_rows_without_weight_may_have_nan_in_a_sampled_loss() -> None:
     assert not ours.hidden_gradient_ND[3].any()
 
 
-def test_without_a_teacher_only_the_sampled_words_count() -> None:
+def test_without_a_teacher_only_the_sampled_tokens_count() -> None:
     case = make_case()
     into = zero_gradient(case)
     ours = fused_linear_divergence(
@@ -392,9 +392,9 @@ def test_extreme_logits_stay_finite(divergence: DivergenceSpec) -> None:
     case = make_case(spread=1e4).to(torch.float32)
     ours, into = through(case, divergence)
     assert ours.divergence is not None
-    for found in (ours.divergence.value_N, ours.hidden_gradient_ND, into.weight_VD,
+    for values in (ours.divergence.value_N, ours.hidden_gradient_ND, into.weight_VD,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
-        assert bool(found.isfinite().all())
+        assert bool(values.isfinite().all())
 
 
 # ── other targets ────────────────────────────────────────────────────────────────────────────────
@@ -427,8 +427,8 @@ def teacher_log_probs(case: Case) -> Tensor:
     vocab_size = len(case.student.weight_VD)
     columns = []
     for token in range(vocab_size):
-        one = replace(case, ids_N=torch.full_like(case.ids_N, token))
-        columns.append(expected(one, None).teacher_logp_N)
+        at_token = replace(case, ids_N=torch.full_like(case.ids_N, token))
+        columns.append(expected(at_token, None).teacher_logp_N)
     return torch.stack(columns, dim=-1)
 
 

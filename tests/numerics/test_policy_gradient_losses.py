@@ -1,4 +1,4 @@
-"""Losses on sampled tokens: expectations by enumerating every word that could have been drawn."""
+"""Losses on sampled tokens: expectations by enumerating every token that could have been drawn."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def three_policies() -> tuple[Tensor, Tensor, Tensor]:
     return student_V, teacher_V.log_softmax(-1), sampler_V
 
 
-def gradients_by_word(loss: Callable[[Tensor], Tensor], student_V: Tensor) -> Tensor:
-    """[V, V]: row y is the gradient of the loss by the logits, had word y been sampled."""
+def gradients_by_token(loss: Callable[[Tensor], Tensor], student_V: Tensor) -> Tensor:
+    """[V, V]: row y is the gradient of the loss by the logits, had token y been sampled."""
     logits_V = student_V.clone().requires_grad_()
-    loss_V = loss(logits_V.log_softmax(-1))  # V positions; the word sampled at position y is y.
+    loss_V = loss(logits_V.log_softmax(-1))  # V positions; the token sampled at position y is y.
     rows = [torch.autograd.grad(x, logits_V, retain_graph=True)[0] for x in loss_V]
     return torch.stack(rows)
 
@@ -76,7 +76,7 @@ def test_expected_gradient_of_the_sampled_forms_is_that_of_the_kl(
                 logp_V, a, sampler_logp_T=mu
             ),
         ):
-            close(expected(gradients_by_word(loss, student_V), student_logp_V), exact_V)
+            close(expected(gradients_by_token(loss, student_V), student_logp_V), exact_V)
 
 
 def test_the_mean_of_the_estimate_is_the_kl_of_the_sampler() -> None:
@@ -88,13 +88,13 @@ def test_the_mean_of_the_estimate_is_the_kl_of_the_sampler() -> None:
 def test_differentiating_the_sampled_log_ratio_itself_teaches_nothing() -> None:
     """Why that form does not exist here: its expected gradient is zero for any teacher."""
     student_V, teacher_V, _ = three_policies()
-    gradient_VV = gradients_by_word(lambda logp_V: logp_V - teacher_V, student_V)
+    gradient_VV = gradients_by_token(lambda logp_V: logp_V - teacher_V, student_V)
     close(expected(gradient_VV, student_V.log_softmax(-1)), torch.zeros_like(student_V))
     assert float(kl_gradient(student_V, teacher_V).abs().max()) > 0.01
 
 
 def test_a_divergence_as_an_advantage_teaches_nothing() -> None:
-    """Why it is refused: it is the same for every word that could have been sampled."""
+    """Why it is refused: it is the same for every token that could have been sampled."""
     student_V, teacher_V, _ = three_policies()
     student_logp_V = student_V.log_softmax(-1)
     ids, keep = top_k_ids(student_logp_V[None], teacher_V[None], k=3, of="teacher")
@@ -102,7 +102,7 @@ def test_a_divergence_as_an_advantage_teaches_nothing() -> None:
         student_logp_V[ids], teacher_V[ids], keep, name="reverse_kl", form="tail"
     )
     advantage_V = -value.expand(len(student_V))
-    gradient_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
+    gradient_VV = gradients_by_token(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
     close(expected(gradient_VV, student_logp_V), torch.zeros_like(student_V))
 
 
@@ -125,7 +125,7 @@ def test_extrapolation_has_the_gradient_of_the_kl_to_the_extrapolated_teacher() 
     student_logp_V = student_V.log_softmax(-1)
     target_V = (1.25 * teacher_V - 0.25 * reference_V).log_softmax(-1)
     gap_V = teacher_gap(teacher_V, student_logp_V, reference_logp_T=reference_V, lam=1.25)
-    gradient_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, gap_V), student_V)
+    gradient_VV = gradients_by_token(lambda logp_V: policy_gradient(logp_V, gap_V), student_V)
     close(expected(gradient_VV, student_logp_V), kl_gradient(student_V, target_V))
 
 
@@ -140,7 +140,7 @@ def test_the_baseline_keeps_the_expected_gradient_and_centres_the_advantage() ->
         close(p_V @ plain_V, -kl)
         close(p_V @ centred_V, torch.zeros((), dtype=torch.float64))
         close(p_V @ centred_V.square(), p_V @ plain_V.square() - kl**2)
-        gradient_VV = gradients_by_word(
+        gradient_VV = gradients_by_token(
             lambda logp_V, a=centred_V: policy_gradient(logp_V, a), student_V
         )
         close(expected(gradient_VV, student_logp_V), kl_gradient(student_V, teacher_V))
@@ -168,10 +168,10 @@ def test_group_advantage_of_no_samples_is_empty() -> None:
 # ── the ratio ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_importance_ratios_give_the_students_gradient_from_another_samplers_words() -> None:
+def test_importance_ratios_give_the_students_gradient_from_another_samplers_tokens() -> None:
     student_V, _, sampler_V = three_policies()
     advantage_V = torch.randn(7, dtype=torch.float64)
-    gradient_VV = gradients_by_word(
+    gradient_VV = gradients_by_token(
         lambda logp_V: policy_gradient(logp_V, advantage_V, sampler_logp_T=sampler_V), student_V
     )
 
@@ -180,7 +180,7 @@ def test_importance_ratios_give_the_students_gradient_from_another_samplers_word
 
     close(expected(gradient_VV, sampler_V), gradient_of(objective, student_V))
     # Without the ratio it is the gradient of something else.
-    without_VV = gradients_by_word(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
+    without_VV = gradients_by_token(lambda logp_V: policy_gradient(logp_V, advantage_V), student_V)
     difference_V = expected(without_VV, sampler_V) - expected(gradient_VV, sampler_V)
     assert float(difference_V.abs().max()) > 1e-3
 
@@ -195,7 +195,7 @@ def test_the_gap_of_an_older_sampler_differs_by_its_own_kl() -> None:
         (stale_V, exact_V - kl_gradient(student_V, sampler_V)),
         (fresh_V, exact_V),
     ):
-        gradient_VV = gradients_by_word(
+        gradient_VV = gradients_by_token(
             lambda logp_V, a=gap_V: policy_gradient(logp_V, a, sampler_logp_T=sampler_V), student_V
         )
         close(expected(gradient_VV, sampler_V), expected_V)
@@ -216,10 +216,10 @@ def test_ratio_and_truncation_against_the_textbook(seed: int, limit: float | Non
     assert unwanted == [None, None]
     for t in range(5):
         ratio = math.exp(student_T[t].item() - sampler_T[t].item())
-        kept = ratio if limit is None else min(ratio, limit)
+        retained = ratio if limit is None else min(ratio, limit)
         # d(r·A)/d(log π) = r·A: a truncated token still carries gradient, c·A.
-        close(gradient_T[t].item(), -kept * advantage_T[t].item())
-        close(loss_T[t].item(), -kept * advantage_T[t].item() * student_T[t].item())
+        close(gradient_T[t].item(), -retained * advantage_T[t].item())
+        close(loss_T[t].item(), -retained * advantage_T[t].item() * student_T[t].item())
 
 
 @given(st.integers(0, 2**20))
@@ -262,8 +262,8 @@ def test_cross_entropy_of_a_text_by_hand() -> None:
     ones_T = torch.ones(4, dtype=torch.float64)
     loss_T = SampledTokenLoss(weight_N=ones_T, advantage_N=ones_T).per_token(logp_T, None)
     (gradient_TV,) = torch.autograd.grad(loss_T.sum(), logits_TV, retain_graph=True)
-    words = [textbook.softmax_by_hand(row) for row in logits_TV]
-    expected_T = -torch.stack([torch.log(p[y]) for p, y in zip(words, text_T, strict=True)])
+    probabilities = [textbook.softmax_by_hand(row) for row in logits_TV]
+    expected_T = -torch.stack([torch.log(p[y]) for p, y in zip(probabilities, text_T, strict=True)])
     close(loss_T, expected_T)
     close(gradient_TV, torch.autograd.grad(expected_T.sum(), logits_TV)[0])
 

@@ -1,4 +1,4 @@
-"""Divergences on k words: the support itself, each form against the textbook, the edges."""
+"""Divergences on k tokens: the support itself, each form against the textbook, the edges."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def support_by_hand(student: list[Tensor], teacher: list[Tensor], k: int, of: st
     def best(p: list[Tensor]) -> list[int]:
         return sorted(range(len(p)), key=lambda v: -textbook.number(p[v]))[:k]
 
-    words = {"teacher": best(teacher), "student": best(student)}
-    return sorted({*words["teacher"], *words["student"]} if of == "joint" else words[of])
+    supports = {"teacher": best(teacher), "student": best(student)}
+    return sorted({*supports["teacher"], *supports["student"]} if of == "joint" else supports[of])
 
 
 def reference(
@@ -155,7 +155,7 @@ def test_tail_stays_finite_and_useful_where_one_side_is_certain(
             assert_close(value_T, torch.zeros(1, dtype=dtype), atol=1e-5, rtol=0)
 
 
-def test_a_student_certain_of_words_the_teacher_lacks_is_still_moved_by_the_tail() -> None:
+def test_a_student_certain_of_tokens_the_teacher_lacks_is_still_moved_by_the_tail() -> None:
     """Below the floor of the tail the gradient goes on, so that the forward KL is not stuck."""
     student_TV = torch.tensor([[40.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
     teacher_TV = torch.tensor([[0.0, 0.0, 9.0, 9.0]], dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_a_student_certain_of_words_the_teacher_lacks_is_still_moved_by_the_tail
 
 
 @given(logit_pairs(masks="independent"), st.data())
-def test_masked_words_never_give_nan(pair: tuple[Tensor, Tensor], data: st.DataObject) -> None:
+def test_masked_tokens_never_give_nan(pair: tuple[Tensor, Tensor], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, pair[0].shape[-1]))
     of = data.draw(st.sampled_from(OF))
     name, options = data.draw(st.sampled_from(OPTIONS[2:]))
@@ -178,7 +178,7 @@ def test_masked_words_never_give_nan(pair: tuple[Tensor, Tensor], data: st.DataO
 
 
 @settings(max_examples=30)
-@given(logit_pairs(max_words=9), st.data())
+@given(logit_pairs(max_vocab_size=9), st.data())
 def test_support_overlap_and_mass_by_hand(pair: tuple[Tensor, Tensor], data: st.DataObject) -> None:
     student_TV, teacher_TV = (logits.log_softmax(-1) for logits in pair)
     k = data.draw(st.integers(1, student_TV.shape[-1]))

@@ -47,7 +47,7 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "preference": [({"kind": "preference"}, ALL)],
 }
 NOT_MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
-    "a cap on all words": [({**KL, "clip": 0.1}, ALL)],
+    "a cap on all tokens": [({**KL, "clip": 0.1}, ALL)],
     "extrapolated": [({**KL, "extrapolate": 1.5}, ALL)],
     "entropy-aware": [({**KL, "entropy_aware": {"threshold": 1.0}}, ALL)],
     "two on one position": [(KL, ALL), ({**KL, "name": "b", "divergence": "forward_kl"}, LAST)],

@@ -59,7 +59,7 @@ from courtside.losses.fused.topk_select import num_select_warps  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
-    # Of words past the end of a row, in the interpreter; they are never stored.
+    # Of tokens past the end of a row, in the interpreter; they are never stored.
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
 ]
 EVERY = [
@@ -69,7 +69,7 @@ EVERY = [
 ]
 SMALL = ChunkPlan(chunk=4, part=3)
 TILE = 32 * 4
-"""Words in a tile of float32 on one warp, the smallest there is."""
+"""Tokens in a tile of float32 on one warp, the smallest there is."""
 
 
 launch = triton_backend.vocabulary_pass_triton
@@ -79,8 +79,8 @@ launch = triton_backend.vocabulary_pass_triton
 def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Small tiles, so that small vocabularies have several."""
     options = getattr(request, "param", {"num_warps": 1})
-    words = partial(launch, tiling=triton_backend.Tiling(**options))
-    monkeypatch.setattr(triton_backend, "vocabulary_pass_triton", words)
+    tiled_pass = partial(launch, tiling=triton_backend.Tiling(**options))
+    monkeypatch.setattr(triton_backend, "vocabulary_pass_triton", tiled_pass)
 
 
 def through(
@@ -121,9 +121,7 @@ def test_vocabularies_that_fill_no_tile_or_several(
 @pytest.mark.parametrize(
     "divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"] + ON_SUPPORT[::7], ids=label
 )
-def test_words_that_are_found_by_their_groups(
-    divergence: DivergenceSpec, head: dict[str, Any]
-) -> None:
+def test_tokens_selected_by_their_groups(divergence: DivergenceSpec, head: dict[str, Any]) -> None:
     """Of a vocabulary that is large enough for it; small ones are sorted."""
     vocab_size = 4 * TILE + 37
     assert divergence.support is not None
@@ -135,8 +133,8 @@ def test_words_that_are_found_by_their_groups(
 
 
 @pytest.mark.parametrize("divergence", [d for d in ON_SUPPORT if d.name == "reverse_kl"], ids=label)
-def test_words_that_both_sides_have_and_that_were_sampled(divergence: DivergenceSpec) -> None:
-    """A teacher that hardly differs, and the student's likeliest word as the sampled one."""
+def test_tokens_that_both_sides_have_and_that_were_sampled(divergence: DivergenceSpec) -> None:
+    """A teacher that hardly differs, and the student's most likely token as the sampled one."""
     case = small()
     student = case.student
     noise_VD = torch.randn(student.weight_VD.shape, generator=torch.Generator().manual_seed(3))
@@ -213,9 +211,9 @@ def test_logits_of_ten_thousand_and_far_apart_stay_finite(
 ) -> None:
     case = small(vocab_size=TILE + 9, spread=1e4)
     ours, into = through(case, divergence)
-    for found in (ours.hidden_gradient_ND, into.weight_VD, ours.statistics.student_logp_N,
+    for values in (ours.hidden_gradient_ND, into.weight_VD, ours.statistics.student_logp_N,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
-        assert found is not None and bool(found.isfinite().all())
+        assert values is not None and bool(values.isfinite().all())
 
 
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT[::5]], ids=label)
@@ -230,7 +228,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     ours, head = through(case, divergence, sampled=sampled)
     assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
     assert ours.divergence is not None and right.divergence is not None
-    # Where the sampled word is on the support, it is rounded in another place: no exact equality.
+    # Where the sampled token is on the support, it is rounded in another place: no exact equality.
     close = partial(assert_close, rtol=1e-5, atol=1e-7)
     close(ours.divergence.value_N, right.divergence.value_N)
     close(ours.hidden_gradient_ND, right.hidden_gradient_ND)
@@ -334,7 +332,7 @@ def test_a_support_without_its_kernels(divergence: DivergenceSpec, monkeypatch: 
     assert max(off.values()) < 2e-5, off
 
 
-def test_without_a_teacher_only_the_sampled_words_count() -> None:
+def test_without_a_teacher_only_the_sampled_tokens_count() -> None:
     case = small()
     into = zero_gradient(case)
     ours = fused_linear_divergence(
@@ -350,7 +348,7 @@ def test_no_rows() -> None:
     assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
 
 
-def test_a_word_that_does_not_exist_is_nan_and_reads_nothing() -> None:
+def test_a_token_that_does_not_exist_is_nan_and_reads_nothing() -> None:
     case = small()
     case.ids_N[0] = 23
     ours, _ = through(case, FULL[0], sampled=False)
@@ -369,8 +367,8 @@ def test_tilings_do_not_change_anything() -> None:
 
 
 @pytest.mark.parametrize("divergence", ON_SUPPORT[::4], ids=label)
-def test_a_support_out_of_many_words(divergence: DivergenceSpec) -> None:
-    """So many that the likeliest are found by the kernels, too."""
+def test_a_support_out_of_many_tokens(divergence: DivergenceSpec) -> None:
+    """So many that the most likely are found by the kernels, too."""
     case = small(vocab_size=4 * TILE + 90, num_rows=4)
     ours, into = through(case, divergence)
     off = differences(ours, into, expected(case, divergence))
@@ -378,8 +376,8 @@ def test_a_support_out_of_many_words(divergence: DivergenceSpec) -> None:
 
 
 @pytest.mark.parametrize("of", ["teacher", "student", "joint"])
-def test_a_support_of_every_word(of: Any) -> None:
-    """Of a joint one each word is listed twice, and counts once."""
+def test_a_support_of_every_token(of: Any) -> None:
+    """Of a joint one each token is listed twice, and counts once."""
     case = small(vocab_size=6)
     on = Support(k=6, of=of, form="renormalized")
     ours, into = through(case, DivergenceSpec(name="reverse_kl", support=on))
@@ -410,7 +408,7 @@ def test_it_compiles_for_a_gpu_without_spilling(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(courtside.__file__).parents[1])
     script = Path(__file__).with_name("compile_kernels.py")
-    found = subprocess.run(
+    values = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert values.returncode == 0, values.stdout + values.stderr

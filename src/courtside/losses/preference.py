@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs; each input is a sequence's summed log-probability."""
+"""Direct preference optimization on pairs; each input is a sequence's summed log-probability."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import Tensor
 def reduce_sum_over(loss_T: Tensor, weight_T: Tensor, denominator: float) -> Tensor:
     """Σ loss·weight / denominator.
 
-    `denominator` is the number of trained tokens of this component in the *whole* optimiser step,
+    `denominator` is the number of trained tokens of this loss term in the *whole* optimizer step,
     over all micro-batches and ranks, so that sums over parts add up to the sum over the whole.
     Without tokens the result is a zero that still has a graph: every rank can call backward.
     """

@@ -138,8 +138,8 @@ def _group_positions(batch: TokenBatch, terms: Sequence[LossTerm]) -> list[_Grou
     passes.append((~nowhere_N, None, None))
     groups, covered_N = [], nowhere_N
     for on_N, divergence, target_name in passes:
-        again_N = nowhere_N if divergence is None else on_N & covered_N
-        for members_N, is_first in ((on_N & ~covered_N, True), (again_N, False)):
+        repeated_N = nowhere_N if divergence is None else on_N & covered_N
+        for members_N, is_first in ((on_N & ~covered_N, True), (repeated_N, False)):
             if not members_N.any():
                 continue
             sampled = tuple(

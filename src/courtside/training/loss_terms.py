@@ -1,7 +1,7 @@
-"""From a recipe's losses to streams: which tokens each component trains on, and with what numbers.
+"""From a recipe's losses to loss terms: which tokens each trains on, with which weights.
 
-Everything here is decided for a whole optimiser step at once, before it is cut into micro-batches:
-denominators and group-relative advantages must not depend on the cut.
+Everything here is decided for a whole optimizer step, before it is split into micro-batches:
+denominators and group-relative advantages must not depend on the split.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from courtside.types import Scored, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """One loss of the recipe, for one optimiser step."""
+    """One loss of the recipe, for one optimizer step."""
 
     name: str
     loss: Loss
     weight: Mapping[str, tuple[float, ...]]
-    """By trajectory id: of each chosen token in this loss's mean, 0 where it is no part of it.
-    Trajectories without any are left out."""
+    """By trajectory id: weight of each chosen token in this loss's mean, 0 where it does not train.
+    Trajectories without trained tokens are left out."""
     denominator: int
     """Trained tokens over the whole step, or turns; for preferences, pairs."""
     advantage: Mapping[str, tuple[float, ...]]
-    """By trajectory id, per chosen token: the advantage from rewards, or a preference's coefficient
-    (see `step`)."""
+    """By trajectory id, per chosen token: the advantage from rewards, or a preference's
+    coefficient, which `Student` computes."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +62,7 @@ def make_loss_terms(
 
 
 def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
-    """Which chosen tokens of a trajectory have what the loss needs; others are no part of it."""
+    """Which chosen tokens of a trajectory the loss trains on: those that have what it needs."""
     trajectory = scored.trajectory
     none, all_ = ((value,) * trajectory.num_chosen for value in (False, True))
     if loss.kind == "preference":
@@ -72,7 +72,7 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     if loss.kind == "cross_entropy" and trajectory.preference == "worse":
         return none
     if loss.kind == "policy_gradient" and trajectory.source == "dataset":
-        return none  # nobody drew it, so there is no probability that it was drawn with
+        return none  # not sampled, so it has no sampling probability
     where = all_
     if loss.on in ("hinted_turns", "unhinted_turns"):
         hinted = {j.hint.turn for j in scored.hints if j.dropped is None}
@@ -102,15 +102,14 @@ def _by_turn(
     return weight, num_turns
 
 
-def find_trained_tokens(parts: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]]:
-    """By trajectory id: which chosen tokens any loss looks at. The others need not be computed."""
-    found: dict[str, tuple[bool, ...]] = {}
-    for part in parts:
-        for id, weights in part.weight.items():
-            own = tuple(weight > 0 for weight in weights)
-            before = found.get(id, (False,) * len(own))
-            found[id] = tuple(a or b for a, b in zip(before, own, strict=True))
-    return found
+def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]]:
+    """By trajectory id: which chosen tokens any loss trains on. No logits of others are needed."""
+    trained: dict[str, tuple[bool, ...]] = {}
+    for term in terms:
+        for id, weights in term.weight.items():
+            before = trained.get(id, (False,) * len(weights))
+            trained[id] = tuple(a or w > 0 for a, w in zip(before, weights, strict=True))
+    return trained
 
 
 def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
@@ -166,7 +165,7 @@ def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str
     groups: dict[str, list[Trajectory]] = {}
     for s in on:
         groups.setdefault(s.trajectory.task.id, []).append(s.trajectory)
-    found: dict[tuple[str, int], float] = {}
+    penalties: dict[tuple[str, int], float] = {}
     for group in groups.values():
         wrong = {
             (t.id, i): float(bool(turn.events))
@@ -175,5 +174,5 @@ def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str
             if any(turn.chosen)
         }
         mean = sum(wrong.values()) / len(wrong)
-        found |= {place: -loss.turn_penalty * (error - mean) for place, error in wrong.items()}
-    return found
+        penalties |= {turn: -loss.turn_penalty * (error - mean) for turn, error in wrong.items()}
+    return penalties

@@ -36,7 +36,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def untied(folder: Path) -> Path:
     model = tiny_model()
-    model.config.tie_word_embeddings = False
+    model.config.tie_token_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn_like(model.lm_head.weight))
     model.all_tied_weights_keys = {}
     model.save_pretrained(folder)
@@ -107,8 +107,8 @@ def naive(p_TV: Tensor, q_TV: Tensor, ids_T: Tensor, loss: dict[str, Any]) -> Te
     if "support" in loss:
         total = p_TV.sum() * 0
         for p_V, q_V in zip(p_TV, q_TV, strict=True):
-            words = sorted({*p_V.topk(8).indices.tolist(), *q_V.topk(8).indices.tolist()})
-            p_S, q_S = p_V[words], q_V[words]
+            support = sorted({*p_V.topk(8).indices.tolist(), *q_V.topk(8).indices.tolist()})
+            p_S, q_S = p_V[support], q_V[support]
             p_S = torch.cat([p_S, torch.log1p(-p_S.exp().sum())[None]])
             q_S = torch.cat([q_S, torch.log1p(-q_S.exp().sum())[None]])
             total = total + (p_S.exp() * (p_S - q_S)).sum()
@@ -118,8 +118,8 @@ def naive(p_TV: Tensor, q_TV: Tensor, ids_T: Tensor, loss: dict[str, Any]) -> Te
     if loss.get("divergence") == "jsd":
         m_TV = (0.3 * q_TV.exp() + 0.7 * p_TV.exp()).log()
         return (0.3 * q_TV.exp() * (q_TV - m_TV) + 0.7 * p_TV.exp() * (p_TV - m_TV)).sum()
-    words_TV = p_TV.exp() * (p_TV - q_TV)
-    return (words_TV.clamp(max=loss["clip"]) if "clip" in loss else words_TV).sum()
+    terms_TV = p_TV.exp() * (p_TV - q_TV)
+    return (terms_TV.clamp(max=loss["clip"]) if "clip" in loss else terms_TV).sum()
 
 
 @pytest.mark.parametrize("tied", ["tied", "untied"])
@@ -136,8 +136,8 @@ def test_every_gradient_is_that_of_pefts_own_forward(
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, MetricAccumulator())
-    found = {name: p.grad for name, p in weights.trained().items()}
-    assert {name.split(".")[-4] for name in found} >= {"lm_head", "q_proj"}
+    gradients = {name: p.grad for name, p in weights.trained().items()}
+    assert {name.split(".")[-4] for name in gradients} >= {"lm_head", "q_proj"}
     assert all(p.grad is None for p in weights.model.parameters() if not p.requires_grad)
 
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -151,7 +151,7 @@ def test_every_gradient_is_that_of_pefts_own_forward(
     right = torch.autograd.grad(total / count, list(weights.trained().values()))
     # Advantages come from log-probs that are kept in float32.
     limit = 1e-5 if loss == "sampled" else 1e-9
-    for (name, ours), gradient in zip(found.items(), right, strict=True):
+    for (name, ours), gradient in zip(gradients.items(), right, strict=True):
         assert float((ours - gradient).norm()) < limit * float(gradient.norm()), name
 
 

@@ -111,8 +111,8 @@ def test_a_task_that_comes_twice_has_two_pairs():
         scored("e", task="x", preference="better"), scored("f", task="x", preference="worse"),
         scored("g", task="x"),
     ]  # fmt: skip
-    found = [(b.trajectory.id, w.trajectory.id) for b, w in preference_pairs(batch)]
-    assert sorted(found) == [("a", "b"), ("c", "d"), ("e", "f")]
+    weights = [(b.trajectory.id, w.trajectory.id) for b, w in preference_pairs(batch)]
+    assert sorted(weights) == [("a", "b"), ("c", "d"), ("e", "f")]
     (part,) = make_loss_terms([PreferenceLoss(kind="preference")], ["dpo"], batch)
     assert part.denominator == 3 and "g" not in part.weight
 

@@ -20,10 +20,10 @@ from courtside.training.metrics import MetricAccumulator
 from courtside.training.token_batch import TokenBatch
 from courtside.training.token_losses import record_token_metrics
 
-N, WORDS, SIZE = 23, 11, 5
+N, VOCAB_SIZE, SIZE = 23, 11, 5
 
 
-class Asked(TorchDispatchMode):
+class SynchronizationCounter(TorchDispatchMode):
     """Counts what would wait for a GPU: a number, a shape that depends on numbers, a mask that
     picks."""
 
@@ -43,14 +43,14 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def make_rows(parts: Sequence[LossTerm]) -> TokenBatch:
+def make_batch(parts: Sequence[LossTerm]) -> TokenBatch:
     torch.manual_seed(3)
     teacher_logp_N, sampler_logp_N = -normal(N).abs(), -normal(N).abs()
     teacher_logp_N[::4] = math.nan
     sampler_logp_N[::5] = math.nan
     return TokenBatch(
         hidden_ND=normal(N, SIZE),
-        ids_N=torch.randint(WORDS, (N,)),
+        ids_N=torch.randint(VOCAB_SIZE, (N,)),
         temperature_N=torch.rand(N, dtype=torch.float64) + 0.7,
         sampler_logp_N=sampler_logp_N,
         by_student_N=torch.arange(N) % 5 != 0,
@@ -67,17 +67,17 @@ def make_rows(parts: Sequence[LossTerm]) -> TokenBatch:
 
 def make_head(seed: int) -> LMHead:
     torch.manual_seed(seed)
-    module = torch.nn.Linear(SIZE, WORDS).double()
-    return LMHead(module, vocab_size=WORDS, softcap=None, scale=1.0)
+    module = torch.nn.Linear(SIZE, VOCAB_SIZE).double()
+    return LMHead(module, vocab_size=VOCAB_SIZE, softcap=None, scale=1.0)
 
 
 def part(loss: Loss, every: int) -> LossTerm:
-    spoken = [i % 4 != 0 and i % every == 1 for i in range(N)]
+    mask = [i % 4 != 0 and i % every == 1 for i in range(N)]
     return LossTerm(
         name=loss.kind,
         loss=loss,
-        weight={"t": tuple(map(float, spoken))},
-        denominator=sum(spoken),
+        weight={"t": tuple(map(float, mask))},
+        denominator=sum(mask),
         advantage={},
     )
 
@@ -88,12 +88,12 @@ def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
     values_N, on_N = torch.randn(1000), torch.rand(1000) < 0.3
     values_N[~on_N] = math.nan  # masked out before it can spread
     for start in range(0, 1000, 100):
-        here = slice(start, start + 100)
-        metrics.mean("mean", values_N[here], where=on_N[here])
-        metrics.max("max", values_N[here], where=on_N[here])
-    found = metrics.means()
-    assert found["mean"] == pytest.approx(float(values_N[on_N].double().mean()), rel=1e-12)
-    assert found["max"] == float(values_N[on_N].max())
+        span = slice(start, start + 100)
+        metrics.mean("mean", values_N[span], where=on_N[span])
+        metrics.max("max", values_N[span], where=on_N[span])
+    means = metrics.means()
+    assert means["mean"] == pytest.approx(float(values_N[on_N].double().mean()), rel=1e-12)
+    assert means["max"] == float(values_N[on_N].max())
 
 
 def test_what_was_never_seen_has_no_mean() -> None:
@@ -149,25 +149,25 @@ def test_a_graph_does_not_outlive_its_chunk() -> None:
 
 
 def test_the_sampled_tokens_by_hand() -> None:
-    rows = make_rows([])
+    batch = make_batch([])
     logp_N = -normal(N).abs()
     metrics = MetricAccumulator()
-    with Asked() as asked:
-        record_token_metrics(rows, logp_N, metrics)
-    assert asked.count == 0
-    spoken_N = ~rows.teacher_logp_N.isnan()
-    both_N = spoken_N & rows.by_student_N
-    gap_N = (rows.teacher_logp_N - logp_N)[spoken_N]
-    drift_N = (logp_N - rows.sampler_logp_N)[rows.by_student_N]
+    with SynchronizationCounter() as counter:
+        record_token_metrics(batch, logp_N, metrics)
+    assert counter.count == 0
+    has_teacher_N = ~batch.teacher_logp_N.isnan()
+    both_N = has_teacher_N & batch.by_student_N
+    gap_N = (batch.teacher_logp_N - logp_N)[has_teacher_N]
+    drift_N = (logp_N - batch.sampler_logp_N)[batch.by_student_N]
     expected = {
-        "kl_estimate": (rows.sampler_logp_N - rows.teacher_logp_N)[both_N].mean(),
+        "kl_estimate": (batch.sampler_logp_N - batch.teacher_logp_N)[both_N].mean(),
         "gap/mean": gap_N.mean(),
         "gap/negative": (gap_N < 0).double().mean(),
         "sampler/gap": drift_N.abs().mean(),
         "sampler/ratio_max": drift_N.exp().max(),
     }
-    found = metrics.means()
-    assert found == {name: pytest.approx(float(v), rel=1e-12) for name, v in expected.items()}
+    means = metrics.means()
+    assert means == {name: pytest.approx(float(v), rel=1e-12) for name, v in expected.items()}
 
 
 MIX = [
@@ -181,37 +181,39 @@ def test_groups_and_metrics_do_not_synchronize(monkeypatch: pytest.MonkeyPatch) 
     """Which position trains what is copied to the host once, before the first chunk. The pass over
     the vocabulary is not counted: on a GPU it is a kernel."""
     metrics = MetricAccumulator()
-    with Asked() as asked:
+    with SynchronizationCounter() as counter:
         fused = training_head.fused_linear_divergence
 
         def uncounted(*args: Any, **options: Any) -> Any:
-            before = asked.count
+            before = counter.count
             result = fused(*args, **options)
-            asked.count = before
+            counter.count = before
             return result
 
         monkeypatch.setattr(training_head, "fused_linear_divergence", uncounted)
-        backward_through_head(make_rows(MIX), make_head(0), MIX, chunk=3, metrics=metrics)
-    assert asked.count == 0 and metrics.means()["kl"] > 0
+        backward_through_head(make_batch(MIX), make_head(0), MIX, chunk=3, metrics=metrics)
+    assert counter.count == 0 and metrics.means()["kl"] > 0
 
 
 @pytest.mark.parametrize("chunk", [3, N])
-def test_words_without_a_chance_count_as_nothing(chunk: int) -> None:
-    """Both exclude a word: 0 · log 0 in every sum, in some chunks. The means are without it."""
-    rows, own = make_rows(MIX), make_head(0)
-    for module in (rows.teacher_head.module, own.module):
+def test_tokens_without_a_chance_count_as_nothing(chunk: int) -> None:
+    """Both exclude a token: 0 · log 0 in every sum, in some chunks. The means are without it."""
+    batch, head = make_batch(MIX), make_head(0)
+    for module in (batch.teacher_head.module, head.module):
         module.bias.data[4] = -math.inf
     metrics = MetricAccumulator()
-    backward_through_head(rows, own, MIX, chunk=chunk, metrics=metrics)
-    on_N = (rows.weight_CN["divergence"] > 0) | (rows.weight_CN["policy_gradient"] > 0)
+    backward_through_head(batch, head, MIX, chunk=chunk, metrics=metrics)
+    on_N = (batch.weight_CN["divergence"] > 0) | (batch.weight_CN["policy_gradient"] > 0)
     logp_MW, teacher_MW = (
-        (head(hidden_ND) / rows.temperature_N[:, None]).log_softmax(-1)[on_N]
-        [:, [i for i in range(WORDS) if i != 4]].detach()
-        for head, hidden_ND in ((own, rows.hidden_ND), (rows.teacher_head, rows.teacher_hidden_ND))
+        (side(hidden_ND) / batch.temperature_N[:, None]).log_softmax(-1)[on_N]
+        [:, [i for i in range(VOCAB_SIZE) if i != 4]].detach()
+        for side, hidden_ND in (
+            (head, batch.hidden_ND), (batch.teacher_head, batch.teacher_hidden_ND)
+        )
     )  # fmt: skip
-    found = metrics.means()
+    means = metrics.means()
     kl_M = (logp_MW.exp() * (logp_MW - teacher_MW)).sum(-1)
-    assert found["kl"] == pytest.approx(float(kl_M.mean()), rel=1e-10)
-    for who, words_MW in (("student", logp_MW), ("teacher", teacher_MW)):
-        entropy_M = -(words_MW.exp() * words_MW).sum(-1)
-        assert found[f"entropy/{who}"] == pytest.approx(float(entropy_M.mean()), rel=1e-10)
+    assert means["kl"] == pytest.approx(float(kl_M.mean()), rel=1e-10)
+    for who, side_MW in (("student", logp_MW), ("teacher", teacher_MW)):
+        entropy_M = -(side_MW.exp() * side_MW).sum(-1)
+        assert means[f"entropy/{who}"] == pytest.approx(float(entropy_M.mean()), rel=1e-10)

@@ -268,7 +268,7 @@ def _check(student: Projection, target: Target | None, spec: HeadLossSpec) -> He
 def _check_top_k_target(target: TopKTarget, spec: HeadLossSpec, num_rows: int) -> None:
     assert len(target.ids_NK) == len(target.logp_NK) == num_rows
     support = None if spec.divergence is None else spec.divergence.support
-    known = target.ids_NK.shape[-1]
+    num_given = target.ids_NK.shape[-1]
     assert spec.divergence is None or support is not None, (
         "the teacher gives its top-k tokens only, and a divergence over the whole vocabulary needs "
         "its hidden states; use support = { kind = 'top_k' }"
@@ -277,8 +277,8 @@ def _check_top_k_target(target: TopKTarget, spec: HeadLossSpec, num_rows: int) -
         f"support.of = {support.of!r} needs the teacher's log-probs of the student's tokens, and "
         "the teacher gives its own top-k only; use of = 'teacher'"
     )
-    assert support is None or support.k <= known, (
-        f"support.k = {support.k}, and the teacher gives its {known} most likely tokens"
+    assert support is None or support.k <= num_given, (
+        f"support.k = {support.k}, and the teacher gives its {num_given} most likely tokens"
     )
     assert not any(loss.baseline for loss in spec.sampled), (
         "a baseline needs KL(π‖q) over the whole vocabulary, and the teacher gives its top-k only"

@@ -199,10 +199,10 @@ class _Launch:
                 TEACHER=self.teacher is not None,
                 STATISTICS=statistics,
                 GRADIENT=gradient,
-                TOPS=maxima is not None,
+                GROUP_MAXIMA=maxima is not None,
                 STUDENT_CAPPED=self.student.softcap is not None,
                 TEACHER_CAPPED=teacher.softcap is not None,
-                NUM_WORDS=vocab_size,
+                VOCAB_SIZE=vocab_size,
                 LANES=self.tiling.lanes,
                 WIDTH=self.width,
                 num_warps=self.tiling.num_warps,
@@ -364,8 +364,8 @@ def _select_given(chunk: _Launch, target: TopKTarget, k: int) -> tuple[TopKBuffe
     student_top, teacher_top = (allocate_top_k(len(values_NV), k, values_NV.device) for _ in "12")
     select_top_k_by_sorting(values_NV, values_NV, student_top)  # for the overlap only
     teacher_top.ids_NK.copy_(target.ids_NK[:, :k])
-    teacher_top.own_NK.copy_(target.logp_NK[:, :k] * chunk.temperature_N[:, None])
-    teacher_top.other_NK.copy_(values_NV.gather(-1, teacher_top.ids_NK))
+    teacher_top.logits_NK.copy_(target.logp_NK[:, :k] * chunk.temperature_N[:, None])
+    teacher_top.other_logits_NK.copy_(values_NV.gather(-1, teacher_top.ids_NK))
     return student_top, teacher_top
 
 
@@ -408,8 +408,8 @@ def _differentiate_by_torch(
     assert support is not None
     ids_NK, keep_NK, overlap_N = combine_top_k(student_top.ids_NK, teacher_top.ids_NK, support.of)
     raw = {
-        "student": (student_top.own_NK, student_top.other_NK),
-        "teacher": (teacher_top.other_NK, teacher_top.own_NK),
+        "student": (student_top.logits_NK, student_top.other_logits_NK),
+        "teacher": (teacher_top.other_logits_NK, teacher_top.logits_NK),
     }
     student_NK, teacher_NK = (
         torch.cat([raw["teacher"][side], raw["student"][side]], dim=-1)
