@@ -120,7 +120,7 @@ def test_other_adapters_are_left_alone(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(outputs(engine)[0], exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Already prepacked a `peft_config`")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_merged_or_several_adapters_are_left_alone() -> None:
     engine = make_lora_engine()
     for layer in (m for m in engine.model.modules() if type(m) is LoraLinear):
