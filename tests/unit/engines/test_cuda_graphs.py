@@ -171,6 +171,7 @@ class FakeCuda:
     @contextmanager
     def graph(self, graph: Any, pool: Any = (1, 0), **_: Any) -> Iterator[None]:
         assert pool not in self.recording, "already recording to mempool_id"
+        assert not gc.isenabled(), "a collection would invalidate the capture"
         self.recording.append(pool)
         self.stream, self.is_capturing, self.is_invalid = "capture", True, False
         try:

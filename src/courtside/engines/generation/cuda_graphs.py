@@ -111,5 +111,5 @@ def _clean_up_failed_capture(pool: Any) -> None:
     except RuntimeError:
         pass  # not recording: the capture itself has ended, or a later torch has cleaned up
     # The default generator stays in capture mode until some capture ends properly.
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with _pause_gc(), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
