@@ -1,25 +1,34 @@
-"""What a recipe needs of an engine, refused where the engine cannot give it."""
+"""What a recipe's losses need of a teacher, refused where its engine cannot give it."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal
 
 from courtside.engines.base import Engine, Want
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
+from courtside.teacher.custom import Need
 
 
-class Needs(NamedTuple):
-    """What the losses need of a teacher's distributions, as `Engine.score` takes it."""
-
-    want: Want
-    top_k: int = 0
+def find_needs(recipe: Recipe) -> Iterator[Need]:
+    """One for each loss that needs more than log-probs of the sampled tokens."""
+    for index, loss in enumerate(recipe.losses):
+        field = f"losses[{index}]"
+        if loss.kind == "policy_gradient" and loss.baseline:
+            yield Need(f"{field}.baseline = true", "hidden")
+        elif loss.kind == "divergence" and loss.support.kind == "top_k":
+            yield Need(f"{field}.support.k = {loss.support.k}", "top_k", loss.support.k)
+            if loss.support.of != "teacher":
+                yield Need(f"{field}.support.of = {loss.support.of!r}", "hidden")
+        elif loss.kind == "divergence":
+            yield Need(f"{field}.support.kind = {loss.support.kind!r}", "hidden")
 
 
 def require_capabilities(
     recipe: Recipe, engine: Engine, role: Literal["rollout", "teacher"]
-) -> Needs:
-    """Hidden states where the engine has them, else top-k, where the losses need no more."""
+) -> tuple[Want, int]:
+    """What to ask of `score`: hidden states if there are any, else top-k where that is enough."""
     has = engine.capabilities
     if role == "rollout":
         if not has.weight_updates:
@@ -27,41 +36,23 @@ def require_capabilities(
                 f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
                 "student's after the first step. Use an engine with weight updates"
             )
-        return Needs("logp")
-    ks: list[int] = []
-    has_distribution_loss = False
-    for index, loss in enumerate(recipe.losses):
-        field = f"losses[{index}]"
-        if loss.kind == "policy_gradient" and loss.baseline:
-            _require_hidden(engine, f"{field}.baseline = true")
-        elif loss.kind == "divergence" and loss.support.kind == "top_k":
-            _require_top_k(engine, f"{field}.support.k", loss.support.k)
-            if loss.support.of != "teacher":
-                _require_hidden(engine, f"{field}.support.of = {loss.support.of!r}")
-            ks.append(loss.support.k)
-        elif loss.kind == "divergence":
-            _require_hidden(engine, f"{field}.support.kind = {loss.support.kind!r}")
-        else:
-            continue
-        has_distribution_loss = True
-    if not has_distribution_loss:
-        return Needs("logp")
-    return Needs("hidden") if has.hidden_states else Needs("top_k", max(ks))
-
-
-def _require_top_k(engine: Engine, field: str, k: int) -> None:
-    if k > engine.capabilities.top_k:
-        raise RecipeError(
-            f"{field} = {k}: {engine.name} gives at most the {engine.capabilities.top_k} likeliest "
-            "tokens a position (its vocabulary, or its server's limit). Use a smaller k (20 to 100 "
-            "is common), or support = { kind = 'full' } with a model in this process"
-        )
-
-
-def _require_hidden(engine: Engine, setting: str) -> None:
-    if not engine.capabilities.hidden_states:
-        raise RecipeError(
-            f"{setting} needs the teacher's whole distributions, and {engine.name} gives the "
-            f"{engine.capabilities.top_k} likeliest tokens a position. Use a divergence with "
-            "support = { kind = 'top_k', of = 'teacher' }, or a teacher in this process"
-        )
+        return "logp", 0
+    needs = list(find_needs(recipe))
+    for need in needs:
+        if need.want == "hidden" and not has.hidden_states:
+            raise RecipeError(
+                f"{need.setting} needs the teacher's whole distributions, and {engine.name} gives "
+                f"the {has.top_k} likeliest tokens a position. Use a divergence with "
+                "support = { kind = 'top_k', of = 'teacher' }, or a teacher in this process"
+            )
+        if need.top_k > has.top_k:
+            raise RecipeError(
+                f"{need.setting}: {engine.name} gives at most the {has.top_k} likeliest tokens a "
+                "position (its vocabulary, or its server's limit). Use a smaller k (20 to 100 is "
+                "common), or support = { kind = 'full' } with a model in this process"
+            )
+    if not needs:
+        return "logp", 0
+    if has.hidden_states:
+        return "hidden", 0
+    return "top_k", max(need.top_k for need in needs)

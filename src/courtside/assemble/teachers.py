@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from courtside.assemble.capabilities import require_capabilities
+from courtside.assemble.capabilities import find_needs, require_capabilities
 from courtside.assemble.models import Models, key_of
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
@@ -17,6 +17,7 @@ from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import Environment
 from courtside.recipe import (
+    CustomTeacherConfig,
     ModelTeacherConfig,
     Recipe,
     RoutedTeacherConfig,
@@ -27,6 +28,7 @@ from courtside.rollout.episodes import reply_passes
 from courtside.rollout.mixing import make_sampling
 from courtside.tasks.base import TaskSource
 from courtside.teacher.context import task_context
+from courtside.teacher.custom import CustomTeacher
 from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.stage import TeacherStage
@@ -70,9 +72,12 @@ class TeacherFactory:
         self.notes: list[str] = []
 
     def make_stage(self) -> TeacherStage:
-        teacher: Teacher | RoutedTeachers | None = None
+        teacher: Teacher | RoutedTeachers | CustomTeacher | None = None
         config = self.recipe.teacher
-        if isinstance(config, RoutedTeacherConfig):
+        if isinstance(config, CustomTeacherConfig):
+            teacher = CustomTeacher(config, list(find_needs(self.recipe)))
+            self.sizes[teacher.name] = teacher.num_parameters
+        elif isinstance(config, RoutedTeacherConfig):
             routes = {tag: self._make(t, f"{tag}:{_label(t)}") for tag, t in config.routes.items()}
             teacher = RoutedTeachers(routes, config.default)
         elif config is not None:

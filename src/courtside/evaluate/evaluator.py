@@ -11,7 +11,7 @@ from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
-from courtside.recipe import Recipe, teachers_of
+from courtside.recipe import CustomTeacherConfig, Recipe, teachers_of
 from courtside.types import Evaluation, Grade, Sample, Split, Target, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class Evaluator:
 
     def teacher_can_answer(self) -> bool:
         """Feedback and siblings exist only after an answer, and teachers play no episodes."""
+        if isinstance(self.recipe.teacher, CustomTeacherConfig):
+            return False
         return not self.recipe.tasks.is_environment and all(
             t.context is None or t.context.kind in ("system", "field")
             for t in teachers_of(self.recipe)

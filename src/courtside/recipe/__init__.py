@@ -52,6 +52,7 @@ from courtside.recipe.tasks import (
 from courtside.recipe.teacher import (
     EMA_DECAY,
     Context,
+    CustomTeacherConfig,
     FeedbackContext,
     FieldContext,
     ModelTeacherConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CustomReaderConfig",
     "CustomTasks",
+    "CustomTeacherConfig",
     "DatasetTasks",
     "DivergenceLoss",
     "EndpointConfig",

@@ -19,6 +19,7 @@ from courtside.recipe.settings import EvaluateConfig, RunConfig, TrainConfig
 from courtside.recipe.student import StudentConfig
 from courtside.recipe.tasks import TasksConfig
 from courtside.recipe.teacher import (
+    CustomTeacherConfig,
     ModelTeacherConfig,
     RoutedTeacherConfig,
     SelfTeacherConfig,
@@ -76,8 +77,8 @@ class Recipe(Section):
 
 
 def teachers_of(recipe: Recipe) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:
-    """The single teachers of a recipe, routed or not."""
-    if recipe.teacher is None:
+    """The teachers of a recipe that are models, routed or not."""
+    if recipe.teacher is None or isinstance(recipe.teacher, CustomTeacherConfig):
         return ()
     if isinstance(recipe.teacher, RoutedTeacherConfig):
         return tuple(recipe.teacher.routes.values())

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from courtside.recipe.base import Section
+from courtside.recipe.base import Section, Setting, import_path
 
 EMA_DECAY = 0.99
 
@@ -92,6 +92,18 @@ class RoutedTeacherConfig(Section):
         return self
 
 
+class CustomTeacherConfig(Section):
+    """A teacher of your own: docs/extending.md shows one."""
+
+    kind: Literal["custom"]
+    path: Annotated[str, import_path("my_teachers:Teacher")]
+    """`module:name` of a class or function that returns an object with `score(trajectories)`. The
+    module is installed, or lies where the command runs."""
+    settings: Mapping[str, Setting] = Field(default_factory=dict)
+    """Keyword arguments of the class or function."""
+
+
 TeacherConfig = Annotated[
-    SelfTeacherConfig | ModelTeacherConfig | RoutedTeacherConfig, Field(discriminator="kind")
+    SelfTeacherConfig | ModelTeacherConfig | RoutedTeacherConfig | CustomTeacherConfig,
+    Field(discriminator="kind"),
 ]

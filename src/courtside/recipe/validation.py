@@ -11,7 +11,12 @@ from courtside.recipe.reader import HintsConfig, RuleReaderConfig
 from courtside.recipe.recipe import Recipe, persons_of, teachers_of
 from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, tasks_with
-from courtside.recipe.teacher import EMA_DECAY, SelfTeacherConfig, SiblingContext
+from courtside.recipe.teacher import (
+    EMA_DECAY,
+    CustomTeacherConfig,
+    SelfTeacherConfig,
+    SiblingContext,
+)
 
 SAMPLING = (
     "samples_per_prompt",
@@ -102,6 +107,17 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"{where}: imitating the student's own samples degrades it. Use on = 'dataset' or "
                 "'teacher' (with rollout.student_fraction below 1)"
+            )
+    if isinstance(recipe.teacher, CustomTeacherConfig):
+        if least < 1 and recipe.rollout.off_policy_source == "teacher":
+            yield (
+                "rollout.off_policy_source = 'teacher': a teacher of kind = 'custom' scores and "
+                "does not sample. Use off_policy_source = 'dataset'"
+            )
+        if recipe.reader is not None:
+            yield (
+                "reader: hints go into the context of a model, and teacher.kind = 'custom' has "
+                "none. Use teacher.kind = 'self' or 'model', or remove the reader"
             )
     for teacher in teachers_of(recipe):
         if not isinstance(teacher, SelfTeacherConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from courtside.recipe import (
+    CustomTeacherConfig,
     Loss,
     ModelTeacherConfig,
     ReaderConfig,
@@ -24,7 +25,9 @@ def summarize_recipe(recipe: Recipe) -> str:
     if recipe.student.lora:
         student += f" (LoRA {recipe.student.lora.rank})"
     parts = [student, recipe.tasks.kind]
-    if recipe.teacher is not None:
+    if isinstance(recipe.teacher, CustomTeacherConfig):
+        parts.append(f"teacher: {recipe.teacher.path}")
+    elif recipe.teacher is not None:
         parts.append("teacher: " + " | ".join(_teacher(one) for one in teachers_of(recipe)))
     if recipe.reader is not None:
         parts.append(f"hints: {_reader(recipe.reader)}")

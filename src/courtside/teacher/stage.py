@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from courtside.teacher.custom import CustomTeacher
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import HintedTarget, Teacher
 from courtside.types import Hint, Scored, Target, Trajectory
@@ -12,7 +13,7 @@ from courtside.types import Hint, Scored, Target, Trajectory
 class TeacherStage:
     def __init__(
         self,
-        teacher: Teacher | RoutedTeachers | None,
+        teacher: Teacher | RoutedTeachers | CustomTeacher | None,
         reference: Teacher | None,
         *,
         hinted: bool = False,
@@ -29,6 +30,7 @@ class TeacherStage:
         targets: Mapping[str, Target] = {}
         hinted: Mapping[str, HintedTarget] = {}
         if self.teacher and self.hinted:
+            assert not isinstance(self.teacher, CustomTeacher), "the recipe was checked"
             hinted = self.teacher.score_hints(trajectories, hints)
         elif self.teacher:
             targets = self.teacher.score(trajectories)
