@@ -75,11 +75,12 @@ def problems(changes: dict[str, Any]) -> list[str]:
         (loss(entropy_aware={"threshold": 1, "advantage": "reward"}),
          "losses[0].entropy_aware.advantage: unknown key; this section has threshold, weight"),
         # kinds
-        ({"teacher": {}}, "teacher.kind: is required; use one of 'self', 'model', 'routes', 'custom'"),
+        ({"teacher": {}},
+         "teacher.kind: is required; use one of 'self', 'model', 'routes', 'custom'"),
         (
             {"teacher": {"kind": "slef"}},
             "teacher.kind: 'slef' is not known; did you mean 'self'? use one of 'self', 'model', "
-            "'routes'",
+            "'routes', 'custom'",
         ),
         (
             loss(support={"kind": "all"}),
@@ -87,7 +88,8 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ),
         (
             {"teacher": "self"},
-            "teacher: must be a section with a kind: 'self', 'model', 'routes', 'custom'; got \"self\"",
+            "teacher: must be a section with a kind: 'self', 'model', 'routes', 'custom'; "
+            'got "self"',
         ),
         (
             {"losses": DIVERGENCE},
