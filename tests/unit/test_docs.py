@@ -232,6 +232,19 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
             assert (REPOSITORY / span).exists(), span
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_named_in_the_text_exist(page: Path) -> None:
+    """Such as `losses/fused/kernels.py`; the lab log and the changelog are history."""
+    package = REPOSITORY / "src" / "courtside"
+    folders = tuple(f"{path.parent.name}/" for path in package.glob("*/__init__.py"))
+    if page.name in ("lab-log.md", "CHANGELOG.md"):
+        return
+    for span in code_spans(prose(page)):
+        name = span.partition(":")[0]
+        if name.startswith(folders) and re.fullmatch(r"[\w/]+(\.py|/)", name):
+            assert (package / name).exists(), span
+
+
 def test_the_file_map_is_whole() -> None:
     named = set(first_column(section("docs/architecture.md", "## File map")))
     assert all((REPOSITORY / name).exists() for name in named)
