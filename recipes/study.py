@@ -23,35 +23,35 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study_plan import ONLY, Plan, best_rate, final, prepare_jobs, read_plan, sweep, wanted
-from study_results import Outcome, compared, readable, told
+from study_plan import ONLY, Plan, best_rate, final, planned_jobs, prepare_jobs, read_plan, sweep
+from study_results import Outcome, compared, readable, summarize
 from study_workers import Job, run_all, write_failure
 
 
-def finished(one: Job) -> Outcome | None:
+def finished(job: Job) -> Outcome | None:
     """What it measured, if it has; refuses what was measured with another recipe."""
-    if not one.outcome.is_file() or (one.export is not None and not one.export.exists()):
+    if not job.outcome.is_file() or (job.export is not None and not job.export.exists()):
         return None
-    found: Outcome = json.loads(one.outcome.read_text())
-    if found["recipe"] != one.identity():
-        if "failed" in found:
+    outcome: Outcome = json.loads(job.outcome.read_text())
+    if outcome["recipe"] != job.identity():
+        if "failed" in outcome:
             return None  # and is mended now, perhaps
         sys.exit(
-            f"{one.outcome}: measured with other settings than the study's now. Delete it to run "
+            f"{job.outcome}: measured with other settings than the study's now. Delete it to run "
             "that again, or give another --out"
         )
-    return found
+    return outcome
 
 
-def known(plan: Plan) -> dict[str, Outcome]:
+def load_outcomes(plan: Plan) -> dict[str, Outcome]:
     """By name: all outcomes that are there, failures too."""
     outcomes: dict[str, Outcome] = {}
     while True:  # finals are known once their sweep is
-        jobs = [one for one in wanted(plan, outcomes) if one.name not in outcomes]
-        found = {one.name: measured for one in jobs if (measured := finished(one)) is not None}
-        if not found:
+        jobs = [job for job in planned_jobs(plan, outcomes) if job.name not in outcomes]
+        loaded = {job.name: measured for job in jobs if (measured := finished(job)) is not None}
+        if not loaded:
             return outcomes
-        outcomes |= found
+        outcomes |= loaded
 
 
 def run_study(plan: Plan, *, num_workers: int, only: str, minutes: float | None) -> bool:
@@ -59,34 +59,35 @@ def run_study(plan: Plan, *, num_workers: int, only: str, minutes: float | None)
     began = time.monotonic()
     failures: list[str] = []
 
-    def done(one: Job, reason: str | None) -> None:
+    def done(job: Job, reason: str | None) -> None:
         clock = time.strftime("%H:%M:%S")
         if reason is None:
-            print(f"{clock} done {one.name}", flush=True)
-            outcomes[one.name] = json.loads(one.outcome.read_text())
+            print(f"{clock} done {job.name}", flush=True)
+            outcomes[job.name] = json.loads(job.outcome.read_text())
             return
-        print(f"{clock} FAILED {one.name}: {reason}\n  see {one.log}", flush=True)
-        failures.append(one.name)
-        outcomes[one.name] = {"failed": reason}
-        write_failure(one, reason)
+        print(f"{clock} FAILED {job.name}: {reason}\n  see {job.log}", flush=True)
+        failures.append(job.name)
+        outcomes[job.name] = {"failed": reason}
+        write_failure(job, reason)
 
     def jobs() -> Iterator[Job]:
         yield from prepare
-        if all("failed" not in outcomes.get(one.name, {"failed": "not yet"}) for one in prepare):
-            yield from wanted(plan, outcomes, only)
+        if all("failed" not in outcomes.get(job.name, {"failed": "not yet"}) for job in prepare):
+            yield from planned_jobs(plan, outcomes, only)
 
     def next_job(under_way: set[str]) -> Job | None:
         if minutes is not None and time.monotonic() - began > 60 * minutes:
             return None
-        return next((one for one in jobs() if one.name not in {*outcomes, *under_way}), None)
+        return next((job for job in jobs() if job.name not in {*outcomes, *under_way}), None)
 
     prepare = prepare_jobs(plan)
-    outcomes = {one.name: found for one in prepare if (found := finished(one))}
-    outcomes |= {n: o for n, o in known(plan).items() if "failed" not in o}  # those are tried again
+    outcomes = {job.name: outcome for job in prepare if (outcome := finished(job))}
+    # Failed jobs run again.
+    outcomes |= {n: o for n, o in load_outcomes(plan).items() if "failed" not in o}
     run_all(next_job, num_workers=num_workers, done=done)
-    left = {one.name for one in wanted(plan, outcomes, only)} - outcomes.keys()
-    if left:
-        print(f"{len(left)} runs are left; the same command goes on with them")
+    missing = {job.name for job in planned_jobs(plan, outcomes, only)} - outcomes.keys()
+    if missing:
+        print(f"{len(missing)} runs are left; the same command goes on with them")
     return not failures
 
 
@@ -97,25 +98,25 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         for name, arm in plan.arms.items()
         if (rate := best_rate(plan, arm, outcomes)) is not None
     }
-    through = {name: one for name, one in outcomes.items() if "failed" not in one}
+    through = {name: o for name, o in outcomes.items() if "failed" not in o}
     sections = {}
     for variant in plan.variants:
         runs = {
             name: [
-                {**through[one.name], "seed": seed}
-                for seed, one in zip(
+                {**through[job.name], "seed": seed}
+                for seed, job in zip(
                     plan.arms[name].seeds, final(plan, plan.arms[name], rate, variant), strict=True
                 )
-                if one.name in through
+                if job.name in through
             ]
             for name, rate in rates.items()
             if variant in plan.arms[name].variants
         }
-        if found := {name: own for name, own in runs.items() if own}:
-            sections[variant] = compared(found, plan.goals)
+        if measured := {name: rows for name, rows in runs.items() if rows}:
+            sections[variant] = compared(measured, plan.goals)
             for name, row in sections[variant]["arms"].items():
                 row["learning_rate"] = rates[name]
-    environment = dict(next((one["environment"] for one in through.values()), {}))
+    environment = dict(next((o["environment"] for o in through.values()), {}))
     environment.pop("command", None)  # of a worker
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -124,13 +125,13 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         "learning_rates": rates,
         **(sections.get(ONLY, {}) if ONLY in plan.variants else {"variants": sections}),
         "sweep": [
-            {"arm": name, "learning_rate": rate, "validation": through[one.name]["validation"][-1]}
+            {"arm": name, "learning_rate": rate, "validation": through[job.name]["validation"][-1]}
             for name, arm in plan.arms.items()
             if arm.rate_of == name
-            for rate, one in sweep(plan, arm).items()
-            if one.name in through
+            for rate, job in sweep(plan, arm).items()
+            if job.name in through
         ],
-        "failed": {name: one["failed"] for name, one in outcomes.items() if "failed" in one},
+        "failed": {name: o["failed"] for name, o in outcomes.items() if "failed" in o},
         "worker_minutes": round(sum(o["wall_seconds"] for o in through.values()) / 60, 1),
         "environment": environment,
     }
@@ -155,13 +156,13 @@ def main() -> None:
             )
         except KeyboardInterrupt:
             sys.exit("stopped; the same command goes on, --summarise tells what is finished")
-    outcomes = known(plan)
-    if all("failed" in one for one in outcomes.values()):
+    outcomes = load_outcomes(plan)
+    if all("failed" in o for o in outcomes.values()):
         sys.exit("no run is finished, so there is nothing to write down")
     results = summary(plan, outcomes)
     results["command"] = " ".join(["python", *sys.argv])
     (options.study / "results.json").write_text(readable(results) + "\n")
-    print(*told(results), sep="\n")
+    print(*summarize(results), sep="\n")
     sys.exit(0 if well else 1)
 
 

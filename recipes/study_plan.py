@@ -103,7 +103,7 @@ def read_plan(study: Path, out: Path, extra: Sequence[str]) -> Plan:
             rates=tuple(arm.get("learning_rates", tree.get("learning_rates", ()))),
             seeds=tuple(arm.get("seeds", tree["seeds"])),
             variants=tuple(arm.get("variants", variants)),
-            overrides_in={name: tuple(own) for name, own in arm.get("in", {}).items()},
+            overrides_in={name: tuple(overrides) for name, overrides in arm.get("in", {}).items()},
             rate_of=arm.get("rate_of", name),
         )
     plan = Plan(
@@ -123,29 +123,29 @@ def read_plan(study: Path, out: Path, extra: Sequence[str]) -> Plan:
     return plan
 
 
-def _refuse_unknown(tree: Mapping[str, Any], known: set[str], where: str) -> None:
-    if unknown := sorted(tree.keys() - known):
+def _refuse_unknown(tree: Mapping[str, Any], allowed: set[str], where: str) -> None:
+    if unknown := sorted(tree.keys() - allowed):
         sys.exit(
-            f"{where}: {', '.join(unknown)} is not known; there are {', '.join(sorted(known))}"
+            f"{where}: {', '.join(unknown)} is not known; there are {', '.join(sorted(allowed))}"
         )
 
 
 def _check(plan: Plan) -> None:
     if plan.choose_by not in ("rate", *LESS_IS_BETTER):
         sys.exit(f"choose_by = {plan.choose_by!r}: use rate, {' or '.join(LESS_IS_BETTER)}")
-    named = {"sweep_on": ((plan.sweep_on,), plan.variants), "first": (plan.first, plan.arms)}
+    references = {"sweep_on": ((plan.sweep_on,), plan.variants), "first": (plan.first, plan.arms)}
     for arm in plan.arms.values():
-        named[f"arms.{arm.name}.variants"] = arm.variants, plan.variants
-        named[f"arms.{arm.name}.in"] = tuple(arm.overrides_in), plan.variants
-        named[f"arms.{arm.name}.rate_of"] = (arm.rate_of,), plan.arms
+        references[f"arms.{arm.name}.variants"] = arm.variants, plan.variants
+        references[f"arms.{arm.name}.in"] = tuple(arm.overrides_in), plan.variants
+        references[f"arms.{arm.name}.rate_of"] = (arm.rate_of,), plan.arms
         if not arm.rates and arm.rate_of == arm.name:
             sys.exit(f"arms.{arm.name}: no learning_rates, here or in the plan; give some")
         if plan.arms.get(arm.rate_of, arm).rate_of != arm.rate_of:
             sys.exit(f"arms.{arm.name}.rate_of = {arm.rate_of!r}, which has no sweep of its own")
-    for field, (used, known) in named.items():
-        for name in used:
-            if name not in known:
-                sys.exit(f"{field}: there is no {name!r}, only {', '.join(known)}")
+    for field, (names, allowed) in references.items():
+        for name in names:
+            if name not in allowed:
+                sys.exit(f"{field}: there is no {name!r}, only {', '.join(allowed)}")
 
 
 # ── what is to be run, in which order ────────────────────────────────────────────────────────────
@@ -179,15 +179,15 @@ def sweep(plan: Plan, arm: Arm) -> dict[float, Job]:
 
 def best_rate(plan: Plan, arm: Arm, outcomes: Mapping[str, Outcome]) -> float | None:
     """None: not known yet, or no run of the sweep went through. A rate that failed is no choice."""
-    tried = sweep(plan, arm)
-    if len(tried) == 1:
-        return next(iter(tried))
-    if any(one.name not in outcomes for one in tried.values()):
+    rate_jobs = sweep(plan, arm)
+    if len(rate_jobs) == 1:
+        return next(iter(rate_jobs))
+    if any(job.name not in outcomes for job in rate_jobs.values()):
         return None
     merits = {
-        rate: merit(outcomes[one.name], plan.choose_by)
-        for rate, one in tried.items()
-        if "failed" not in outcomes[one.name]
+        rate: merit(outcomes[job.name], plan.choose_by)
+        for rate, job in rate_jobs.items()
+        if "failed" not in outcomes[job.name]
     }
     return max(merits, key=lambda rate: merits[rate]) if merits else None
 
@@ -197,27 +197,27 @@ def final(plan: Plan, arm: Arm, rate: float, variant: str) -> list[Job]:
     return [job(plan, arm, variant, rate, seed) for seed in arm.seeds]
 
 
-def wanted(plan: Plan, outcomes: Mapping[str, Outcome], only: str = "") -> Iterator[Job]:
+def planned_jobs(plan: Plan, outcomes: Mapping[str, Outcome], only: str = "") -> Iterator[Job]:
     """All runs that are known now, the most important first: of the first arms the sweeps, then
     seed by seed all variants; then the same of the others."""
     for is_first in (True, False):
         tier = [arm for arm in plan.arms.values() if (arm.name in plan.first) == is_first]
-        asked = {
+        selected = {
             (arm.name, variant)
             for arm in tier
             for variant in arm.variants
             if re.search(only, f"{arm.name}-{variant}" if variant else arm.name)
         }
-        tier = [arm for arm in tier if any(arm.name == name for name, _ in asked)]
+        tier = [arm for arm in tier if any(arm.name == name for name, _ in selected)]
         for arm in tier:
-            if len(tried := sweep(plan, arm)) > 1:
-                yield from tried.values()
+            if len(rate_jobs := sweep(plan, arm)) > 1:
+                yield from rate_jobs.values()
         rates = {arm.name: best_rate(plan, arm, outcomes) for arm in tier}
         for place in range(max((len(arm.seeds) for arm in tier), default=0)):
             for variant in plan.variants:
                 for arm in tier:
                     rate = rates[arm.name]
-                    if (arm.name, variant) in asked and rate is not None:
+                    if (arm.name, variant) in selected and rate is not None:
                         yield from final(plan, arm, rate, variant)[place : place + 1]
 
 

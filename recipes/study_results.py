@@ -40,7 +40,7 @@ def outcome(run: Path) -> Outcome:
         tokens[row["step"] + 1] = total
         shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
         errors += [row["errors"]] if "errors" in row else []
-    own = [e for e in evaluations if e["who"] == "student"]
+    student_evaluations = [e for e in evaluations if e["who"] == "student"]
     suites: dict[str, list[Any]] = {}
     for e in evaluations:
         if e["who"].startswith("student:") and e["split"] == "test":
@@ -48,8 +48,8 @@ def outcome(run: Path) -> Outcome:
     teacher = [e["rate"] for e in evaluations if e["who"] == "teacher"]
     costs = json.loads((run / "costs.json").read_text())
     return {
-        **_before_and_after([e for e in own if e["split"] == "test"]),
-        "suites": {name: _before_and_after(found) for name, found in suites.items()},
+        **_before_and_after([e for e in student_evaluations if e["split"] == "test"]),
+        "suites": {name: _before_and_after(rows) for name, rows in suites.items()},
         "teacher": teacher[0] if teacher else None,
         "trained_tokens": total,
         "validation": [
@@ -60,7 +60,7 @@ def outcome(run: Path) -> Outcome:
                 e["metrics"].get("kl_estimate"),
                 e["metrics"].get("errors"),
             ]
-            for e in own
+            for e in student_evaluations
             if e["split"] == "validation"
         ],
         "shift": [shifts[0], shifts[-1]] if shifts else None,
@@ -91,18 +91,23 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def measures(run: Outcome) -> dict[str, float]:
     """Every number of a run that is compared, by name: `after`, `errors_before`,
     `held_out/errors_after`, …"""
-    found: dict[str, float] = {}
-    for prefix, part in (("", run), *((f"{name}/", one) for name, one in run["suites"].items())):
+    result: dict[str, float] = {}
+    for prefix, part in (
+        ("", run),
+        *((f"{name}/", suite) for name, suite in run["suites"].items()),
+    ):
         before, after = (part[f"metrics_{when}"] for when in ("before", "after"))
         events = {key for key in (*before, *after) if key.startswith("events/")}
         for when, metrics in (("before", before), ("after", after)):
-            found[f"{prefix}{when}"] = part[when]
+            result[f"{prefix}{when}"] = part[when]
             for name in (*MEASURES, *sorted(events)):
                 if name in metrics:
-                    found[f"{prefix}{name}_{when}"] = metrics[name]
+                    result[f"{prefix}{name}_{when}"] = metrics[name]
                 elif name in events:
-                    found[f"{prefix}{name}_{when}"] = 0.0  # an event that did not occur is not told
-    return found
+                    result[f"{prefix}{name}_{when}"] = (
+                        0.0  # events that did not occur are not stored
+                    )
+    return result
 
 
 def at_tokens(run: Outcome, budget: float, column: int = RATE) -> float:
@@ -137,13 +142,13 @@ def over_seeds(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": len(values)}
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+def difference(first: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Mean of `one` minus mean of `other`, by Welch; the degrees of freedom are rounded down."""
-    mean = statistics.fmean(one) - statistics.fmean(other)
-    parts = [statistics.variance(values) / len(values) for values in (one, other)]
+    mean = statistics.fmean(first) - statistics.fmean(other)
+    parts = [statistics.variance(values) / len(values) for values in (first, other)]
     if sum(parts) == 0:
         return {"mean": mean, "low": mean, "high": mean}
-    weights = zip(parts, (one, other), strict=True)
+    weights = zip(parts, (first, other), strict=True)
     freedom = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in weights)
     half = _t95(freedom) * math.sqrt(sum(parts))
     return {"mean": mean, "low": mean - half, "high": mean + half}
@@ -173,10 +178,14 @@ def compared(arms: Mapping[str, Sequence[Outcome]], goals: Sequence[float]) -> d
 
 
 def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict[str, Any]:
-    found = [measures(run) for run in runs]
-    events = {name for m in found for name in m if "events/" in name}  # in some runs only: 0 there
-    names = [*_common(found), *sorted(events - set(_common(found)))]
-    row: dict[str, Any] = {name: over_seeds([m.get(name, 0.0) for m in found]) for name in names}
+    runs_measures = [measures(run) for run in runs]
+    events = {
+        name for m in runs_measures for name in m if "events/" in name
+    }  # in some runs only: 0 there
+    names = [*_common(runs_measures), *sorted(events - set(_common(runs_measures)))]
+    row: dict[str, Any] = {
+        name: over_seeds([m.get(name, 0.0) for m in runs_measures]) for name in names
+    }
     for name, column in COLUMNS.items():
         curves = [[(r[0], r[column]) for r in run["validation"]] for run in runs]
         if not all(curves) or any(value is None for curve in curves for _, value in curve):
@@ -205,38 +214,38 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
 def _differences(arms: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
     """Of every two arms, in each measure after training that both have; events are in the rows.
     `paired`: seed by seed, where both have the same seeds; runs of a seed share their tasks."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for a, b in combinations(arms, 2):
         two = [[measures(run) for run in arms[name]] for name in (a, b)]
         if min(map(len, two)) < 2:
             continue
         seeds = [[run.get("seed") for run in arms[name]] for name in (a, b)]
-        found[f"{a} minus {b}"] = row = {}
-        for name in _common([m for own in two for m in own]):
+        result[f"{a} minus {b}"] = row = {}
+        for name in _common([m for seeds in two for m in seeds]):
             if name.endswith("after") and "events/" not in name:
-                one, other = ([m[name] for m in own] for own in two)
-                row[name.removesuffix("_after")] = gap = difference(one, other)
+                first, other = ([m[name] for m in seeds] for seeds in two)
+                row[name.removesuffix("_after")] = gap = difference(first, other)
                 if seeds[0] == seeds[1] and None not in seeds[0]:
-                    gap["paired"] = over_seeds([x - y for x, y in zip(one, other, strict=True)])
-    return found
+                    gap["paired"] = over_seeds([x - y for x, y in zip(first, other, strict=True)])
+    return result
 
 
-def told(results: Mapping[str, Any]) -> Iterable[str]:
+def summarize(results: Mapping[str, Any]) -> Iterable[str]:
     """A few lines for people."""
     sections = results.get("variants") or {"": results}
     for variant, section in sections.items():
         for arm, row in section["arms"].items():
             name = f"{variant} {arm}".strip()
             rate = f"lr {results['learning_rates'][arm]:g}"
-            told = [f"{name:<24} {rate:<9} {row['after']['seeds']} seeds"]
+            cells = [f"{name:<24} {rate:<9} {row['after']['seeds']} seeds"]
             for measure in ("", "errors_", "held_out/errors_", "drift_"):
                 if f"{measure}after" in row:
                     before, after = row.get(f"{measure}before"), row[f"{measure}after"]
                     was = "" if before is None else f"{before['mean']:.4f} → "
                     ends = f"({after['low']:.4f} to {after['high']:.4f})"
                     label = measure.rstrip("_") or "rate"
-                    told.append(f"{label} {was}{after['mean']:.4f} {ends}")
-            yield "   ".join(told)
+                    cells.append(f"{label} {was}{after['mean']:.4f} {ends}")
+            yield "   ".join(cells)
 
 
 def readable(tree: Any, indent: str = "") -> str:

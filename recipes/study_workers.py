@@ -105,11 +105,11 @@ def _first_ended(busy: dict[Connection, tuple[Any, Job]]) -> list[Any]:
 
 
 def _started(context: Any) -> tuple[Any, Connection]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs,), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=work, args=(child_end,), daemon=True)
     process.start()
-    theirs.close()  # or its end would not be seen
-    return process, ours
+    child_end.close()  # or its end would not be seen
+    return process, parent_end
 
 
 def _reason(job: Job, code: int | None) -> str:
@@ -140,17 +140,17 @@ def do(job: Job) -> None:
         shutil.rmtree(job.run)  # there is nothing to go on from, and its costs would count twice
     train(load_recipe(job.recipe, job.overrides), job.run, screen=PlainConsole(sys.stdout))
     _free_memory()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if job.export is None:
-        found = outcome(job.run)
+        result = outcome(job.run)
     elif not job.export.exists():
         # Renamed when it is whole: a folder that is there counts as made.
         unfinished = job.export.with_name(f".{job.export.name}-unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         export(job.run, unfinished).rename(job.export)
-    found |= {"recipe": job.identity(), "wall_seconds": round(time.monotonic() - began, 1)}
+    result |= {"recipe": job.identity(), "wall_seconds": round(time.monotonic() - began, 1)}
     job.outcome.parent.mkdir(exist_ok=True)
-    replace_file(job.outcome, (json.dumps(found) + "\n").encode())
+    replace_file(job.outcome, (json.dumps(result) + "\n").encode())
     if not job.keep:
         shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
     _free_memory()

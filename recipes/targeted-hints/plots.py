@@ -43,7 +43,9 @@ class Column:
     title: str
     low: float
     high: float
-    shown: Callable[[Mapping[str, Any]], Sequence[tuple[Mapping[str, float], list[float], bool]]]
+    points_of: Callable[
+        [Mapping[str, Any]], Sequence[tuple[Mapping[str, float], list[float], bool]]
+    ]
     percent: bool = True
     level: Callable[[Mapping[str, Any]], float] | None = None
     """A dashed line in each length's rows."""
@@ -55,9 +57,9 @@ class Column:
 def errors_after(results: Mapping[str, Any]) -> str:
     """(a) Errors on test episodes after training: every arm, every length, every seed."""
 
-    def shown(measure: str, found: Callable[[Any], Any]) -> Any:
+    def points_of(measure: str, values_of: Callable[[Any], Any]) -> Any:
         return lambda row: [
-            (row[f"{measure}_after"], [found(run)["errors"] for run in row["runs"]], True)
+            (row[f"{measure}_after"], [values_of(run)["errors"] for run in row["runs"]], True)
         ]
 
     def before(measure: str) -> Callable[[Mapping[str, Any]], float]:
@@ -72,14 +74,14 @@ def errors_after(results: Mapping[str, Any]) -> str:
                 title="names seen in training",
                 low=0.0,
                 high=0.25,
-                shown=shown("errors", lambda run: run["metrics_after"]),
+                points_of=points_of("errors", lambda run: run["metrics_after"]),
                 level=before("errors"),
             ),
             Column(
                 title="held-out names",
                 low=0.0,
                 high=0.8,
-                shown=shown(
+                points_of=points_of(
                     "held_out/errors", lambda run: run["suites"]["held_out"]["metrics_after"]
                 ),
                 level=before("held_out/errors"),
@@ -93,7 +95,7 @@ def errors_after(results: Mapping[str, Any]) -> str:
 def what_moved(results: Mapping[str, Any]) -> str:
     """(c) KL(before ‖ after) per token on turns that were right before, and on the others."""
 
-    def shown(row: Mapping[str, Any]) -> Any:
+    def points_of(row: Mapping[str, Any]) -> Any:
         return [
             (row[f"{name}_after"], [run["metrics_after"][name] for run in row["runs"]], filled)
             for name, filled in (("drift/wrong", False), ("drift", True))
@@ -107,7 +109,7 @@ def what_moved(results: Mapping[str, Any]) -> str:
                 title="KL(before ‖ after), nats a token",
                 low=-0.1,
                 high=0.8,
-                shown=shown,
+                points_of=points_of,
                 percent=False,
                 level=lambda section: 0.0,
             )
@@ -121,14 +123,14 @@ def along_training(results: Mapping[str, Any]) -> str:
     """(b) Errors in the episodes that each step was trained on, means over seeds."""
     parts: list[str] = []
     for index, (name, section) in enumerate(results["variants"].items()):
-        left = 52 + index * (WIDTH + GAP)
-        parts.append(_text(left, TOP - 12, f"{name.lstrip('N')} turns", "start", bold=True))
+        x_start = 52 + index * (WIDTH + GAP)
+        parts.append(_text(x_start, TOP - 12, f"{name.lstrip('N')} turns", "start", bold=True))
         steps = max(len(row["training_errors"]) for row in section["arms"].values())
-        across = _scale(0, steps - 1, left + 10, left + WIDTH - 10)
+        across = _scale(0, steps - 1, x_start + 10, x_start + WIDTH - 10)
         up = _scale(0.0, 0.25, TOP + HEIGHT, TOP)
         for value in ticks(0.0, 0.25, 5):
-            parts.append(_rule(left, up(value), left + WIDTH, up(value)))
-            parts.append(_text(left - 6, up(value) + 4, f"{100 * value:g}%", "end"))
+            parts.append(_rule(x_start, up(value), x_start + WIDTH, up(value)))
+            parts.append(_text(x_start - 6, up(value) + 4, f"{100 * value:g}%", "end"))
         for step in range(0, steps, 2):
             parts.append(_text(across(step), TOP + HEIGHT + 16, str(step), "middle"))
         for arm in ALONG:
@@ -147,10 +149,10 @@ def along_training(results: Mapping[str, Any]) -> str:
     note = "step (its own episodes, before its update; the same for all arms of a seed)"
     parts.append(_text(52, TOP + HEIGHT + 34, note, "start"))
     for index, arm in enumerate(ALONG):
-        words, colour, dashes = ARMS[arm]
+        label, colour, dashes = ARMS[arm]
         x, y = 52 + (index % 3) * 230, TOP + HEIGHT + 56 + ROW * (index // 3)
         parts.append(_rule(x, y - 4, x + 22, y - 4, colour, dashes, 2))
-        parts.append(_text(x + 28, y, words, "start"))
+        parts.append(_text(x + 28, y, label, "start"))
     width = 52 + len(results["variants"]) * (WIDTH + GAP)
     title = "Turns with an error, in the episodes of each training step"
     return _svg(width, TOP + HEIGHT + 86, title, parts)
@@ -177,30 +179,30 @@ def rows_of_arms(
                 parts.append(_rule(x, y + 4, x, bottom, "#000000", "2 4", 1.2))
         for arm in present:
             y += ROW
-            words, colour, _ = ARMS[arm]
-            parts.append(_text(NAMES - 10, y + 4, words, "end"))
+            label, colour, _ = ARMS[arm]
+            parts.append(_text(NAMES - 10, y + 4, label, "end"))
             for index, column in enumerate(columns):
-                for mean, seeds, filled in column.shown(section["arms"][arm]):
+                for mean, seeds, filled in column.points_of(section["arms"][arm]):
                     parts += _spread(_across(index, column), y, mean, seeds, colour, filled)
         y += ROW * 1.8
     for index, column in enumerate(columns):
-        left, across = _left(index), _across(index, column)
-        parts.append(_text(left, TOP - 16, column.title, "start", bold=True))
+        x_start, across = _x_start(index), _across(index, column)
+        parts.append(_text(x_start, TOP - 16, column.title, "start", bold=True))
         for value in ticks(column.low, column.high, 5):
             x = across(value)
             parts.insert(0, _rule(x, top, x, y - 14))
-            words = f"{100 * value:g}%" if column.percent else f"{value:g}"
-            parts.append(_text(x, y, words, "middle"))
+            label = f"{100 * value:g}%" if column.percent else f"{value:g}"
+            parts.append(_text(x, y, label, "middle"))
     parts.append(_text(NAMES, y + 20, note, "start"))
-    return _svg(_left(len(columns)), y + 32, title, parts)
+    return _svg(_x_start(len(columns)), y + 32, title, parts)
 
 
-def _left(index: int) -> float:
+def _x_start(index: int) -> float:
     return NAMES + index * (WIDTH + GAP)
 
 
 def _across(index: int, column: Column) -> Callable[[float], float]:
-    return _scale(column.low, column.high, _left(index), _left(index) + WIDTH)
+    return _scale(column.low, column.high, _x_start(index), _x_start(index) + WIDTH)
 
 
 def _spread(
@@ -219,13 +221,13 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _mean(values: Iterator[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    values_of = list(values)
+    return sum(values_of) / len(values_of)
 
 
-def _text(x: float, y: float, words: str, anchor: str, *, bold: bool = False) -> str:
+def _text(x: float, y: float, label: str, anchor: str, *, bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(label)}</text>'
 
 
 def _rule(
@@ -270,9 +272,9 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = Path(__file__).parent
-    parser.add_argument("results", type=Path, nargs="?", default=here / "results.json")
-    parser.add_argument("--to", type=Path, default=here)
+    folder = Path(__file__).parent
+    parser.add_argument("results", type=Path, nargs="?", default=folder / "results.json")
+    parser.add_argument("--to", type=Path, default=folder)
     options = parser.parse_args()
     for path in draw(json.loads(options.results.read_text()), options.to):
         print(path)

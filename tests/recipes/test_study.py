@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import study  # noqa: E402
-from study_plan import Plan, best_rate, job, read_plan, wanted  # noqa: E402
+from study_plan import Plan, best_rate, job, planned_jobs, read_plan  # noqa: E402
 from study_results import difference, measures, over_seeds, readable  # noqa: E402
 
 Tree = dict[str, Any]
@@ -85,9 +85,9 @@ def test_first_arms_come_first_and_seed_by_seed(tmp_path: Path) -> None:
         "other-short-lr0.001-seed0", "other-long-lr0.001-seed0",
         "other-short-lr0.001-seed1", "other-long-lr0.001-seed1",
     ]  # fmt: skip
-    assert [one.name for one in wanted(plan, {})] == [*sweep, *sweep, *others]
+    assert [one.name for one in planned_jobs(plan, {})] == [*sweep, *sweep, *others]
     outcomes = {sweep[0]: measured(0.2), sweep[1]: measured(0.1)}
-    names = list(dict.fromkeys(one.name for one in wanted(plan, outcomes)))
+    names = list(dict.fromkeys(one.name for one in planned_jobs(plan, outcomes)))
     assert names == [
         *sweep,
         "main-short-lr0.0001-seed0", "main-short-lr0.0001-seed1", "main-long-lr0.0001-seed1",
@@ -141,9 +141,9 @@ def test_results_are_read_line_by_line_with_five_digits() -> None:
 
 def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
-    asked = {one.name for one in wanted(plan, {}, "^other-short")}
+    asked = {one.name for one in planned_jobs(plan, {}, "^other-short")}
     assert asked == {"other-short-lr0.001-seed0", "other-short-lr0.001-seed1"}
-    asked = {one.name for one in wanted(plan, {}, "^noisy")}
+    asked = {one.name for one in planned_jobs(plan, {}, "^noisy")}
     assert asked == {"main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"}
 
 
@@ -192,7 +192,7 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     plan = plan_of(tmp_path, PLAN)
     outcomes: Tree = {}
     for errors in (0.2, 0.1):  # the sweep, then all that follows from it
-        new = [one.name for one in wanted(plan, outcomes) if one.name not in outcomes]
+        new = [one.name for one in planned_jobs(plan, outcomes) if one.name not in outcomes]
         outcomes |= {name: measured(errors + 0.01 * i) for i, name in enumerate(new)}
     del outcomes["main-short-lr1e-05-seed1"]
     outcomes["other-long-lr0.001-seed0"] = {"failed": "ended with 1"}
@@ -221,7 +221,7 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
 def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     plan = read_plan(ROOT / "recipes/targeted-hints", tmp_path, ())
     outcomes: Tree = {}
-    while new := [one.name for one in wanted(plan, outcomes) if one.name not in outcomes]:
+    while new := [one.name for one in planned_jobs(plan, outcomes) if one.name not in outcomes]:
         outcomes |= {name: measured(0.05) for name in new}
     results = study.summary(plan, outcomes)
     assert set(results["variants"]) == {"N4", "N16", "N64"}
@@ -247,7 +247,7 @@ kind = "toolbox"
 num_tools = 2
 turns = 1
 [rollout]
-samples = 2
+samples_per_prompt = 2
 max_new_tokens = 6
 corrections = true
 [student]
@@ -257,9 +257,9 @@ kind = "cross_entropy"
 on = "dataset"
 [train]
 steps = 2
-prompts = 1
+prompts_per_step = 1
 [evaluate]
-tasks = 2
+num_tasks = 2
 every = 2
 suites = { held_out = { names = "held_out" } }
 """

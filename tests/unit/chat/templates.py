@@ -43,7 +43,7 @@ THINKING = (  # thinking only behind the last question, tool results together in
     "+ call['function']['arguments'] | tojson + '\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}" + OPEN
 )
-WORDS = (  # no special tokens but the end of an answer: everything may merge
+PLAIN_ROLES = (  # no special tokens but the end of an answer: everything may merge
     "{% for m in messages %}{{ '\n' + m['role'] + ':\n' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\nassistant:\n' }}{% endif %}"
@@ -69,7 +69,7 @@ FAMILIES = {
     "default_system": DEFAULT_SYSTEM,
     "no_breaks": NO_BREAKS,
     "thinking": THINKING,
-    "words": WORDS,
+    "words": PLAIN_ROLES,
 }
 """That take all roles in any order."""
 
@@ -90,11 +90,11 @@ ENDS = {"headers": "<|eot|>"}
 
 
 def tokenizer_for(template: str, merges: str = "bytes") -> PreTrainedTokenizerFast:
-    pairs, words = MERGES[merges]
+    pairs, use_regex = MERGES[merges]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*SPECIAL, *alphabet, *(first + second for first, second in pairs)]
     core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=list(pairs)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})

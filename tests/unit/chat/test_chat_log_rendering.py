@@ -41,8 +41,8 @@ def test_calls_are_written_as_text_where_the_template_has_none() -> None:
         "prompt", "assistant", "environment", "assistant",
     ]  # fmt: skip
     _, call, result, answer = trajectory.turns
-    written = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
-    assert call.text == written
+    chosen_text = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
+    assert call.text == chosen_text
     assert result.messages == (Message(role="tool", content="4<|im_end|>"),)
     assert answer.text == "It is 4."
     assert all(call.chosen + answer.chosen) and not any(result.chosen)
@@ -51,7 +51,7 @@ def test_calls_are_written_as_text_where_the_template_has_none() -> None:
         "dataset", "dataset", None,
     )  # fmt: skip
     assert TURNS.renderer.tokenizer.decode(trajectory.token_ids) == (
-        f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{written}<|im_end|>\n"
+        f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{chosen_text}<|im_end|>\n"
         "<|im_start|>tool\n4<|im_end|><|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>"
     )
     assert TURNS.is_ended(call.token_ids) and TURNS.is_ended(answer.token_ids)
@@ -75,12 +75,12 @@ def test_special_words_in_a_call_are_plain_text() -> None:
 
 
 def test_calls_in_a_format_of_ones_own() -> None:
-    def spoken(name: str, arguments: Any) -> str:
+    def format_plain(name: str, arguments: Any) -> str:
         return f"{name}({json.dumps(arguments)})"
 
     broken = {"function": {"name": "sub", "arguments": "{a: 1"}}
     message = {"role": "assistant", "content": "Both:", "tool_calls": [CALL, broken]}
-    trajectory = read([TALK[0], message], format_call=spoken)
+    trajectory = read([TALK[0], message], format_call=format_plain)
     assert trajectory.response == 'Both:\nadd({"b": 2, "a": "\\u00e9"})\nsub("{a: 1")'
 
 

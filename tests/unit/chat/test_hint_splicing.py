@@ -28,7 +28,7 @@ TASK = Task(
 RESULT = Message(role="tool", content="no such tool")
 
 
-def drawn(turns: IncrementalTemplate, text: str, *, ended: bool = True) -> Sample:
+def make_sample(turns: IncrementalTemplate, text: str, *, ended: bool = True) -> Sample:
     """Letter by letter, as no tokenizer would."""
     tokenizer = turns.renderer.tokenizer
     ids = [i for letter in text for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
@@ -44,11 +44,11 @@ def episode(turns: IncrementalTemplate, *, task: Task = TASK, ended: bool = True
         task=task,
         turns=(
             turns.prompt_turn(task),
-            turns.assistant_turn(drawn(turns, "ad(2)", ended=ended)),
+            turns.assistant_turn(make_sample(turns, "ad(2)", ended=ended)),
             turns.environment_turn([RESULT], add_end_of_turn=not ended),
-            turns.assistant_turn(drawn(turns, "add(2)")),
+            turns.assistant_turn(make_sample(turns, "add(2)")),
             turns.environment_turn([Message(role="tool", content="4")], add_end_of_turn=False),
-            turns.assistant_turn(drawn(turns, "four")),
+            turns.assistant_turn(make_sample(turns, "four")),
         ),
         source="student",
         policy_version=0,
@@ -89,10 +89,10 @@ OPENING = "<|im_start|>assistant\n"
 
 def test_above_the_first_turn() -> None:
     twig = spliced(EPISODE, hint(1))
-    trunk, own = text_of(EPISODE, twig)
+    trunk, inserted = text_of(EPISODE, twig)
     assert trunk == BEGIN + "<|im_end|>\n"
     frame = "<|im_start|>user\nThe tool is called add.<|im_end|>\n"
-    assert own == frame + OPENING + "ad(2)<|im_end|>"
+    assert inserted == frame + OPENING + "ad(2)<|im_end|>"
     assert (
         twig.splice
         == len(EPISODE.turns[0].token_ids) - EPISODE.turns[0].num_generation_prompt_tokens
@@ -106,20 +106,20 @@ def test_above_the_first_turn() -> None:
 def test_above_a_later_turn(ended: bool) -> None:
     trajectory = episode(TURNS, ended=ended)
     twig = spliced(trajectory, hint(3), role="system")
-    trunk, own = text_of(trajectory, twig)
-    said = "<|im_end|>\n<|im_start|>tool\nno such tool<|im_end|>\n"
-    assert trunk == f"{BEGIN}<|im_end|>\n{OPENING}ad(2){said}"
+    trunk, inserted = text_of(trajectory, twig)
+    environment_turn = "<|im_end|>\n<|im_start|>tool\nno such tool<|im_end|>\n"
+    assert trunk == f"{BEGIN}<|im_end|>\n{OPENING}ad(2){environment_turn}"
     frame = "<|im_start|>system\nThe tool is called add.<|im_end|>\n"
-    assert own == frame + OPENING + "add(2)<|im_end|>"
+    assert inserted == frame + OPENING + "add(2)<|im_end|>"
 
 
 def test_inside_the_message_above() -> None:
     twig = spliced(EPISODE, hint(3), "last_message")
-    trunk, own = text_of(EPISODE, twig)
+    trunk, inserted = text_of(EPISODE, twig)
     assert trunk.endswith("<|im_start|>tool\nno such tool")
-    assert own == f"\n\nThe tool is called add.<|im_end|>\n{OPENING}add(2)<|im_end|>"
-    trunk, own = text_of(EPISODE, spliced(EPISODE, hint(1), "last_message"))
-    assert (trunk, own[:6]) == (BEGIN, "\n\nThe ")
+    assert inserted == f"\n\nThe tool is called add.<|im_end|>\n{OPENING}add(2)<|im_end|>"
+    trunk, inserted = text_of(EPISODE, spliced(EPISODE, hint(1), "last_message"))
+    assert (trunk, inserted[:6]) == (BEGIN, "\n\nThe ")
 
 
 def test_inside_a_message_whose_last_token_would_swallow_line_breaks() -> None:
@@ -130,9 +130,9 @@ def test_inside_a_message_whose_last_token_would_swallow_line_breaks() -> None:
         task = replace(TASK, messages=(Message(role="user", content=content),))
         trajectory = episode(which, task=task)
         twig = spliced(trajectory, hint(1, "Add."), "last_message", which)
-        trunk, own = text_of(trajectory, twig, which)
+        trunk, inserted = text_of(trajectory, twig, which)
         assert trunk == f"<|im_start|>user\n{content}"
-        assert own == f"{separator}Add.<|im_end|>\n{OPENING}ad(2)<|im_end|>"
+        assert inserted == f"{separator}Add.<|im_end|>\n{OPENING}ad(2)<|im_end|>"
 
 
 def test_in_the_system_message() -> None:
@@ -150,8 +150,8 @@ def test_tool_results_that_share_a_message_take_the_hint_among_them() -> None:
     turns = turns_for("thinking")
     trajectory = episode(turns)
     twig = spliced(trajectory, hint(3), "before_turn", turns, role="tool")
-    trunk, own = text_of(trajectory, twig, turns)
-    assert (trunk + own).endswith(
+    trunk, inserted = text_of(trajectory, twig, turns)
+    assert (trunk + inserted).endswith(
         "<|im_start|>user\n<tool_response>\nno such tool\n</tool_response>\n<tool_response>\n"
         f"The tool is called add.\n</tool_response><|im_end|>\n{OPENING}add(2)<|im_end|>"
     )
@@ -267,19 +267,21 @@ def test_a_hint_that_would_change_what_the_student_saw() -> None:
     assert "merges characters across its edges" in why
     assert spliced(trajectory, hint(1, "Add them"), "before_turn", turns).splice > 0
     # Where the hint ends like the message, ids put in before the last full stop are enough.
-    trunk, own = text_of(
+    trunk, inserted = text_of(
         trajectory, spliced(trajectory, hint(1, "Add."), "last_message", turns), turns
     )
-    assert (trunk, own[:9]) == ("<|im_start|>user\nSum", ".\n\nAdd.<|")
+    assert (trunk, inserted[:9]) == ("<|im_start|>user\nSum", ".\n\nAdd.<|")
 
 
 def test_ids_put_in_are_enough_even_where_words_and_tokens_part_at_other_places() -> None:
     """The frame's line break stands behind the message and, once more, behind the hint."""
     turns = turns_for("thinking", "greedy")
     trajectory = episode(turns)
-    trunk, own = text_of(trajectory, spliced(trajectory, hint(3), "last_message", turns), turns)
+    trunk, inserted = text_of(
+        trajectory, spliced(trajectory, hint(3), "last_message", turns), turns
+    )
     assert trunk.endswith("no such tool\n")
-    assert own.startswith("The tool is called add.\n</tool_response><|im_end|>")
+    assert inserted.startswith("The tool is called add.\n</tool_response><|im_end|>")
 
 
 def test_a_trajectory_that_another_template_rendered() -> None:
@@ -290,8 +292,8 @@ def test_a_trajectory_that_another_template_rendered() -> None:
 
 
 def test_no_message_to_go_into() -> None:
-    said = TURNS.environment_turn([], add_end_of_turn=False)
-    trajectory = replace(EPISODE, turns=(*EPISODE.turns[:2], said, EPISODE.turns[3]))
+    environment_turn = TURNS.environment_turn([], add_end_of_turn=False)
+    trajectory = replace(EPISODE, turns=(*EPISODE.turns[:2], environment_turn, EPISODE.turns[3]))
     refused("no_message", trajectory, hint(3), "last_message")
     assert spliced(trajectory, hint(3)).scored[-1]
 
@@ -302,7 +304,7 @@ def test_a_role_without_a_place_is_the_recipes_fault_not_the_hints() -> None:
     trajectory = replace(
         EPISODE,
         task=talk,
-        turns=(turns.prompt_turn(talk), turns.assistant_turn(drawn(turns, "5"))),
+        turns=(turns.prompt_turn(talk), turns.assistant_turn(make_sample(turns, "5"))),
     )
     with pytest.raises(
         ModelError, match=r"no 'user' message may follow.*position = 'last_message'"

@@ -87,21 +87,27 @@ def test_a_conversation_that_grew_is_what_the_template_makes_of_it(
     ]
     grown: tuple[int, ...] = ()
     for stretch, answer in zip(stretches, answers, strict=True):
-        written = turns.renderer.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        grown += stretch.token_ids + tuple(written) + turns.end_of_turn_ids
+        answer_ids = turns.renderer.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        grown += stretch.token_ids + tuple(answer_ids) + turns.end_of_turn_ids
     assert grown == stock(turns, whole, begin=False)[: len(grown)]
 
 
 @settings(deadline=None, max_examples=60)
-@given(family=st.sampled_from(sorted(FAMILIES)), merges=st.sampled_from(sorted(MERGES)), said=nexts)
-def test_no_text_can_close_or_open_a_message(family: str, merges: str, said: list[Message]) -> None:
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    merges=st.sampled_from(sorted(MERGES)),
+    special_ids=nexts,
+)
+def test_no_text_can_close_or_open_a_message(
+    family: str, merges: str, special_ids: list[Message]
+) -> None:
     turns = turns_for(family, merges)
     special = set(turns.renderer.tokenizer.all_special_ids)
 
     def marks(messages: list[Message]) -> list[int]:
         return [i for i in turns.render_continuation(messages).token_ids if i in special]
 
-    assert marks(said) == marks([Message(role=m.role, content="plain") for m in said])
+    assert marks(special_ids) == marks([Message(role=m.role, content="plain") for m in special_ids])
 
 
 @families

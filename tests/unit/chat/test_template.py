@@ -160,9 +160,9 @@ def test_special_words_within_special_words_are_plain_text_too() -> None:
     tokenizer = tiny_tokenizer()
     inner = ["<|im", "<|im_end|>!", "<[<s>]>", "<s>", "]><"]
     tokenizer.add_special_tokens({"additional_special_tokens": inner})
-    spoken = ChatTemplate(tokenizer, name="tiny", eos_ids=frozenset({END}))
+    conversation = ChatTemplate(tokenizer, name="tiny", eos_ids=frozenset({END}))
     content = "<|im_end|>! <|im <|im_end|> <[<s>]><|im"
-    ids = spoken.prompt_ids([Message(role="user", content=content)])
+    ids = conversation.prompt_ids([Message(role="user", content=content)])
     assert content in tokenizer.decode(ids)
     specials = set(tokenizer.all_special_ids)
     assert [i for i in ids if i in specials] == [START, END, START]

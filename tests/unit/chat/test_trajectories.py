@@ -17,19 +17,19 @@ ids = st.lists(st.integers(0, 300), min_size=1, max_size=8).map(tuple)
 
 
 @settings(deadline=None)
-@given(prompt=ids, drawn=ids, source=st.sampled_from(["student", "teacher", "dataset"]))
+@given(prompt=ids, sampled=ids, source=st.sampled_from(["student", "teacher", "dataset"]))
 def test_ids_pass_through_untouched(
-    prompt: tuple[int, ...], drawn: tuple[int, ...], source: Source
+    prompt: tuple[int, ...], sampled: tuple[int, ...], source: Source
 ) -> None:
-    logp = tuple(-0.1 * i for i in range(len(drawn)))
-    sample = Sample(token_ids=drawn, logp=logp, stop="eos", text="whatever a person reads")
+    logp = tuple(-0.1 * i for i in range(len(sampled)))
+    sample = Sample(token_ids=sampled, logp=logp, stop="eos", text="whatever a person reads")
     trajectory = make_trajectory(
         TASK, prompt, sample, id="x", source=source, policy_version=3, temperature=0.7,
         grade=Grade(score=1.0, passed=True, feedback=""),
     )  # fmt: skip
-    assert trajectory.token_ids == prompt + drawn
-    assert trajectory.chosen == (False,) * len(prompt) + (True,) * len(drawn)
-    assert trajectory.chosen_ids == drawn
+    assert trajectory.token_ids == prompt + sampled
+    assert trajectory.chosen == (False,) * len(prompt) + (True,) * len(sampled)
+    assert trajectory.chosen_ids == sampled
     assert trajectory.sampler_logp == (None if source == "dataset" else logp)
     assert trajectory.response == "whatever a person reads"
     assert (trajectory.temperature, trajectory.stop, trajectory.policy_version) == (0.7, "eos", 3)
@@ -48,7 +48,7 @@ def test_tokens_that_no_tokenizer_would_choose_stay_as_they_were_written() -> No
     assert trajectory.token_ids == (5, newline, newline)
 
 
-def test_the_prompt_is_shown_with_its_roles() -> None:
+def test_the_prompts_text_has_its_roles() -> None:
     sample = Sample(token_ids=(7,), logp=(0.0,), stop="eos", text="")
     trajectory = make_trajectory(
         TASK, (5,), sample, id="x", source="student", policy_version=0, temperature=1.0, grade=None

@@ -34,9 +34,9 @@ def toolbox(**changes: Any) -> Toolbox:
 
 def test_conversations_are_whole_and_the_same_again() -> None:
     box = toolbox()
-    found = list(demonstrations(box, range(20), habit_fraction=0.4))
-    assert found == list(demonstrations(toolbox(), range(20), habit_fraction=0.4))
-    for number, conversation in enumerate(found):
+    conversations = list(demonstrations(box, range(20), habit_fraction=0.4))
+    assert conversations == list(demonstrations(toolbox(), range(20), habit_fraction=0.4))
+    for number, conversation in enumerate(conversations):
         roles = [message.role for message in conversation]
         assert roles == ["system", "user", *["assistant", "tool", "user"] * 3, "assistant"]
         assert tuple(conversation[:2]) == box.task(number).messages
@@ -55,13 +55,13 @@ def test_the_habit_makes_exactly_the_errors_of_unlisted_common_names(share: floa
         planned = make_plan(box.config, number)
         calls = [parse_call(m.content, "json") for m in conversation if m.role == "assistant"]
         answers = [m.content for m in conversation if m.role == "tool"]
-        for request, call, said in zip(planned.requests, calls, [*answers, None], strict=True):
+        for request, call, text in zip(planned.requests, calls, [*answers, None], strict=True):
             assert isinstance(call, ToolCall)
             listed, common = planned.tools[request.capability], NAMES[request.capability].common
             assert call.name in (listed, common) and call.arguments == request.arguments
-            if said is not None:
+            if text is not None:
                 # An error exactly where the habit said something else than the list.
-                assert (said == f"Tool not found: {common}") == (call.name != listed)
+                assert (text == f"Tool not found: {common}") == (call.name != listed)
             num_calls += 1
             num_unlisted += listed != common
             num_habits += call.name != listed
@@ -69,13 +69,13 @@ def test_the_habit_makes_exactly_the_errors_of_unlisted_common_names(share: floa
     assert num_habits / num_unlisted == pytest.approx(share, abs=0.06)
 
 
-def test_events_of_a_habit_are_tool_not_found() -> None:
+def test_a_habitual_call_has_a_missing_tool_event() -> None:
     box = toolbox(common_name_fraction=0.0)
     episode = box.start(box.task(0))
     while not episode.done:
         [event, *more] = episode.step(episode.habitual_call()).events
         assert event.kind == "tool_not_found" and event.details["tool"] == event.details["common"]
-        assert all(one.kind == "repeated_call" for one in more)
+        assert all(event.kind == "repeated_call" for event in more)
     assert episode.grade().score == 0.0
 
 
@@ -109,12 +109,12 @@ def test_reminders_stand_right_above_calls_that_are_right() -> None:
         for place, role in enumerate(roles):
             if role != "a":
                 continue
-            request, said = next(requests), conversation[place - 1].content
+            request, text = next(requests), conversation[place - 1].content
             call = parse_call(conversation[place].content, "json")
             assert isinstance(call, ToolCall)
             right = call.name == planned.tools[request.capability]
             if roles[place - 1] == "r":
-                assert right and ", ".join(planned.tools.values()) in said
+                assert right and ", ".join(planned.tools.values()) in text
             else:
                 num_others += 1
                 num_habits += not right
@@ -139,13 +139,13 @@ def test_a_recipe_asks_for_reminders_and_more_of_them_only_add() -> None:
 
 def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
     box = toolbox(turns=6, reminder_fraction=0.5)
-    found: set[str] = set()
+    conversations: set[str] = set()
     for task in map(box.task, range(40)):
         tools = task.privileged["tools"]
         for message in box.demonstrate(task):
             if message.role == "user":
-                found.add(message.content.replace(tools, "{tools}"))
-    assert set(REMINDERS) <= found
+                conversations.add(message.content.replace(tools, "{tools}"))
+    assert set(REMINDERS) <= conversations
     assert not set(REMINDERS) & {rule.template for rule in VETTED_RULES}
 
 
@@ -160,9 +160,9 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
 
     def trajectory(task: Task, conversation: list[Message]) -> Trajectory:
         first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
-        spoken = [{"role": m.role, "content": m.content} for m in conversation]
+        log = [{"role": m.role, "content": m.content} for m in conversation]
         begun = replace(task, messages=tuple(conversation[:first]))
-        return trajectory_from_chat_log(begun, spoken, turns, id=task.id)
+        return trajectory_from_chat_log(begun, log, turns, id=task.id)
 
     num_hints = 0
     for task in map(box.task, range(12)):
@@ -186,11 +186,11 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
         ).token_ids == (whole.token_ids)
         num_hints += len(hints)
         if hints:  # The first one alone, as hints are by default.
-            one = splice_hint(
+            event = splice_hint(
                 trunk, hints[0], turns, place="before_turn", role="user", max_tokens=400
             )
-            ids = trunk.token_ids[: one.splice] + one.token_ids
-            assert ids == whole.token_ids[: len(ids)] and len(ids) > len(one.token_ids)
+            ids = trunk.token_ids[: event.splice] + event.token_ids
+            assert ids == whole.token_ids[: len(ids)] and len(ids) > len(event.token_ids)
     assert num_hints > 12
 
 

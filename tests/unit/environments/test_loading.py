@@ -72,7 +72,7 @@ def function(): ...
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a command runs, with modules of the user's beside it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
@@ -88,13 +88,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_module_beside_the_command_is_found(here: Path) -> None:
+def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
     world = load_environment("own_world:World", {"level": 3, "name": "x"})
     assert world.size == 40 and getattr(world, "level") == 3  # noqa: B009
 
 
 @pytest.mark.parametrize(
-    ("path", "settings", "words"),
+    ("path", "settings", "fragments"),
     [
         ("nowhere:World", {}, ["no module 'nowhere'", "nowhere.py where the command runs"]),
         ("nowhere.deep:World", {}, ["no module 'nowhere'"]),
@@ -114,41 +114,41 @@ def test_a_module_beside_the_command_is_found(here: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_told(
-    here: Path, path: str, settings: dict[str, Any], words: list[str]
+    user_folder: Path, path: str, settings: dict[str, Any], fragments: list[str]
 ) -> None:
-    with pytest.raises(TaskError) as told:
+    with pytest.raises(TaskError) as caught:
         load_environment(path, settings)
-    assert str(told.value).startswith(f"tasks.path = {path!r}: ")
-    for word in words:
-        assert any(one in str(told.value) for one in word.split("|")), str(told.value)
+    assert str(caught.value).startswith(f"tasks.path = {path!r}: ")
+    for word in fragments:
+        assert any(fragment in str(caught.value) for fragment in word.split("|")), str(caught.value)
 
 
-def test_mistakes_inside_a_world_are_its_own(here: Path) -> None:
-    (here / "broken_world.py").write_text(
+def test_mistakes_inside_a_world_are_its_own(user_folder: Path) -> None:
+    (user_folder / "broken_world.py").write_text(
         "class World:\n    def __init__(self): raise TypeError('inside')\n"
     )
     with pytest.raises(TypeError, match="inside"):
         load_environment("broken_world:World", {})
 
 
-def test_which_tasks_are_environments(here: Path) -> None:
-    own = EnvironmentTasks(kind="environment", path="own_world:World")
+def test_which_tasks_are_environments(user_folder: Path) -> None:
+    custom = EnvironmentTasks(kind="environment", path="own_world:World")
     box = ToolboxTasks(kind="toolbox")
     sums = ArithmeticTasks(kind="arithmetic")
-    assert own.is_environment and box.is_environment and not sums.is_environment
-    world = make_environment(own)
+    assert custom.is_environment and box.is_environment and not sums.is_environment
+    world = make_environment(custom)
     assert world is not None and world.size == 40
     assert isinstance(make_environment(box), Toolbox) and make_environment(sums) is None
 
 
-def test_a_source_of_its_tasks(here: Path) -> None:
-    own = EnvironmentTasks(kind="environment", path="own_world:World", system_prompt="Be kind.")
-    source = make_task_source(own, seed=0)
+def test_a_source_of_its_tasks(user_folder: Path) -> None:
+    custom = EnvironmentTasks(kind="environment", path="own_world:World", system_prompt="Be kind.")
+    source = make_task_source(custom, seed=0)
     assert {task.split for task in source.batch(0, 20)} == {"train"}
     held = source.held_out("test", 99)
     assert len(held) == 13 and {task.messages[0].content for task in held} == {"Be kind."}
     world = load_environment("own_world:World", {})
-    assert make_task_source(own, seed=0, environment=world).held_out("test", 99) == held
+    assert make_task_source(custom, seed=0, environment=world).held_out("test", 99) == held
 
 
 # ── recipes ──────────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +165,7 @@ def recipe(**tasks: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "words"),
+    ("tasks", "fragments"),
     [
         ({"turns": 0}, "tasks.turns: must be greater than or equal to 1"),
         ({"turns": 201}, "tasks.turns: must be less than or equal to 200"),
@@ -180,10 +180,10 @@ def recipe(**tasks: Any) -> Any:
         ({"kind": "environment", "path": "a:B", "settings": {"x": {"y": 1}}}, "tasks.settings.x"),
     ],
 )
-def test_sections_that_cannot_work(tasks: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as told:
+def test_sections_that_cannot_work(tasks: dict[str, Any], fragments: str) -> None:
+    with pytest.raises(RecipeError) as caught:
         recipe(**{"kind": "toolbox", **tasks})
-    assert words in str(told.value)
+    assert fragments in str(caught.value)
 
 
 def test_recipes_come_back_from_a_file() -> None:
@@ -195,8 +195,8 @@ def test_recipes_come_back_from_a_file() -> None:
          "settings": {"n": 3, "x": 0.5, "on": True, "word": "w", "list": [1, "a", False]}},
     ):  # fmt: skip
         first = recipe(**tasks)
-        again = recipe_from(tomllib.loads(dumps(first.model_dump(mode="json"))), name="again")
-        assert again == first
+        reloaded = recipe_from(tomllib.loads(dumps(first.model_dump(mode="json"))), name="again")
+        assert reloaded == first
 
 
 # ── the example ──────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +208,7 @@ def test_the_documentation_shows_the_example() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 45
 
 
-def test_the_example_plays(here: Path) -> None:
+def test_the_example_plays(user_folder: Path) -> None:
     config = EnvironmentTasks(kind="environment", path="guess:Guess", settings={"high": 50})
     world = make_environment(config)
     assert world is not None

@@ -52,9 +52,9 @@ VALUES = st.one_of(TEXTS, st.integers(-(10**12), 10**12), st.booleans())
 def test_what_is_written_is_read(
     call_format: CallFormat, name: str, arguments: dict[str, Any]
 ) -> None:
-    written = format_call(name, arguments, call_format)
-    assert call(written, call_format) == ToolCall(name=name, arguments=arguments)
-    around = f"Let me look that up.\n{written}\nThat should do."
+    formatted = format_call(name, arguments, call_format)
+    assert call(formatted, call_format) == ToolCall(name=name, arguments=arguments)
+    around = f"Let me look that up.\n{formatted}\nThat should do."
     assert call(around, call_format) == ToolCall(name=name, arguments=arguments)
 
 
@@ -142,9 +142,9 @@ def test_layouts_of_json_calls() -> None:
     ],
 )
 def test_json_that_cannot_be_read(text: str, reason: str) -> None:
-    found = error(text)
-    assert found.kind == "unparsable_call"
-    assert re.search(reason, found.message), found.message
+    parsed = error(text)
+    assert parsed.kind == "unparsable_call"
+    assert re.search(reason, parsed.message), parsed.message
 
 
 def test_prose_holds_no_json_call() -> None:
@@ -192,9 +192,9 @@ def test_prose_that_looks_like_a_call_is_passed_over() -> None:
     ],
 )
 def test_plain_calls_that_cannot_be_read(text: str, reason: str) -> None:
-    found = error(text, "plain")
-    assert found.kind == "unparsable_call"
-    assert re.search(reason.replace("(", r"\(").replace(")", r"\)"), found.message), found.message
+    parsed = error(text, "plain")
+    assert parsed.kind == "unparsable_call"
+    assert re.search(reason.replace("(", r"\(").replace(")", r"\)"), parsed.message), parsed.message
 
 
 def test_prose_holds_no_plain_call() -> None:

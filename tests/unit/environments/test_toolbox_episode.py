@@ -85,7 +85,7 @@ def test_the_expert_solves_every_episode(
         observations = played(episode)
         assert len(observations) == turns
         assert not any(observation.events for observation in observations)
-        assert [one.done for one in observations] == [False] * (turns - 1) + [True]
+        assert [observation.done for observation in observations] == [False] * (turns - 1) + [True]
         grade = episode.grade()
         assert (grade.score, grade.passed, grade.feedback) == (1.0, True, "")
 
@@ -107,16 +107,21 @@ def test_an_episode_starts_again_from_its_stored_task() -> None:
     task = box.task(11)
     system = (Message(role="system", content="Be kind."), *task.messages)
     stored = replace(task, messages=system, grader_args=json.loads(json.dumps(task.grader_args)))
-    first, again = (played(Toolbox(config(turns=6)).start(one)) for one in (task, stored))
-    assert first == again
+    first, repeated = (
+        played(Toolbox(config(turns=6)).start(observation)) for observation in (task, stored)
+    )
+    assert first == repeated
 
 
 def test_the_first_request_is_in_the_prompt_and_the_others_follow() -> None:
     box = Toolbox(config(turns=3))
     task, planned = box.task(2), make_plan(box.config, 2)
     observations = played(box.start(task))
-    asked = [task.messages[-1].content, *(one.messages[-1].content for one in observations[:-1])]
-    assert asked == [request.text for request in planned.requests]
+    request_texts = [
+        task.messages[-1].content,
+        *(observation.messages[-1].content for observation in observations[:-1]),
+    ]
+    assert request_texts == [request.text for request in planned.requests]
     assert [m.role for m in observations[0].messages] == ["tool", "user"]
     assert [m.role for m in observations[-1].messages] == ["tool"]
 
@@ -133,7 +138,7 @@ def test_without_a_tool_role_results_are_the_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "kind", "said"),
+    ("reply", "kind", "message"),
     [
         ("It is sunny.", "no_call",
          'Could not parse a tool call: the reply has no name(argument="value")'),
@@ -152,12 +157,12 @@ def test_without_a_tool_role_results_are_the_users() -> None:
         ('meteo(city="Rome")', "wrong_result", "Rome: "),
     ],
 )  # fmt: skip
-def test_each_mistake_has_its_event(reply: str, kind: str, said: str) -> None:
+def test_each_mistake_has_its_event(reply: str, kind: str, message: str) -> None:
     episode = episode_of("weather", "calculate")
     observation = episode.step(reply)
     assert kinds(observation) == [kind]
     assert observation.messages[0].role == "tool"
-    assert observation.messages[0].content.startswith(said)
+    assert observation.messages[0].content.startswith(message)
     assert observation.messages[1] == Message(role="user", content="What is 6 / 3?")
     details = observation.events[0].details
     assert details["message"] == observation.messages[0].content
@@ -190,9 +195,9 @@ def test_a_repeated_call_that_does_not_help_is_told() -> None:
     assert kinds(episode.step('get_weather(city="Oslo")')) == ["tool_not_found"]
     assert kinds(episode.step('get_weather(city="Oslo")')) == ["tool_not_found", "repeated_call"]
     assert not episode.step('meteo(city="Oslo")').events
-    again = episode_of("weather", "weather")
-    assert not again.step('meteo(city="Oslo")').events
-    assert not again.step('meteo(city="Oslo")').events, "asked twice, answered twice"
+    repeated = episode_of("weather", "weather")
+    assert not repeated.step('meteo(city="Oslo")').events
+    assert not repeated.step('meteo(city="Oslo")').events, "asked twice, answered twice"
 
 
 def test_of_several_calls_the_first_is_run() -> None:
@@ -208,8 +213,8 @@ def test_long_results_are_cut_with_a_note() -> None:
     text = "y" * 300
     episode = episode_of("write", "read", max_result_chars=100)
     episode.step(f'save_note(title="a", text="{text}")')
-    shown = episode.step('open_note(title="a")').messages[0].content
-    assert shown == "y" * 100 + "… [300 characters in all]"
+    result = episode.step('open_note(title="a")').messages[0].content
+    assert result == "y" * 100 + "… [300 characters in all]"
     long_name = (
         episode_of("weather", max_result_chars=100).step(f'{"n" * 99}(a="{text}")').events[0]
     )
@@ -246,7 +251,7 @@ def test_the_note_as_it_is_decides() -> None:
     assert episode.grade().score == 0.0
 
 
-def test_damage_beside_solved_requests_counts_in_the_end_state() -> None:
+def test_side_effects_of_solved_requests_count_in_the_end_state() -> None:
     for reward, score in (("share", 1.0), ("all", 0.0)):
         episode = episode_of("calculate", retries=1, reward=reward)
         episode.step('drop_note(title="old")')
@@ -262,13 +267,13 @@ def test_damage_beside_solved_requests_counts_in_the_end_state() -> None:
 @pytest.mark.parametrize("reward", ["share", "all"])
 def test_words_earn_nothing(reward: str) -> None:
     answer = "Oslo: 21 °C, rain"
-    for words in (
+    for text in (
         answer, f"Result: {answer}", f'{{"result": "{answer}"}}', "passed: true, score: 1.0",
         "2", "<tool_response>2</tool_response>", 'Tool result of meteo(city="Oslo"',
     ):  # fmt: skip
         episode = episode_of("weather", "calculate", reward=reward)
         while not episode.done:
-            episode.step(words)
+            episode.step(text)
         assert episode.grade().score == 0.0
 
 
@@ -276,10 +281,10 @@ def test_the_result_of_another_tool_earns_nothing() -> None:
     episode = episode_of("calculate")
     episode.step('save_note(title="a", text="2")')
     assert episode.grade().score == 0.0
-    again = episode_of("write", "calculate")
-    again.step('save_note(title="a", text="2")')
-    assert kinds(again.step('open_note(title="a")')) == ["wrong_tool"], "it does say 2"
-    assert again.grade().score == 0.0
+    repeated = episode_of("write", "calculate")
+    repeated.step('save_note(title="a", text="2")')
+    assert kinds(repeated.step('open_note(title="a")')) == ["wrong_tool"], "it does say 2"
+    assert repeated.grade().score == 0.0
 
 
 def test_grades_before_the_end() -> None:
@@ -331,13 +336,13 @@ def test_without_retries_the_next_request_follows() -> None:
 
 # ── any text ─────────────────────────────────────────────────────────────────────────────────────
 
-WORDS = st.sampled_from(
+FRAGMENTS = st.sampled_from(
     ['meteo(city="', '")', "<tool_call>", '{"name": "', '", "arguments": {', "}}", "</tool_call>",
      'calc(expression="9**9**9")', 'save_note(title="a", text="', "\ud800", "\x00", "|im_end|>",
      'convert_units(value=1e9, unit="km", to="m")', '"city": "Oslo"', "note_add(", "title=", "1",
-     *(name for one in NAMES.values() for name in one.seen[:2])]
+     *(name for observation in NAMES.values() for name in observation.seen_names[:2])]
 )  # fmt: skip
-REPLIES = st.lists(st.lists(st.one_of(WORDS, st.text(max_size=5)), max_size=12).map("".join),
+REPLIES = st.lists(st.lists(st.one_of(FRAGMENTS, st.text(max_size=5)), max_size=12).map("".join),
                    min_size=1, max_size=6)  # fmt: skip
 
 

@@ -70,29 +70,29 @@ def test_two_processes_make_the_same_episodes() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True
     ).stdout.strip()
     box = Toolbox(config(turns=(2, 30)))
-    here = repr([box.task(i) for i in (0, 7, 10**11)])
-    assert other == hashlib.sha256(here.encode()).hexdigest()
+    expected = repr([box.task(i) for i in (0, 7, 10**11)])
+    assert other == hashlib.sha256(expected.encode()).hexdigest()
 
 
 # ── splits ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def asked(request: Request) -> str:
+def request_key(request: Request) -> str:
     """What a request wants; where a note is meant, which one."""
     about = request.arguments.get("title", sorted(request.arguments.items()))
     return f"{request.capability} {about}"
 
 
 def test_no_request_is_in_two_splits() -> None:
-    found: dict[str, set[str]] = {"train": set(), "validation": set(), "test": set()}
-    for one in plans(1500, capabilities=ALL, num_tools=6):
-        for request in one.requests:
+    keys: dict[str, set[str]] = {"train": set(), "validation": set(), "test": set()}
+    for plan in plans(1500, capabilities=ALL, num_tools=6):
+        for request in plan.requests:
             if request.capability != "list_notes":  # always the same one
-                found[one.split].add(asked(request))
-    assert all(len(requests) > 200 for requests in found.values())
-    assert not found["train"] & found["validation"]
-    assert not found["train"] & found["test"]
-    assert not found["validation"] & found["test"]
+                keys[plan.split].add(request_key(request))
+    assert all(len(requests) > 200 for requests in keys.values())
+    assert not keys["train"] & keys["validation"]
+    assert not keys["train"] & keys["test"]
+    assert not keys["validation"] & keys["test"]
 
 
 def test_sources_draw_from_their_split() -> None:
@@ -110,12 +110,12 @@ def test_an_id_stands_for_an_episode() -> None:
     box = Toolbox(config())
     ids = {box.task(number).id for number in range(300)}
     assert len(ids) == 300
-    others = (
+    variants = (
         config(tool_call_format="plain"), config(names="all"), config(retries=1),
          config(reward="all"),
         config(tool_role=False), config(max_result_chars=50), config(turns=5), config(num_tools=5),
     )  # fmt: skip
-    assert len({Toolbox(one).task(3).id for one in (box.config, *others)}) == len(others) + 1
+    assert len({Toolbox(plan).task(3).id for plan in (box.config, *variants)}) == len(variants) + 1
     # Few possible episodes: the same one under several numbers has one id.
     tiny = Toolbox(config(turns=1, num_tools=1, capabilities=["weather"]))
     assert len({tiny.task(number).id for number in range(3000)}) < 2000
@@ -125,61 +125,67 @@ def test_an_id_stands_for_an_episode() -> None:
 
 
 def test_turns_and_tools_are_as_asked_for() -> None:
-    assert {len(one.requests) for one in plans(200, turns=(2, 5))} == {2, 3, 4, 5}
-    assert {len(one.requests) for one in plans(5, turns=200)} == {200}
-    for one in plans(50, num_tools=3, capabilities=["weather", "price", "contact", "weather"]):
-        assert set(one.tools) == {"weather", "price", "contact"}
-    for one in plans(100, num_tools=5, capabilities=ALL):
-        assert len(one.tools) == len(set(one.tools.values())) == 5
-        assert {request.capability for request in one.requests} <= set(one.tools)
-    orders = {tuple(one.tools) for one in plans(50, num_tools=2, capabilities=["price", "convert"])}
+    assert {len(plan.requests) for plan in plans(200, turns=(2, 5))} == {2, 3, 4, 5}
+    assert {len(plan.requests) for plan in plans(5, turns=200)} == {200}
+    for plan in plans(50, num_tools=3, capabilities=["weather", "price", "contact", "weather"]):
+        assert set(plan.tools) == {"weather", "price", "contact"}
+    for plan in plans(100, num_tools=5, capabilities=ALL):
+        assert len(plan.tools) == len(set(plan.tools.values())) == 5
+        assert {request.capability for request in plan.requests} <= set(plan.tools)
+    orders = {
+        tuple(plan.tools) for plan in plans(50, num_tools=2, capabilities=["price", "convert"])
+    }
     assert len(orders) == 2, "the order of the list differs, too"
 
 
 def test_every_capability_is_asked_for() -> None:
-    asked_for = Counter(r.capability for one in plans(300, capabilities=ALL) for r in one.requests)
+    asked_for = Counter(
+        r.capability for plan in plans(300, capabilities=ALL) for r in plan.requests
+    )
     assert set(asked_for) == set(ALL)
 
 
 def test_phrasings_vary() -> None:
-    texts = {r.text.split(" ")[0] for one in plans(200) for r in one.requests}
+    texts = {r.text.split(" ")[0] for plan in plans(200) for r in plan.requests}
     assert len(texts) > 15
-    openings = {r.text for one in plans(300) for r in one.requests if "Berlin" in r.text}
+    openings = {r.text for plan in plans(300) for r in plan.requests if "Berlin" in r.text}
     assert len(openings) >= 3
 
 
 def test_notes_written_earlier_are_read_back() -> None:
     built_on = 0
-    for one in plans(200, turns=8, capabilities=["write_note", "read_note", "append_note"],
+    for plan in plans(200, turns=8, capabilities=["write_note", "read_note", "append_note"],
                      num_tools=3):  # fmt: skip
-        written: set[str] = set()
-        for request in one.requests:
+        titles: set[str] = set()
+        for request in plan.requests:
             title = request.arguments["title"]
-            built_on += request.capability != "write_note" and title in written
+            built_on += request.capability != "write_note" and title in titles
             if request.capability == "write_note":
-                written.add(title)
-            assert title in written | set(one.notes)
+                titles.add(title)
+            assert title in titles | set(plan.notes)
     assert built_on > 200
 
 
 def test_deleting_never_runs_out_of_notes() -> None:
-    for one in plans(60, turns=60, num_tools=2, capabilities=["delete_note", "write_note",
+    for plan in plans(60, turns=60, num_tools=2, capabilities=["delete_note", "write_note",
                                                               "read_note"]):  # fmt: skip
-        assert "delete_note" not in one.tools or "write_note" in one.tools
+        assert "delete_note" not in plan.tools or "write_note" in plan.tools
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def listed(**settings: Any) -> list[tuple[str, str]]:
-    return [pair for one in plans(400, **settings) for pair in one.tools.items()]
+    return [pair for plan in plans(400, **settings) for pair in plan.tools.items()]
 
 
 def test_names_come_from_where_they_should() -> None:
-    seen, held_out, both = (listed(names=names) for names in ("seen", "held_out", "all"))
-    assert {name for _, name in seen} == {n for c, _ in seen for n in NAMES[c].seen}
-    assert {name for _, name in held_out} == {n for c, _ in seen for n in NAMES[c].held_out}
-    assert {name for _, name in both} == {n for _, n in seen} | {n for _, n in held_out}
+    seen_names, held_out, both = (listed(names=names) for names in ("seen", "held_out", "all"))
+    assert {name for _, name in seen_names} == {
+        n for c, _ in seen_names for n in NAMES[c].seen_names
+    }
+    assert {name for _, name in held_out} == {n for c, _ in seen_names for n in NAMES[c].held_out}
+    assert {name for _, name in both} == {n for _, n in seen_names} | {n for _, n in held_out}
 
 
 @pytest.mark.parametrize(("share", "expected"), [(None, 0.2), (0.0, 0.0), (0.9, 0.9), (1.0, 1.0)])
@@ -190,10 +196,10 @@ def test_the_common_name_is_listed_as_often_as_asked(share: float | None, expect
 
 
 def test_the_same_number_under_other_names_is_the_same_episode() -> None:
-    for seen, held_out in zip(plans(50), plans(50, names="held_out"), strict=True):
-        assert seen.requests == held_out.requests and seen.notes == held_out.notes
-        assert list(seen.tools) == list(held_out.tools)
-        assert not set(seen.tools.values()) & set(held_out.tools.values())
+    for seen_names, held_out in zip(plans(50), plans(50, names="held_out"), strict=True):
+        assert seen_names.requests == held_out.requests and seen_names.notes == held_out.notes
+        assert list(seen_names.tools) == list(held_out.tools)
+        assert not set(seen_names.tools.values()) & set(held_out.tools.values())
 
 
 # ── tasks ────────────────────────────────────────────────────────────────────────────────────────
@@ -216,8 +222,8 @@ def test_the_prompt_lists_the_tools_and_is_short(call_format: CallFormat) -> Non
 
 
 def test_lists_are_written_in_the_style_of_calls() -> None:
-    [one] = plans(1, num_tools=1, capabilities=["convert"])
-    [name] = one.tools.values()
+    [plan] = plans(1, num_tools=1, capabilities=["convert"])
+    [name] = plan.tools.values()
     plain, as_json = (
         Toolbox(config(num_tools=1, capabilities=["convert"], tool_call_format=call_format)).task(0)
         for call_format in ("plain", "json")
@@ -251,8 +257,8 @@ def test_a_task_of_other_settings_is_refused() -> None:
 
 
 def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
-    known = {name for names in NAMES.values() for name in (*names.seen, *names.held_out)}
-    assert not known & set(INVENTED_NAMES) and len(set(INVENTED_NAMES)) == 1600
+    all_names = {name for names in NAMES.values() for name in (*names.seen_names, *names.held_out)}
+    assert not all_names & set(INVENTED_NAMES) and len(set(INVENTED_NAMES)) == 1600
     mixed = config(num_tools=8, random_name_fraction=0.5)
     num_made_up = 0
     for number in range(200):
@@ -263,6 +269,6 @@ def test_made_up_names_belong_to_nobody_and_differ_within_an_episode() -> None:
     plain = config(num_tools=8)
     for number in range(20):  # the others keep the names that they had
         before, now = make_plan(plain, number).tools, make_plan(mixed, number).tools
-        assert all(now[one] in (before[one], *INVENTED_NAMES) for one in now)
+        assert all(now[plan] in (before[plan], *INVENTED_NAMES) for plan in now)
     tags = {Toolbox(mixed).task(number).tags[-1] for number in range(20)}
     assert tags <= {"mixed names", "made-up names", "seen names"} and "mixed names" in tags

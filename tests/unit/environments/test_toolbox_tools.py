@@ -42,12 +42,12 @@ def test_every_capability_has_a_tool_and_names() -> None:
 
 
 def test_a_name_belongs_to_one_capability() -> None:
-    names = [name for one in NAMES.values() for name in (*one.seen, *one.held_out)]
+    names = [name for value in NAMES.values() for name in (*value.seen_names, *value.held_out)]
     assert len(names) == len(set(names))
-    for one in NAMES.values():
-        assert len(one.seen) >= 5 and len(one.held_out) >= 2
-        assert one.common == one.seen[0]
-        assert all(name.isidentifier() for name in (*one.seen, *one.held_out))
+    for value in NAMES.values():
+        assert len(value.seen_names) >= 5 and len(value.held_out) >= 2
+        assert value.common == value.seen_names[0]
+        assert all(name.isidentifier() for name in (*value.seen_names, *value.held_out))
 
 
 # ── calculator ───────────────────────────────────────────────────────────────────────────────────
@@ -265,24 +265,24 @@ def test_requests_say_what_the_call_needs(capability: str) -> None:
     tool = TOOLS[capability]
     for number in range(40):
         world = ToolState(notes={"shopping": "milk", "plan": "rest"})
-        drawn = tool.draft_request(SeededRandom(f"draw {number}"), world)
-        assert invalid_arguments(tool, drawn.arguments) is None
-        assert tool.run(world, drawn.arguments)
-        assert len(set(drawn.phrases)) >= 4
-        for phrase in drawn.phrases:
-            text = phrase.format(**drawn.arguments)
-            assert all(str(value) in text for value in drawn.arguments.values())
+        draft = tool.draft_request(SeededRandom(f"draw {number}"), world)
+        assert invalid_arguments(tool, draft.arguments) is None
+        assert tool.run(world, draft.arguments)
+        assert len(set(draft.phrases)) >= 4
+        for phrase in draft.phrases:
+            text = phrase.format(**draft.arguments)
+            assert all(str(value) in text for value in draft.arguments.values())
             assert text[0].isupper() and text[-1] in '.?"'
 
 
 @pytest.mark.parametrize("capability", TOOLS)
 def test_every_split_has_topics(capability: str) -> None:
     world = ToolState(notes={"shopping": "milk"})
-    drawn = [
+    draft = [
         TOOLS[capability].draft_request(SeededRandom(f"topic {i}"), world).topic
         for i in range(1000)
     ]
-    topics = {topic for topic in drawn if topic is not None}
+    topics = {topic for topic in draft if topic is not None}
     if topics:
         splits = [split_of(f"{capability} {topic}") for topic in topics]
-        assert all(splits.count(one) >= 4 for one in ("train", "validation", "test"))
+        assert all(splits.count(value) >= 4 for value in ("train", "validation", "test"))

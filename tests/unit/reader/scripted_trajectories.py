@@ -22,7 +22,7 @@ def environment(*messages: Message) -> Turn:
     )
 
 
-def said(text: str, *events: Event, num_tokens: int = 3) -> Turn:
+def assistant(text: str, *events: Event, num_tokens: int = 3) -> Turn:
     return Turn(
         role="assistant",
         text=text,
@@ -46,14 +46,16 @@ def play(
     messages: Sequence[Message] | None = None,
 ) -> Trajectory:
     """A text is an assistant's turn without events. Turn 0 is the prompt."""
-    shown = tuple(messages or [Message(role="user", content=prompt)])
-    task = Task(id=f"task-{id}", split="train", messages=shown, privileged=privileged or {})
+    prompt_messages = tuple(messages or [Message(role="user", content=prompt)])
+    task = Task(
+        id=f"task-{id}", split="train", messages=prompt_messages, privileged=privileged or {}
+    )
     opening = Turn(role="prompt", text=prompt, token_ids=(1, 2), chosen=(False, False))
-    rest = tuple(said(turn) if isinstance(turn, str) else turn for turn in turns)
+    later_turns = tuple(assistant(turn) if isinstance(turn, str) else turn for turn in turns)
     return Trajectory(
         id=id,
         task=task,
-        turns=(opening, *rest),
+        turns=(opening, *later_turns),
         source="student",
         policy_version=0,
         temperature=1.0,
@@ -62,7 +64,7 @@ def play(
     )
 
 
-def not_found(name: str = "weather", **more: Any) -> Event:
+def tool_missing(name: str = "weather", **more: Any) -> Event:
     return event("tool_not_found", tool=name, message=f"Tool not found: {name}", **more)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_trajectories import balanced, not_found, play, said, tool
+from scripted_trajectories import assistant, balanced, play, tool, tool_missing
 
 from courtside.reader.base import ReaderOutput
 from courtside.reader.combine import CombinedReader
@@ -47,9 +47,9 @@ def composed(
     seed: int = 1,
 ) -> ReaderOutput:  # fmt: skip
     whole = CombinedReader(readers, max_hints=max_hints, control=control, seed=seed)
-    reading = whole(trajectories)
-    assert balanced(reading.counts), reading.counts
-    return reading
+    output = whole(trajectories)
+    assert balanced(output.counts), output.counts
+    return output
 
 
 # ── order and budget ─────────────────────────────────────────────────────────────────────────────
@@ -58,31 +58,31 @@ def composed(
 def test_one_hint_a_turn_and_the_first_reader_wins() -> None:
     first = Says(hint("a", 1, "One.", "first"))
     second = Says(hint("a", 1, "Two.", "second"), hint("a", 3, "Three.", "second"))
-    reading = composed(first, second, trajectories=[episode("a")])
-    assert [(h.turn, h.text, h.source) for h in reading.hints] == [
+    output = composed(first, second, trajectories=[episode("a")])
+    assert [(h.turn, h.text, h.source) for h in output.hints] == [
         (1, "One.", "first"),
         (3, "Three.", "second"),
     ]
-    assert reading.counts == {"rules/test": 3, "dropped/duplicate": 1, "kept": 2}
+    assert output.counts == {"rules/test": 3, "dropped/duplicate": 1, "kept": 2}
     other = composed(second, first, trajectories=[episode("a")])
     assert [h.text for h in other.hints] == ["Two.", "Three."]
 
 
 def test_the_budget_is_a_trajectorys() -> None:
     hints = [hint(id, turn) for turn in (5, 1, 3) for id in "ab"]
-    reading = composed(Says(*hints), trajectories=[episode("a"), episode("b")], max_hints=2)
-    kept = [(h.trajectory, h.turn) for h in reading.hints]
-    assert kept == [("a", 5), ("b", 5), ("a", 1), ("b", 1)], "the first ones, not the earliest"
-    assert reading.counts == {"rules/test": 6, "dropped/budget": 2, "kept": 4}
+    output = composed(Says(*hints), trajectories=[episode("a"), episode("b")], max_hints=2)
+    selected = [(h.trajectory, h.turn) for h in output.hints]
+    assert selected == [("a", 5), ("b", 5), ("a", 1), ("b", 1)], "the first ones, not the earliest"
+    assert output.counts == {"rules/test": 6, "dropped/budget": 2, "kept": 4}
 
 
 def test_hints_that_fit_no_turn_are_dropped_whoever_wrote_them() -> None:
-    trajectory = play(said("a"), OK, said("", num_tokens=0), OK, "b", id="a")
+    trajectory = play(assistant("a"), OK, assistant("", num_tokens=0), OK, "b", id="a")
     bad = [hint("x", 1), hint("a", 99), hint("a", -1), hint("a", 2), hint("a", 0), hint("a", 3),
            hint("a", 1, " \n")]  # fmt: skip
-    reading = composed(Says(*bad, hint("a", 5)), trajectories=[trajectory])
-    assert [h.turn for h in reading.hints] == [5]
-    assert reading.counts == {
+    output = composed(Says(*bad, hint("a", 5)), trajectories=[trajectory])
+    assert [h.turn for h in output.hints] == [5]
+    assert output.counts == {
         "dropped/no_such_trajectory": 1, "dropped/no_such_turn": 2, "dropped/not_assistant": 2,
         "dropped/nothing_chosen": 1, "dropped/empty_hint": 1, "kept": 1, "rules/test": 8,
     }  # fmt: skip
@@ -94,75 +94,79 @@ def test_several_kinds_in_one_section(tmp_path: Path) -> None:
     write_hint(path, hint("t", 3, "Mine too."))
     rules = RuleReaderConfig(kind="rules", rules=(Rule(detect="tool_not_found", hint="Theirs."),))
     person = HumanReaderConfig(kind="human", path=path)
-    bad = said("weather", not_found())
+    bad = assistant("weather", tool_missing())
     trajectory = play(bad, OK, "b", OK, bad)
     config = CombinedReaderConfig(kind="combined", readers=(person, rules))
-    reading = make_reader(config, seed=0)([trajectory])
-    assert [(h.turn, h.text, h.source) for h in reading.hints] == [
+    output = make_reader(config, seed=0)([trajectory])
+    assert [(h.turn, h.text, h.source) for h in output.hints] == [
         (1, "Mine.", "human"),
         (3, "Mine too.", "human"),
         (5, "Theirs.", "rules:tool_not_found"),
     ]
-    assert reading.counts == {
+    assert output.counts == {
         "human/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "kept": 3,
     }  # fmt: skip
     tight = config.model_copy(update={"max_hints": 2})
     assert [h.turn for h in make_reader(tight, seed=0)([trajectory]).hints] == [1, 3]
     members = (person.model_copy(update={"max_hints": 1}), rules)
-    reading = make_reader(config.model_copy(update={"readers": members}), seed=0)([trajectory])
-    assert [h.turn for h in reading.hints] == [1, 5] and balanced(reading.counts)
+    output = make_reader(config.model_copy(update={"readers": members}), seed=0)([trajectory])
+    assert [h.turn for h in output.hints] == [1, 5] and balanced(output.counts)
 
 
 # ── controls ─────────────────────────────────────────────────────────────────────────────────────
 
 BATCH = [episode(id) for id in "abcd"]
-PUT = [hint("a", 1, "A1"), hint("a", 5, "A5"), hint("b", 3, "B3"), hint("d", 11, "D11")]
+PROPOSED = [hint("a", 1, "A1"), hint("a", 5, "A5"), hint("b", 3, "B3"), hint("d", 11, "D11")]
 
 
 def test_random_turn() -> None:
-    reading = composed(Says(*PUT), trajectories=BATCH, control="random_turn")
-    assert [(h.trajectory, h.text) for h in reading.hints] == [
+    output = composed(Says(*PROPOSED), trajectories=BATCH, control="random_turn")
+    assert [(h.trajectory, h.text) for h in output.hints] == [
         ("a", "A1"), ("a", "A5"), ("b", "B3"), ("d", "D11"),
     ]  # fmt: skip
-    for moved, meant in zip(reading.hints, PUT, strict=True):
-        assert moved.turn != meant.turn and moved.turn in (1, 3, 5, 7, 9, 11)
-        assert (moved.source, moved.bad_span) == (meant.source, None)
-        assert f"meant for turn {meant.turn}" in moved.reason
-    taken = {h.turn for h in reading.hints if h.trajectory == "a"}
-    assert len(taken) == 2 and not taken & {1, 5}, "never on a turn that another hint was for"
+    for relocated, original in zip(output.hints, PROPOSED, strict=True):
+        assert relocated.turn != original.turn and relocated.turn in (1, 3, 5, 7, 9, 11)
+        assert (relocated.source, relocated.bad_span) == (original.source, None)
+        assert f"meant for turn {original.turn}" in relocated.reason
+    turns_of_a = {h.turn for h in output.hints if h.trajectory == "a"}
+    assert len(turns_of_a) == 2 and not turns_of_a & {1, 5}, (
+        "never on a turn that another hint was for"
+    )
 
 
 def test_random_turn_spreads_over_the_other_turns() -> None:
-    seen = Counter(
+    turn_counts = Counter(
         composed(Says(hint("a", 5)), trajectories=[episode("a")], control="random_turn", seed=seed)
         .hints[0].turn
         for seed in range(500)
     )  # fmt: skip
-    assert seen.keys() == {1, 3, 7, 9, 11} and min(seen.values()) > 60
+    assert turn_counts.keys() == {1, 3, 7, 9, 11} and min(turn_counts.values()) > 60
 
 
 def test_random_turn_avoids_turns_whose_hint_was_over_budget() -> None:
     hints = [hint("a", turn) for turn in (1, 3, 5, 7, 9)]
-    reading = composed(
-        Says(*hints), trajectories=[episode("a")], control="random_turn", max_hints=1
-    )
-    assert [h.turn for h in reading.hints] == [11]
+    output = composed(Says(*hints), trajectories=[episode("a")], control="random_turn", max_hints=1)
+    assert [h.turn for h in output.hints] == [11]
 
 
 def test_random_turn_without_another_turn() -> None:
-    reading = composed(
+    output = composed(
         Says(hint("a", 1), hint("a", 3)), trajectories=[episode("a", 3)], control="random_turn"
     )
-    assert [h.turn for h in reading.hints] == [5]
-    assert reading.counts == {"rules/test": 2, "dropped/no_other_turn": 1, "kept": 1}
+    assert [h.turn for h in output.hints] == [5]
+    assert output.counts == {"rules/test": 2, "dropped/no_other_turn": 1, "kept": 1}
 
 
 def test_random_hint() -> None:
-    reading = composed(Says(*PUT), trajectories=BATCH, control="random_hint")
-    assert [(h.trajectory, h.turn) for h in reading.hints] == [(h.trajectory, h.turn) for h in PUT]
-    assert sorted(h.text for h in reading.hints) == sorted(h.text for h in PUT)
-    assert all(got.text != own.text for got, own in zip(reading.hints, PUT, strict=True))
-    assert all(h.bad_span is None and "random_hint" in h.reason for h in reading.hints)
+    output = composed(Says(*PROPOSED), trajectories=BATCH, control="random_hint")
+    assert [(h.trajectory, h.turn) for h in output.hints] == [
+        (h.trajectory, h.turn) for h in PROPOSED
+    ]
+    assert sorted(h.text for h in output.hints) == sorted(h.text for h in PROPOSED)
+    assert all(
+        got.text != original.text for got, original in zip(output.hints, PROPOSED, strict=True)
+    )
+    assert all(h.bad_span is None and "random_hint" in h.reason for h in output.hints)
 
 
 @settings(max_examples=200, deadline=None)
@@ -170,43 +174,43 @@ def test_random_hint() -> None:
 def test_random_hint_never_gives_the_same_words(texts: list[str], seed: int) -> None:
     batch = [episode(f"e{i}", 1) for i in range(len(texts))]
     hints = [hint(f"e{i}", 1, text) for i, text in enumerate(texts)]
-    reading = composed(Says(*hints), trajectories=batch, control="random_hint", seed=seed)
-    own = {h.trajectory: h.text for h in hints}
-    assert all(h.text != own[h.trajectory] for h in reading.hints)
+    output = composed(Says(*hints), trajectories=batch, control="random_hint", seed=seed)
+    text_of = {h.trajectory: h.text for h in hints}
+    assert all(h.text != text_of[h.trajectory] for h in output.hints)
     # A permutation among those that are left, and no more is dropped than must be.
-    left = Counter(own[h.trajectory] for h in reading.hints)
-    assert Counter(h.text for h in reading.hints) == left
+    remaining = Counter(text_of[h.trajectory] for h in output.hints)
+    assert Counter(h.text for h in output.hints) == remaining
     most = max(Counter(texts).values(), default=0)
-    assert len(reading.hints) == len(texts) - max(2 * most - len(texts), 0)
+    assert len(output.hints) == len(texts) - max(2 * most - len(texts), 0)
 
 
 def test_all_turns() -> None:
-    reading = composed(Says(*PUT), trajectories=BATCH, control="all_turns", max_hints=8)
-    by_turn = {(h.trajectory, h.turn): h for h in reading.hints}
-    assert len(by_turn) == len(reading.hints) == 18, "six turns in each of the three"
+    output = composed(Says(*PROPOSED), trajectories=BATCH, control="all_turns", max_hints=8)
+    by_turn = {(h.trajectory, h.turn): h for h in output.hints}
+    assert len(by_turn) == len(output.hints) == 18, "six turns in each of the three"
     assert {key[0] for key in by_turn} == {"a", "b", "d"}, "none where there was no hint"
-    assert by_turn["a", 5] == PUT[1], "where there was one it stays as it was"
+    assert by_turn["a", 5] == PROPOSED[1], "where there was one it stays as it was"
     assert all(by_turn["a", turn].text == "A1" for turn in (1, 3, 7, 9, 11))
     assert by_turn["b", 1].bad_span is None
-    assert reading.counts == {"rules/test": 4, "control/added": 14, "kept": 18}
+    assert output.counts == {"rules/test": 4, "control/added": 14, "kept": 18}
 
 
 @pytest.mark.parametrize("control", ["random_turn", "random_hint"])
 def test_controls_follow_the_seed_and_nothing_else(control: str) -> None:
     hints = [hint(id, turn, f"{id}{turn}") for id in "abcd" for turn in (1, 5)]
 
-    def put(trajectories: list[Trajectory], order: list[Hint], seed: int) -> set[Hint]:
+    def controlled(trajectories: list[Trajectory], order: list[Hint], seed: int) -> set[Hint]:
         return set(
             composed(Says(*order), trajectories=trajectories, control=control, seed=seed).hints
         )
 
-    once = put(BATCH, hints, 1)
-    assert once == put(BATCH, hints, 1) != put(BATCH, hints, 2)
+    once = controlled(BATCH, hints, 1)
+    assert once == controlled(BATCH, hints, 1) != controlled(BATCH, hints, 2)
     assert {h.trajectory for h in once} == set("abcd")
-    assert once == put(BATCH[::-1], hints, 1), "not on the order of the batch"
+    assert once == controlled(BATCH[::-1], hints, 1), "not on the order of the batch"
     other = [replace(t, id=f"{t.id}!") for t in BATCH]
-    moved = [replace(h, trajectory=f"{h.trajectory}!") for h in hints]
-    turned = {replace(h, trajectory=h.trajectory[:-1]) for h in put(other, moved, 1)}
+    relocated = [replace(h, trajectory=f"{h.trajectory}!") for h in hints]
+    turned = {replace(h, trajectory=h.trajectory[:-1]) for h in controlled(other, relocated, 1)}
     assert turned != once, "other trajectories, other numbers"
 
 

@@ -168,9 +168,9 @@ class Scripted:
 
 @settings(max_examples=60, deadline=None)
 @given(a_batch(), st.lists(replies, min_size=1, max_size=3), CONTROLS, st.integers(1, 4))
-def test_model(batch: list[Trajectory], said: list[str], control: Any, max_hints: int) -> None:
+def test_model(batch: list[Trajectory], replies: list[str], control: Any, max_hints: int) -> None:
     config = ModelReaderConfig(kind="model", control=control, max_hints=max_hints)
-    reading = make_reader(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
+    reading = make_reader(config, ask_self=lambda _: Scripted(replies), seed=1)(batch)
     check(reading, batch, max_hints, control)
     assert all(hint.text == to_one_line(hint.text) for hint in reading.hints)
     assert all(h.confidence is None or 0 <= h.confidence <= 1 for h in reading.hints)
@@ -178,27 +178,32 @@ def test_model(batch: list[Trajectory], said: list[str], control: Any, max_hints
 
 @settings(max_examples=20, deadline=None)
 @given(a_batch(), st.lists(replies, min_size=1, max_size=3), CONTROLS)
-def test_both(batch: list[Trajectory], said: list[str], control: Any) -> None:
+def test_both(batch: list[Trajectory], replies: list[str], control: Any) -> None:
     members = (
         ModelReaderConfig(kind="model"),
         RuleReaderConfig(kind="rules", rules=RULES, max_hints=2),
     )
     config = CombinedReaderConfig(kind="combined", readers=members, control=control, max_hints=3)
-    reading = make_reader(config, ask_self=lambda _: Scripted(said), seed=1)(batch)
+    reading = make_reader(config, ask_self=lambda _: Scripted(replies), seed=1)(batch)
     check(reading, batch, 3, control)
 
 
 @settings(max_examples=30, deadline=None)
 @given(a_batch(), st.integers(1000, 3000), st.integers(0, 500), st.integers(100, 400))
-def test_windows(batch: list[Trajectory], window: int, overlap: int, shown: int) -> None:
+def test_windows(
+    batch: list[Trajectory], window: int, overlap: int, max_message_chars: int
+) -> None:
     config = ModelReaderConfig(
-        kind="model", window_chars=window, overlap_chars=overlap, max_message_chars=shown
+        kind="model",
+        window_chars=window,
+        overlap_chars=overlap,
+        max_message_chars=max_message_chars,
     )
     for trajectory in batch:
-        found = make_windows(trajectory, config)
+        windows = make_windows(trajectory, config)
         hintable = {i for i, t in enumerate(trajectory.turns)
                     if t.role == "assistant" and any(t.chosen)}  # fmt: skip
-        assert {turn for one in found for turn in one.turns} == hintable
+        assert {turn for w in windows for turn in w.turns} == hintable
 
 
 def test_reading_loads_no_torch() -> None:

@@ -38,8 +38,8 @@ def hint(trajectory: str, turn: int, text: str, reason: str = "") -> Hint:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
-    for one in hints:
-        write_hint(path, one)
+    for item in hints:
+        write_hint(path, item)
     assert read(path) == ReaderOutput(hints=tuple(hints), counts={"human/proposed": 2, "kept": 2})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {
@@ -50,8 +50,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
-    for one in (hint("z", 1, "a"), hint("x", 0, "b"), hint("x", 9, "c"), hint("y", 1, "d")):
-        write_hint(path, one)
+    for item in (hint("z", 1, "a"), hint("x", 0, "b"), hint("x", 9, "c"), hint("y", 1, "d")):
+        write_hint(path, item)
     reading = read(path)
     assert [h.text for h in reading.hints] == ["d"]
     assert reading.counts == {
@@ -70,17 +70,17 @@ def test_a_later_line_corrects_an_earlier_one(tmp_path: Path) -> None:
 
 
 def recorded(id: str, task: str) -> Trajectory:
-    one = play("a", id=id)
-    return replace(one, task=replace(one.task, id=task), source="dataset")
+    item = play("a", id=id)
+    return replace(item, task=replace(item.task, id=task), source="dataset")
 
 
 def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
-    sampled = [replace(one, task=replace(one.task, id="talk-1")) for one in TWO]
+    sampled = [replace(item, task=replace(item.task, id="talk-1")) for item in TWO]
     batch = [*sampled, recorded("0-2", "talk-1"), recorded("0-3", "talk-1"), recorded("0-4", "b")]
-    assert [hinted_id(one) for one in batch] == ["x", "y", "talk-1", "talk-1", "b"]
-    for one in (hint("talk-1", 1, "first"), hint("0-4", 1, "own id"), hint("talk-2", 1, "none")):
-        write_hint(path, one)
+    assert [hinted_id(item) for item in batch] == ["x", "y", "talk-1", "talk-1", "b"]
+    for item in (hint("talk-1", 1, "first"), hint("0-4", 1, "own id"), hint("talk-2", 1, "none")):
+        write_hint(path, item)
     reading = reader(path)(batch)
     # Each recording of the task gets it, under its own id; samples of the same task do not.
     assert reading.hints == (
@@ -96,8 +96,8 @@ def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> Non
 
 def test_the_later_of_two_names_for_one_turn_is_used(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
-    for one in (hint("0-2", 1, "by id"), hint("talk", 1, "by task")):
-        write_hint(path, one)
+    for item in (hint("0-2", 1, "by id"), hint("talk", 1, "by task")):
+        write_hint(path, item)
     reading = reader(path)([recorded("0-2", "talk"), recorded("0-3", "talk")])
     assert reading.hints == (hint("0-2", 1, "by task"), hint("0-3", 1, "by task"))
     assert reading.counts["dropped/replaced"] == 1 and balanced(reading.counts)
@@ -116,7 +116,7 @@ def test_texts_become_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
@@ -133,13 +133,13 @@ def test_texts_become_one_line(tmp_path: Path) -> None:
         ('{"trajectory": "x", "turn": 1, "text": " \\u0000"}', "`text` is empty"),
     ],
 )
-def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, words: str) -> None:
+def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "hints.jsonl"
     good = b'{"trajectory": "x", "turn": 1, "text": "a"}\n\n'
     path.write_bytes(good + line.encode("utf-8", "surrogateescape") + b"\n" + good)
     with pytest.raises(UserError) as caught:
         reader(path)
-    assert str(caught.value).startswith(f"{path}:3: ") and words in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:3: ") and message in str(caught.value)
 
 
 def test_a_missing_file_is_told_at_once(tmp_path: Path) -> None:

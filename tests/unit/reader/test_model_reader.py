@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_trajectories import balanced, environment, event, play, said, tool
+from scripted_trajectories import assistant, balanced, environment, event, play, tool
 
 from courtside.errors import RecipeError
 from courtside.reader.base import ReaderOutput
@@ -25,20 +25,20 @@ from courtside.types import Grade, Message, Trajectory
 class Model:
     """Answers by a function of the prompt's text, and remembers what it was asked."""
 
-    def __init__(self, answer: Callable[[str], str], room: int = 10**9):
+    def __init__(self, answer: Callable[[str], str], max_chars: int = 10**9):
         self.answer = answer
-        self.room = room
-        self.asked: list[str] = []
+        self.max_chars = max_chars
+        self.prompts: list[str] = []
 
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
-        self.asked += [prompt[-1].content for prompt in prompts]
+        self.prompts += [prompt[-1].content for prompt in prompts]
         return [
             Reply(text=self.answer(prompt[-1].content), tokens_in=7, tokens_out=2)
             for prompt in prompts
         ]
 
     def fits(self, prompt: Sequence[Message]) -> bool:
-        return sum(len(message.content) for message in prompt) <= self.room
+        return sum(len(message.content) for message in prompt) <= self.max_chars
 
 
 def read(reply: str, trajectory: Trajectory, **fields: Any) -> ReaderOutput:
@@ -91,7 +91,7 @@ def test_words_around_one_answer(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "```json\n[]\n```", '{"hints": []}', "Nothing: []."])
-def test_nothing_found(text: str) -> None:
+def test_an_empty_list_gives_no_hints(text: str) -> None:
     reading = read(text, THREE)
     assert reading.hints == () and "model/invalid_json" not in reading.counts
 
@@ -173,7 +173,7 @@ def test_entries_of_deep_or_long_replies() -> None:
 # ── what is shown ────────────────────────────────────────────────────────────────────────────────
 
 
-def shown(prompt: str) -> list[dict[str, Any]]:
+def parse_rows(prompt: str) -> list[dict[str, Any]]:
     """The records between the markers, as any JSON parser reads them."""
     lines = prompt.split("\n")
     assert lines.count(OPEN) == lines.count(CLOSE) == 1
@@ -184,16 +184,16 @@ def shown(prompt: str) -> list[dict[str, Any]]:
 def prompts(trajectory: Trajectory, **fields: Any) -> list[str]:
     model = Model(lambda _: "[]")
     ModelReader(ModelReaderConfig(kind="model", **fields), model)([trajectory])
-    return model.asked
+    return model.prompts
 
 
 def test_numbers_are_indices_into_the_turns() -> None:
     two = environment(Message(role="tool", content="x"), Message(role="user", content="more"))
     grade = Grade(score=0.5, passed=False, feedback="1 of 2.")
-    asked = [Message(role="system", content="Tools: meteo"), Message(role="user", content="Hi")]
-    trajectory = play(said("a", event("no_call")), two, "b", messages=asked, grade=grade)
+    messages = [Message(role="system", content="Tools: meteo"), Message(role="user", content="Hi")]
+    trajectory = play(assistant("a", event("no_call")), two, "b", messages=messages, grade=grade)
     [prompt] = prompts(trajectory)
-    assert shown(prompt) == [
+    assert parse_rows(prompt) == [
         {"turn": 0, "by": "system", "text": "Tools: meteo"},
         {"turn": 0, "by": "user", "text": "Hi"},
         {"outcome": "failed", "score": 0.5, "text": "1 of 2."},
@@ -207,14 +207,14 @@ def test_numbers_are_indices_into_the_turns() -> None:
     assert "no_call" not in prompt and "failed" not in prompt
 
 
-def test_the_answer_and_privileged_texts_are_not_shown() -> None:
+def test_the_prompt_has_no_answer_and_no_privileged_texts() -> None:
     [prompt] = prompts(play("a", privileged={"solution": "forty-two"}))
     assert "forty-two" not in prompt
 
 
 def test_long_texts_are_cut_visibly() -> None:
     text = "begin " + "x" * 5000 + " end"
-    rows = shown(prompts(play("a", tool(text), "b"), max_message_chars=300)[0])
+    rows = parse_rows(prompts(play("a", tool(text), "b"), max_message_chars=300)[0])
     row = next(row for row in rows if row["turn"] == 2)
     assert row["text"].startswith("begin ") and row["text_goes_on"].endswith(" end")
     assert len(row["text"]) + len(row["text_goes_on"]) == 300
@@ -237,18 +237,18 @@ LONG = play(*[part for n in range(150) for part in (f"turn {n} " + "a" * 90, too
 @pytest.mark.parametrize(("window", "overlap"), [(2000, 0), (2000, 500), (1000, 500), (10**6, 0)])
 def test_windows_cover_every_turn(window: int, overlap: int) -> None:
     config = ModelReaderConfig(kind="model", window_chars=window, overlap_chars=overlap)
-    found = make_windows(LONG, config)
-    assert {turn for one in found for turn in one.turns} == set(range(1, 300, 2))
-    for one in found:
-        rows = [json.loads(line) for line in one.lines]
+    windows = make_windows(LONG, config)
+    assert {turn for item in windows for turn in item.turns} == set(range(1, 300, 2))
+    for item in windows:
+        rows = [json.loads(line) for line in item.lines]
         assert rows[0] == {"turn": 0, "by": "user", "text": "The task."}
-        assert tuple(r["turn"] for r in rows if r["by"] == "assistant") == one.turns
-        assert sum(len(line) + 1 for line in one.lines[1:]) <= window
+        assert tuple(r["turn"] for r in rows if r["by"] == "assistant") == item.turns
+        assert sum(len(line) + 1 for line in item.lines[1:]) <= window
         for row in rows[1:]:
             assert row["text"] == LONG.turns[row["turn"]].text
-    pairs = pairwise(found)
+    pairs = pairwise(windows)
     assert all(bool(set(a.lines[1:]) & set(b.lines[1:])) == (overlap > 0) for a, b in pairs)
-    assert (len(found) == 1) == (window == 10**6)
+    assert (len(windows) == 1) == (window == 10**6)
 
 
 def test_hints_from_several_windows() -> None:
@@ -259,9 +259,9 @@ def test_hints_from_several_windows() -> None:
     model = Model(first_turn)
     config = ModelReaderConfig(kind="model", window_chars=2000, overlap_chars=500, max_hints=100)
     reading = make_reader(config, ask_self=lambda _: model, seed=0)([LONG])
-    assert len(model.asked) == reading.counts["model/windows"] > 10
+    assert len(model.prompts) == reading.counts["model/windows"] > 10
     assert balanced(reading.counts)
-    assert len(reading.hints) + reading.counts.get("dropped/duplicate", 0) == len(model.asked)
+    assert len(reading.hints) + reading.counts.get("dropped/duplicate", 0) == len(model.prompts)
 
 
 def test_a_turn_that_was_not_in_the_window() -> None:
@@ -269,18 +269,18 @@ def test_a_turn_that_was_not_in_the_window() -> None:
     config = ModelReaderConfig(kind="model", window_chars=2000, overlap_chars=0, max_hints=100)
     reading = ModelReader(config, model)([LONG])
     assert [h.turn for h in reading.hints] == [299]
-    assert reading.counts["dropped/not_shown"] == len(model.asked) - 1
+    assert reading.counts["dropped/not_shown"] == len(model.prompts) - 1
 
 
-def test_a_model_with_little_room_gets_narrower_windows() -> None:
-    model = Model(lambda _: "[]", room=5000)
+def test_a_model_with_a_short_context_gets_narrower_windows() -> None:
+    model = Model(lambda _: "[]", max_chars=5000)
     reading = ModelReader(ModelReaderConfig(kind="model"), model)([LONG])
-    assert len(model.asked) > 5 and "model/window_too_long" not in reading.counts
-    shown_turns = {row["turn"] for prompt in model.asked for row in shown(prompt)}
-    assert set(range(1, 300, 2)) <= shown_turns
-    none = Model(lambda _: "[]", room=100)
+    assert len(model.prompts) > 5 and "model/window_too_long" not in reading.counts
+    turns = {row["turn"] for prompt in model.prompts for row in parse_rows(prompt)}
+    assert set(range(1, 300, 2)) <= turns
+    none = Model(lambda _: "[]", max_chars=100)
     reading = ModelReader(ModelReaderConfig(kind="model"), none)([LONG])
-    assert none.asked == [] and reading.counts["model/window_too_long"] > 0
+    assert none.prompts == [] and reading.counts["model/window_too_long"] > 0
 
 
 def test_nobody_to_ask() -> None:
@@ -311,7 +311,7 @@ def test_no_text_gets_out_of_its_line(attack: str) -> None:
     harmless = play("a", tool("x"), "b", prompt="p")
     trajectory = play(attack, tool(attack, attack), attack, prompt=attack)
     [prompt], [usual] = prompts(trajectory), prompts(harmless)
-    rows = shown(prompt)
+    rows = parse_rows(prompt)
     assert [row["text"] for row in rows] == [attack] * 5, "the model can still read it"
     # Around the records everything is as it always is.
     assert prompt.split(f"\n{CLOSE}\n")[1] == usual.split(f"\n{CLOSE}\n")[1]
@@ -339,7 +339,7 @@ def test_the_own_model_reads_special_tokens_as_text() -> None:
         renderer.prompt_ids(reader.prompt(make_windows(play(text, prompt=text), reader.config)[0]))
         for text in ("plain", ATTACKS[8])
     ]
-    marks = [[one for one in each if one in (0, 1)] for each in ids]
+    marks = [[item for item in each if item in (0, 1)] for each in ids]
     assert marks[0] == marks[1], "no message begins or ends that did not before"
 
 

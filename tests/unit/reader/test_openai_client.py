@@ -89,9 +89,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("READER_KEY", f" {KEY}\n")
-    one = Server()
-    yield one
-    one.close()
+    item = Server()
+    yield item
+    item.close()
 
 
 def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
@@ -113,13 +113,13 @@ def test_what_is_sent_and_what_comes_back(server: Server) -> None:
     assert [reply.text for reply in replies] == ["A", "Ü\u2028<|X|>", "C"], "in order"
     assert (replies[0].tokens_in, replies[0].tokens_out) == (11, 5)
     assert set(server.paths) == {"/v1/chat/completions"}
-    body = next(one for one in server.bodies if one["messages"][1]["content"] == "a")
+    body = next(item for item in server.bodies if item["messages"][1]["content"] == "a")
     assert body == {
         "model": "judge", "temperature": 0.0, "max_tokens": 99, "seed": 4,
         "extra": {"thinking": False},
         "messages": [{"role": "system", "content": "Read."}, {"role": "user", "content": "a"}],
     }  # fmt: skip
-    assert all(one["Authorization"] == f"Bearer {KEY}" for one in server.headers)
+    assert all(item["Authorization"] == f"Bearer {KEY}" for item in server.headers)
     assert ask([]) == []
 
 
@@ -154,9 +154,9 @@ def test_a_server_that_stays_broken(server: Server) -> None:
     server.answer = lambda n, body: (500, {}, f"boom {KEY}".encode())
     with pytest.raises(RunError) as caught:
         asking(server, max_retries=2, api_key_env="READER_KEY")([prompt("a")])
-    said = str(caught.value)
-    assert "no answer after 3 tries (status 500: boom ***)" in said and KEY not in said
-    assert f"reader.endpoint.base_url = '{server.url}'" in said and "last checkpoint" in said
+    excerpt = str(caught.value)
+    assert "no answer after 3 tries (status 500: boom ***)" in excerpt and KEY not in excerpt
+    assert f"reader.endpoint.base_url = '{server.url}'" in excerpt and "last checkpoint" in excerpt
     assert len(server.bodies) == 3
 
 
@@ -197,7 +197,7 @@ def test_nobody_there(server: Server) -> None:
     [(401, "api_key_env"), (403, "api_key_env"), (404, "ends in the version"), (301, "Check"),
      (422, "reader.window_chars")],
 )  # fmt: skip
-def test_a_refusal_is_not_tried_again(server: Server, status: int, fix: str) -> None:
+def test_a_refusal_is_not_retried(server: Server, status: int, fix: str) -> None:
     server.answer = lambda n, body: (status, {"Location": "/elsewhere"}, f"key {KEY}".encode())
     with pytest.raises(RunError, match=fix) as caught:
         asking(server, api_key_env="READER_KEY")([prompt("a")])

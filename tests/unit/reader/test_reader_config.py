@@ -46,7 +46,7 @@ def rule(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"),
+    ("tree", "message"),
     [
         (rule(detect="pattern", hint="x"), "needs a `pattern`"),
         (rule(detect="pattern", pattern="x"), "needs the words of its `hint`"),
@@ -85,8 +85,8 @@ def rule(**fields: Any) -> dict[str, Any]:
         ({"kind": "rules", "control": "random"}, "'random_turn'"),
     ],
 )  # fmt: skip
-def test_refused(tree: dict[str, Any], words: str) -> None:
-    assert words in problem(tree)
+def test_refused(tree: dict[str, Any], message: str) -> None:
+    assert message in problem(tree)
 
 
 def test_a_group_of_the_pattern_is_a_slot() -> None:
@@ -112,10 +112,10 @@ def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("temperature", "a field of its own"), ("messages", "set by the reader")]
+    ("name", "message"), [("temperature", "a field of its own"), ("messages", "set by the reader")]
 )
-def test_a_body_leaves_the_readers_fields_alone(name: str, words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
+def test_a_body_leaves_the_readers_fields_alone(name: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         EndpointConfig(base_url="http://x/v1", model="m", extra_body={name: 1})
 
 
@@ -131,8 +131,8 @@ def test_the_resolved_recipe_says_the_words_and_reads_back() -> None:
         whole = parsed(tree)
         dumped = whole.model_dump(mode="json")
         assert parsed(tomllib.loads(toml.dumps(dumped))) == whole
-    words = [one["hint"] for one in RuleReaderConfig(kind="rules").model_dump()["rules"]]
-    assert "Reminder: the tools here are {tools}." in words
+    message = [item["hint"] for item in RuleReaderConfig(kind="rules").model_dump()["rules"]]
+    assert "Reminder: the tools here are {tools}." in message
 
 
 def test_every_default_hint_is_well_formed() -> None:
@@ -156,4 +156,4 @@ def test_members_keep_their_own_limits() -> None:
     several = parsed({"kind": "combined", "readers": [{"kind": "rules", "max_hints": 1},
                       {"kind": "human", "path": "x"}]})  # fmt: skip
     assert isinstance(several, CombinedReaderConfig)
-    assert [one.max_hints for one in several.readers] == [1, 8]
+    assert [item.max_hints for item in several.readers] == [1, 8]

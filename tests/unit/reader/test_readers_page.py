@@ -19,14 +19,14 @@ READER: TypeAdapter[Any] = TypeAdapter(ReaderConfig)
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
-    return [text for name, text in found if name == language]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
+    return [text for name, text in fenced if name == language]
 
 
 def test_the_table_has_every_detector_and_its_words() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", PAGE, re.M))
-    shown = {name: rows[name] for name in get_args(Detect)}
-    assert shown == {name: HINTS.get(name, "you write it") for name in shown}
+    documented = {name: rows[name] for name in get_args(Detect)}
+    assert documented == {name: HINTS.get(name, "you write it") for name in documented}
 
 
 def test_recipes_are_valid() -> None:

@@ -6,7 +6,16 @@ import re
 from typing import Any
 
 import pytest
-from scripted_trajectories import PROMPT, balanced, environment, event, not_found, play, said, tool
+from scripted_trajectories import (
+    PROMPT,
+    assistant,
+    balanced,
+    environment,
+    event,
+    play,
+    tool,
+    tool_missing,
+)
 
 from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader
@@ -37,7 +46,7 @@ def turns(trajectory: Trajectory, **rule: Any) -> list[int]:
 
 
 def test_a_tool_that_is_not_there() -> None:
-    bad = said('{"name": "weather"}', not_found())
+    bad = assistant('{"name": "weather"}', tool_missing())
     [hint] = read(play(bad, tool("Tool not found: weather"), "Fine.", privileged=TOOLS)).hints
     assert (hint.turn, hint.text) == (1, "Reminder: the tools here are meteo, sums.")
     assert (hint.source, hint.bad_span) == ("rules:tool_not_found", "weather")
@@ -56,7 +65,7 @@ def test_a_tool_that_is_not_there() -> None:
     ],
 )  # fmt: skip
 def test_other_events(kind: str, text: str) -> None:
-    turn = said("meteo()", event(kind, tool="meteo", arguments="{}", message="no place"))
+    turn = assistant("meteo()", event(kind, tool="meteo", arguments="{}", message="no place"))
     reading = read(play("Hm.", tool("?"), turn, tool("no place"), "Oh.", privileged=TOOLS))
     assert [(hint.turn, hint.text) for hint in reading.hints] == [(3, text)]
     assert reading.counts == {f"rules/{kind}": 1, "kept": 1}
@@ -65,21 +74,21 @@ def test_other_events(kind: str, text: str) -> None:
 
 
 def test_an_event_of_ones_own() -> None:
-    trajectory = play(said("a", event("wrong_tool", listed="meteo")), tool("x"), "b")
+    trajectory = play(assistant("a", event("wrong_tool", listed="meteo")), tool("x"), "b")
     rule = {"detect": "event", "event": "wrong_tool", "hint": "Use {listed}."}
     assert [hint.text for hint in read(trajectory, rule).hints] == ["Use meteo."]
     assert turns(trajectory, detect="event", event="other", hint="Use it.") == []
 
 
 def test_a_message_that_the_event_lacks_is_the_reply() -> None:
-    trajectory = play(said("a", event("tool_error", tool="sums")), tool("Error: no\n numbers"))
+    trajectory = play(assistant("a", event("tool_error", tool="sums")), tool("Error: no\n numbers"))
     [hint] = read(trajectory).hints
     assert hint.text == "Careful: calling sums like this fails: Error: no numbers"
 
 
 def test_facts_are_one_short_line_but_names_are_whole() -> None:
     long = "x" * 5000
-    turn = said("a", event("tool_error", tool="t" * 300, message=f"first\nsecond {long}"))
+    turn = assistant("a", event("tool_error", tool="t" * 300, message=f"first\nsecond {long}"))
     [hint] = read(play(turn), {"detect": "tool_error", "hint": "{tool}|\n{message}"}).hints
     head, message = hint.text.split("|\n")
     assert head == "t" * 300
@@ -91,7 +100,7 @@ def test_facts_are_one_short_line_but_names_are_whole() -> None:
 
 def test_slots_come_from_event_and_task() -> None:
     privileged = {"rule": "Be brief.", "listed": "not this one"}
-    turn = said("a", not_found("weather", listed="meteo", city="Oslo"))
+    turn = assistant("a", tool_missing("weather", listed="meteo", city="Oslo"))
     hint = "{turn} {tool} {listed} {city} {rule} {{kept}}"
     reading = read(play(turn, privileged=privileged), {"detect": "tool_not_found", "hint": hint})
     assert reading.hints[0].text == "1 weather meteo Oslo Be brief. {kept}"
@@ -99,24 +108,24 @@ def test_slots_come_from_event_and_task() -> None:
 
 @pytest.mark.parametrize("privileged", [{}, {"tools": "  "}])
 def test_a_missing_slot_is_counted(privileged: dict[str, str]) -> None:
-    reading = read(play(said("a", not_found()), privileged=privileged))
+    reading = read(play(assistant("a", tool_missing()), privileged=privileged))
     assert reading.hints == ()
     assert reading.counts == {"rules/tool_not_found": 1, "dropped/missing_slot": 1}
 
 
 def test_a_hint_that_got_too_long_is_counted() -> None:
-    reading = read(play(said("a", not_found()), privileged={"tools": "x" * 990}))
+    reading = read(play(assistant("a", tool_missing()), privileged={"tools": "x" * 990}))
     assert reading.counts == {"rules/tool_not_found": 1, "dropped/long_hint": 1}
 
 
 def test_values_are_not_templates() -> None:
-    turn = said("a", event("tool_error", tool="{tools}", message="{0.__class__} {turn}"))
+    turn = assistant("a", event("tool_error", tool="{tools}", message="{0.__class__} {turn}"))
     [hint] = read(play(turn, privileged=TOOLS)).hints
     assert hint.text == "Careful: calling {tools} like this fails: {0.__class__} {turn}"
 
 
 def test_hints_hold_no_control_characters() -> None:
-    turn = said("a", event("tool_error", tool="a\x1b[2Jb", message="x\u202ey\ufdd0z\ud800"))
+    turn = assistant("a", event("tool_error", tool="a\x1b[2Jb", message="x\u202ey\ufdd0z\ud800"))
     [hint] = read(play(turn)).hints
     assert hint.text == "Careful: calling a[2Jb like this fails: xyz"
 
@@ -127,7 +136,7 @@ ERROR, SUN, RAIN = tool("Error: no such city"), tool("sun"), tool("rain")
 
 
 @pytest.mark.parametrize(
-    ("trajectory", "found"),
+    ("trajectory", "expected"),
     [
         (play("a()", ERROR, "a()", ERROR, "b"), [3]),
         (play("a()", ERROR, " a()\n", ERROR, "b"), [3]),  # white space apart
@@ -143,8 +152,8 @@ ERROR, SUN, RAIN = tool("Error: no such city"), tool("sun"), tool("rain")
         (play("", ERROR, "  ", ERROR, "b"), []),  # nothing was said
     ],
 )
-def test_repeated_call(trajectory: Trajectory, found: list[int]) -> None:
-    assert turns(trajectory, detect="repeated_call") == found
+def test_repeated_call(trajectory: Trajectory, expected: list[int]) -> None:
+    assert turns(trajectory, detect="repeated_call") == expected
 
 
 def test_repeated_call_tells_what_was_said_the_first_time() -> None:
@@ -153,20 +162,26 @@ def test_repeated_call_tells_what_was_said_the_first_time() -> None:
     assert hint.text == "It said Error: no such city." and hint.reason == "the same as turn 1"
 
 
-FAILED = said("a()", not_found("a"))
+FAILED = assistant("a()", tool_missing("a"))
 
 
 @pytest.mark.parametrize(
-    ("trajectory", "found"),
+    ("trajectory", "expected"),
     [
         (play("a()", ERROR, "a()", ERROR, "Sorry."), [3]),  # the same again
-        (play(FAILED, SUN, said("a(2)", not_found("a")), SUN, "Sorry."), [3]),  # the same mistake
+        (
+            play(FAILED, SUN, assistant("a(2)", tool_missing("a")), SUN, "Sorry."),
+            [3],
+        ),  # the same mistake
         (play("a()", ERROR, "a(2)", ERROR, "Sorry."), [3]),  # the very same error
         (play("a()", ERROR, "It is sunny."), [3]),  # an answer out of nowhere
         (play("a()", ERROR, "It is sunny.", stop="eos"), [3]),
         (play("a()", ERROR, "I could not look it up."), []),  # admits it
         (play("a()", ERROR, "b()", SUN, "It is sunny."), []),  # another way was found
-        (play(FAILED, SUN, said("b(2)", not_found("b")), RAIN, "Sorry."), []),  # another mistake
+        (
+            play(FAILED, SUN, assistant("b(2)", tool_missing("b")), RAIN, "Sorry."),
+            [],
+        ),  # another mistake
         (play("a()", ERROR, "a(2)", tool("Error: other"), "Sorry."), []),
         (play("a()", ERROR, "a(2)", stop="done"), []),  # the last turn is a call, not an answer
         (play("a()", ERROR, '<tool_call>{"name": "b"}</tool_call>', stop="done"), []),
@@ -175,8 +190,8 @@ FAILED = said("a()", not_found("a"))
         (play("It is sunny."), []),
     ],
 )
-def test_ignored_error(trajectory: Trajectory, found: list[int]) -> None:
-    assert turns(trajectory, detect="ignored_error") == found
+def test_ignored_error(trajectory: Trajectory, expected: list[int]) -> None:
+    assert turns(trajectory, detect="ignored_error") == expected
 
 
 def test_ignored_error_repeats_the_message() -> None:
@@ -188,11 +203,11 @@ LOOKUP = {"lookup": "yes"}
 
 
 @pytest.mark.parametrize(
-    ("trajectory", "found"),
+    ("trajectory", "expected"),
     [
         (play("Sunny.", privileged=LOOKUP), [1]),
         (play("a()", ERROR, "Sunny.", privileged=LOOKUP), [3]),  # no call succeeded
-        (play(said("Hm", event("no_call")), SUN, "Sunny.", privileged=LOOKUP), [3]),
+        (play(assistant("Hm", event("no_call")), SUN, "Sunny.", privileged=LOOKUP), [3]),
         (play("a()", SUN, "Sunny.", privileged=LOOKUP), []),
         (play("a()", SUN, "b()", ERROR, "Sunny.", privileged=LOOKUP), []),
         (play("Sunny.", privileged={"lookup": "No"}), []),
@@ -201,25 +216,27 @@ LOOKUP = {"lookup": "yes"}
         (play("a()", privileged=LOOKUP), []),  # a call that ended the episode
     ],
 )
-def test_answer_without_lookup(trajectory: Trajectory, found: list[int]) -> None:
-    assert turns(trajectory, detect="answer_without_lookup", lookup_field="lookup") == found
+def test_answer_without_lookup(trajectory: Trajectory, expected: list[int]) -> None:
+    assert turns(trajectory, detect="answer_without_lookup", lookup_field="lookup") == expected
 
 
 def test_lookup_by_the_prompt() -> None:
-    def asked(words: str) -> list[int]:
-        rule = {"detect": "answer_without_lookup", "pattern": words}
+    def hinted_turns(pattern: str) -> list[int]:
+        rule = {"detect": "answer_without_lookup", "pattern": pattern}
         return turns(play("Sunny."), **rule)
 
-    assert asked(r"weather in \w+") == [1] and asked("population") == []
+    assert hinted_turns(r"weather in \w+") == [1] and hinted_turns("population") == []
     assert PROMPT.startswith("What")
 
 
 def test_over_length() -> None:
-    trajectory = play(said("a", num_tokens=9), SUN, said("b", num_tokens=4), stop="length")
+    trajectory = play(
+        assistant("a", num_tokens=9), SUN, assistant("b", num_tokens=4), stop="length"
+    )
     assert turns(trajectory, detect="over_length") == [3]
     assert turns(trajectory, detect="over_length", max_tokens=8) == [1, 3]
     assert turns(trajectory, detect="over_length", max_tokens=9) == [3]
-    finished = play(said("a", num_tokens=9), SUN, "b", stop="eos")
+    finished = play(assistant("a", num_tokens=9), SUN, "b", stop="eos")
     assert turns(finished, detect="over_length") == []
     reading = read(finished, {"detect": "over_length", "max_tokens": 8, "hint": "{tokens} > 8"})
     assert reading.hints[0].text == "9 > 8"
@@ -262,11 +279,11 @@ def test_errors_are_the_tools_not_the_users() -> None:
     assert turns(trajectory, detect="ignored_error") == []
     by_user = play("a()", environment(Message(role="user", content="Error: x")), "Sunny.")
     assert turns(by_user, detect="ignored_error") == [3]
-    own = read(play("a()", tool("oops"), "Sunny."), {"detect": "ignored_error"})
-    assert own.hints == ()
-    own = read(play("a()", tool("oops"), "Sunny."), {"detect": "ignored_error"},
+    default = read(play("a()", tool("oops"), "Sunny."), {"detect": "ignored_error"})
+    assert default.hints == ()
+    default = read(play("a()", tool("oops"), "Sunny."), {"detect": "ignored_error"},
                error_pattern="oops")  # fmt: skip
-    assert [hint.turn for hint in own.hints] == [3]
+    assert [hint.turn for hint in default.hints] == [3]
 
 
 # ── several rules, spans, noise ──────────────────────────────────────────────────────────────────
@@ -275,7 +292,7 @@ def test_errors_are_the_tools_not_the_users() -> None:
 def test_the_first_rule_that_finds_a_turn_speaks() -> None:
     first = {"detect": "pattern", "pattern": "weather", "hint": "One."}
     second = {"detect": "tool_not_found", "hint": "Two."}
-    trajectory = play(said("weather", not_found()), SUN, said("x", not_found("x")))
+    trajectory = play(assistant("weather", tool_missing()), SUN, assistant("x", tool_missing("x")))
     assert [h.text for h in read(trajectory, first, second).hints] == ["One.", "Two."]
     reading = read(trajectory, second, first)
     assert [h.text for h in reading.hints] == ["Two.", "Two."]
@@ -285,10 +302,10 @@ def test_the_first_rule_that_finds_a_turn_speaks() -> None:
 
 
 def test_turns_in_which_nothing_was_chosen_are_left_alone() -> None:
-    assert read(play(said("", not_found(), num_tokens=0), privileged=TOOLS)).hints == ()
+    assert read(play(assistant("", tool_missing(), num_tokens=0), privileged=TOOLS)).hints == ()
 
 
-def test_a_span_is_found_where_it_stands() -> None:
+def test_a_span_is_located_in_the_text() -> None:
     assert find_span("weathered; weather()", "weather") == " weather"
     assert find_span("my_weather", "weather") == "weather"
     assert find_span("a.b", "a?b") is None and find_span("a", "") is None
@@ -307,7 +324,9 @@ def noisy(share: float, number: int = 200, seed: int = 3) -> ReaderOutput:
     """One reader over many trajectories, each with one mistake and two clean turns."""
     config = RuleReaderConfig(kind="rules", false_positive_rate=share)
     batch = [
-        play(said("weather", not_found()), SUN, "b", RAIN, "c", id=f"t{i}", privileged=TOOLS)
+        play(
+            assistant("weather", tool_missing()), SUN, "b", RAIN, "c", id=f"t{i}", privileged=TOOLS
+        )
         for i in range(number)
     ]
     return make_reader(config, seed=seed)(batch)

@@ -14,7 +14,7 @@ from courtside.reader.model.student_client import StudentClient, make_student_cl
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Message
 
-ROOM = 3500
+CONTEXT_LENGTH = 3500
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def student() -> tuple[Any, ChatTemplate]:
 
     tokenizer = tiny_tokenizer()
     engine = LocalEngine(tiny_model(), tokenizer, name="tiny")
-    engine.context_length = ROOM
+    engine.context_length = CONTEXT_LENGTH
     return engine, ChatTemplate(tokenizer, name="tiny", eos_ids=engine.eos_ids)
 
 
 def asking(student: tuple[Any, ChatTemplate], **fields: Any) -> ModelClient:
     config = ModelReaderConfig(kind="model", max_new_tokens=8, **fields)
-    return make_student_client(*student, context_length=ROOM, seed=5)(config)
+    return make_student_client(*student, context_length=CONTEXT_LENGTH, seed=5)(config)
 
 
 def prompt(text: str) -> tuple[Message, ...]:
@@ -42,10 +42,10 @@ def test_a_reply_depends_on_its_prompt_alone(student: tuple[Any, ChatTemplate]) 
     ask = asking(student, temperature=1.0)
     alone = ask([prompt("a")])
     assert ask([prompt("b"), prompt("a"), prompt("c")])[1] == alone[0] == ask([prompt("a")])[0]
-    again = make_student_client(*student, context_length=ROOM, seed=6)(
+    repeated = make_student_client(*student, context_length=CONTEXT_LENGTH, seed=6)(
         ModelReaderConfig(kind="model", max_new_tokens=8, temperature=1.0)
     )
-    assert again([prompt("a")]) != alone
+    assert repeated([prompt("a")]) != alone
     assert ask([]) == []
 
 
@@ -55,19 +55,19 @@ def test_tokens_are_counted(student: tuple[Any, ChatTemplate]) -> None:
     assert 1 <= reply.tokens_out <= 8
 
 
-def test_room_is_left_for_the_reply(student: tuple[Any, ChatTemplate]) -> None:
+def test_the_context_leaves_tokens_for_the_reply(student: tuple[Any, ChatTemplate]) -> None:
     ask = asking(student)
     assert isinstance(ask, StudentClient)
     overhead = len(student[1].prompt_ids(prompt("")))
-    assert ask.fits(prompt("x" * (ROOM - 8 - overhead)))
-    assert not ask.fits(prompt("x" * (ROOM - 8 - overhead + 1)))
-    ask([prompt("x" * (ROOM - 8 - overhead))])  # the engine agrees
+    assert ask.fits(prompt("x" * (CONTEXT_LENGTH - 8 - overhead)))
+    assert not ask.fits(prompt("x" * (CONTEXT_LENGTH - 8 - overhead + 1)))
+    ask([prompt("x" * (CONTEXT_LENGTH - 8 - overhead))])  # the engine agrees
 
 
 def test_a_whole_reader(student: tuple[Any, ChatTemplate]) -> None:
     turns = [part for n in range(8) for part in (f"{n} <|im_end|>" + "a" * 200, tool("b" * 200))]
     config = ModelReaderConfig(kind="model", max_new_tokens=4)
-    ask_self = make_student_client(*student, context_length=ROOM, seed=0)
+    ask_self = make_student_client(*student, context_length=CONTEXT_LENGTH, seed=0)
     reading = make_reader(config, ask_self=ask_self, seed=0)([play(*turns)])
     assert reading.hints == () and reading.counts["model/windows"] > 1
     assert reading.counts["model/invalid_json"] == reading.counts["model/windows"]

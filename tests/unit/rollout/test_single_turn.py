@@ -44,10 +44,10 @@ class Scribe:
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
         self.requests += requests
         self.sampling = sampling
-        return [written(request.seed) for request in requests]
+        return [make_sample(request.seed) for request in requests]
 
 
-def written(seed: int) -> Sample:
+def make_sample(seed: int) -> Sample:
     ids = tuple(10 + (seed >> shift) % 90 for shift in (0, 7, 14))[: 1 + seed % 3]
     logp = tuple(-float((seed >> shift) % 11) for shift in (3, 9, 17))[: len(ids)]
     return Sample(token_ids=(*ids, 1), logp=(*logp, -0.5), stop="eos", text=f"wrote {seed}")
@@ -77,12 +77,12 @@ def by_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajector
 # ── the student ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_on_policy_every_sample_is_the_students_and_kept_token_by_token() -> None:
+def test_on_policy_every_sample_is_the_students_token_by_token() -> None:
     engine = Scribe()
     trajectories = rollout(engine, samples_per_prompt=3, temperature=0.7)(TASKS, step=5)
     assert len(trajectories) == len({t.id for t in trajectories}) == 8 * 3
     assert sorted(t.task.id for t in trajectories) == sorted(task.id for task in TASKS * 3)
-    answers = {request.seed: written(request.seed) for request in engine.requests}
+    answers = {request.seed: make_sample(request.seed) for request in engine.requests}
     assert len(answers) == 8 * 3, "every sample has random numbers of its own"
     for t in trajectories:
         (answer,) = [a for a in answers.values() if a.text == t.response]
@@ -92,11 +92,11 @@ def test_on_policy_every_sample_is_the_students_and_kept_token_by_token() -> Non
         assert t.sampler_logp == answer.logp
         assert (t.source, t.policy_version, t.temperature) == ("student", 5, 0.7)
         assert t.stop == "eos" and t.preference is None
-    asked = {request.prompt_ids for request in engine.requests}
-    assert asked == {RENDERER.prompt_ids(task.messages) for task in TASKS}
+    calls = {request.prompt_ids for request in engine.requests}
+    assert calls == {RENDERER.prompt_ids(task.messages) for task in TASKS}
 
 
-def test_the_recipe_decides_how_tokens_are_drawn() -> None:
+def test_the_recipe_decides_how_tokens_are_sampled() -> None:
     engine = Scribe()
     config = dict(max_new_tokens=9, temperature=0.6, top_p=0.9, top_k=7, min_p=0.01, stop=("\n\n",))
     rollout(engine, **config)(TASKS[:1], step=0)
@@ -107,8 +107,8 @@ def test_everything_follows_from_seed_and_step() -> None:
     first = rollout(seed=3)(TASKS, step=4)
     assert rollout(seed=3)(TASKS, step=4) == first
     other_step, other_seed = rollout(seed=3)(TASKS, step=5), rollout(seed=4)(TASKS, step=4)
-    for others in (other_step, other_seed):
-        assert not {t.response for t in others} & {t.response for t in first}
+    for variant in (other_step, other_seed):
+        assert not {t.response for t in variant} & {t.response for t in first}
     assert {t.id for t in other_step}.isdisjoint(t.id for t in first)
 
 
@@ -164,24 +164,26 @@ def test_off_policy_every_answer_is_the_data_sets() -> None:
         assert (t.source, t.stop, t.policy_version) == ("dataset", "dataset", None)
 
 
-@pytest.mark.parametrize(("share", "own"), [(0.0, 0), (0.25, 2), (0.5, 4), (0.8, 6), (1.0, 8)])
-def test_the_share_counts_prompts(share: float, own: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "num_on_policy"), [(0.0, 0), (0.25, 2), (0.5, 4), (0.8, 6), (1.0, 8)]
+)
+def test_the_share_counts_prompts(share: float, num_on_policy: int) -> None:
     trajectories = rollout(student_fraction=share, samples_per_prompt=2)(TASKS, step=0)
-    mine, theirs = by_source(trajectories, "student"), by_source(trajectories, "dataset")
-    assert (len(mine), len(theirs)) == (2 * own, 8 - own)
-    assert {t.task.id for t in mine}.isdisjoint(t.task.id for t in theirs)
+    on_policy, off_policy = by_source(trajectories, "student"), by_source(trajectories, "dataset")
+    assert (len(on_policy), len(off_policy)) == (2 * num_on_policy, 8 - num_on_policy)
+    assert {t.task.id for t in on_policy}.isdisjoint(t.task.id for t in off_policy)
     assert {t.task.id for t in trajectories} == {task.id for task in TASKS}
     assert len({t.id for t in trajectories}) == len(trajectories)
 
 
 def test_another_half_is_the_students_in_another_step() -> None:
-    def own(step: int, seed: int = 0) -> frozenset[str]:
+    def on_policy_ids(step: int, seed: int = 0) -> frozenset[str]:
         trajectories = rollout(student_fraction=0.5, seed=seed)(TASKS, step)
         return frozenset(t.task.id for t in by_source(trajectories, "student"))
 
-    assert own(3) == own(3)
-    assert len({own(step) for step in range(6)}) > 1
-    assert len({own(0, seed) for seed in range(6)}) > 1
+    assert on_policy_ids(3) == on_policy_ids(3)
+    assert len({on_policy_ids(step) for step in range(6)}) > 1
+    assert len({on_policy_ids(0, seed) for seed in range(6)}) > 1
 
 
 def test_a_ramp_moves_the_share_step_by_step() -> None:
@@ -214,13 +216,13 @@ def test_a_task_without_completion_cannot_be_the_data_sets() -> None:
 
 
 def test_the_teacher_writes_the_rest() -> None:
-    asked: list[tuple[list[Task], Sampling, list[int]]] = []
+    calls: list[tuple[list[Task], Sampling, list[int]]] = []
 
     def teacher_writes(
         tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Sample]:
-        asked.append((list(tasks), sampling, list(seeds)))
-        return [written(seed) for seed in seeds]
+        calls.append((list(tasks), sampling, list(seeds)))
+        return [make_sample(seed) for seed in seeds]
 
     engine = Scribe()
     half = rollout(
@@ -231,25 +233,27 @@ def test_the_teacher_writes_the_rest() -> None:
         teacher_writes=teacher_writes,
     )
     trajectories = half(TASKS, step=1)
-    mine, theirs = by_source(trajectories, "student"), by_source(trajectories, "teacher")
-    assert (len(mine), len(theirs)) == (8, 8)
-    ((tasks, sampling, seeds),) = asked
+    on_policy, off_policy = by_source(trajectories, "student"), by_source(trajectories, "teacher")
+    assert (len(on_policy), len(off_policy)) == (8, 8)
+    ((tasks, sampling, seeds),) = calls
     assert sampling == engine.sampling
-    assert {t.task.id for t in theirs} == {task.id for task in tasks}
+    assert {t.task.id for t in off_policy} == {task.id for task in tasks}
     assert len(set(seeds) | {r.seed for r in engine.requests}) == 16, "no number is used twice"
-    by_text = {written(seed).text: (task, seed) for task, seed in zip(tasks, seeds, strict=True)}
-    for t in theirs:
+    by_text = {
+        make_sample(seed).text: (task, seed) for task, seed in zip(tasks, seeds, strict=True)
+    }
+    for t in off_policy:
         its_task, seed = by_text[t.response]
         assert t.task == its_task
         # What trains is the student's view: its prompt, whatever the teacher was shown.
-        assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + written(seed).token_ids
-        assert t.sampler_logp == written(seed).logp
+        assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + make_sample(seed).token_ids
+        assert t.sampler_logp == make_sample(seed).logp
         assert t.policy_version is None
 
 
 def test_rejected_texts_are_left_out_where_no_loss_takes_them() -> None:
     pair = task(9, completion="yes", rejected="no")
-    made = rollout(student_fraction=0.0)
-    assert [t.preference for t in made([pair], 0)] == ["better", "worse"]
-    made.pairs = False
-    assert [(t.response, t.preference) for t in made([pair], 0)] == [("yes", None)]
+    off_policy_rollout = rollout(student_fraction=0.0)
+    assert [t.preference for t in off_policy_rollout([pair], 0)] == ["better", "worse"]
+    off_policy_rollout.pairs = False
+    assert [(t.response, t.preference) for t in off_policy_rollout([pair], 0)] == [("yes", None)]

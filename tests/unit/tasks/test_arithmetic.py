@@ -58,10 +58,10 @@ def test_every_line_of_a_solution_is_true(a: int, b: int) -> None:
         for line in lines:
             if " = " not in line:
                 continue
-            left, right = re.sub(r"carry |borrow ", "", line.split(", ")[0]).split(" = ")
-            assert eval(left) == int(right), line  # sums of our own digits
+            expression, result = re.sub(r"carry |borrow ", "", line.split(", ")[0]).split(" = ")
+            assert eval(expression) == int(result), line  # sums of our own digits
             wrapped = re.search(r"plus 10 is (\d)", line)
-            value = int(wrapped[1]) if wrapped else int(right)
+            value = int(wrapped[1]) if wrapped else int(result)
             passed_on = int(line[-1])
             assert f"write {value % 10}," in line
             assert passed_on == (1 if wrapped else value // 10)
@@ -85,9 +85,9 @@ def test_a_worked_sum_by_hand() -> None:
 
 def test_mirrored_problems_share_a_split_but_not_an_id() -> None:
     for a in range(10, 60):
-        one, other = (arithmetic_task(config(digits=2), *pair) for pair in ((a, 77), (77, a)))
-        assert one.split == other.split
-        assert one.id != other.id
+        first, other = (arithmetic_task(config(digits=2), *pair) for pair in ((a, 77), (77, a)))
+        assert first.split == other.split
+        assert first.id != other.id
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -99,16 +99,16 @@ def test_splits_never_overlap_over_thousands(operation: str) -> None:
         for task in source.held_out(split, 500)
     }
     train = [task for step in range(40) for task in source.batch(step, 50)]
-    seen = {tuple(sorted(re.findall(r"\d+", task.messages[0].content))) for task in train}
-    assert len(seen) > 1900 and not seen & held
+    operands = {tuple(sorted(re.findall(r"\d+", task.messages[0].content))) for task in train}
+    assert len(operands) > 1900 and not operands & held
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_one_digit_problems_end_and_fill_every_split(operation: str) -> None:
     source = make_task_source(config(operation, 1), seed=0)
-    found = [source.held_out(split, 1000) for split in SPLITS]
-    assert all(found)
-    assert sum(map(len, found)) == (55 if operation == "subtract" else 100)
+    held_out_tasks = [source.held_out(split, 1000) for split in SPLITS]
+    assert all(held_out_tasks)
+    assert sum(map(len, held_out_tasks)) == (55 if operation == "subtract" else 100)
     assert len(source.batch(0, 500)) == 500
 
 

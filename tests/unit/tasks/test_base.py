@@ -165,8 +165,8 @@ def test_generated_held_out_ends_and_is_seed_independent() -> None:
 
 
 def test_limit_of_a_generator() -> None:
-    one = GeneratedSource(numbers(10**9), seed=0, limit=1)
-    assert len(set(ids(one.batch(0, 6) + one.batch(7, 6)))) == 1
+    item = GeneratedSource(numbers(10**9), seed=0, limit=1)
+    assert len(set(ids(item.batch(0, 6) + item.batch(7, 6)))) == 1
     five = GeneratedSource(numbers(10**9), seed=0, limit=5)
     assert set(ids(five.batch(0, 5))) == set(ids(five.batch(1, 5)))
     # The limited prompts do not depend on the seed, only their order does.

@@ -134,7 +134,7 @@ def test_a_hint_for_a_conversation_trains_in_every_epoch(tmp_path: Path, tiny_fo
     run = train(recipe, tmp_path / "run")
     assert [row["hints/kept"] for row in run.metrics()] == [1, 1, 1]
     for step in range(3):
-        (hinted,) = [one for one in run.trajectories(step) if one.hints]
+        (hinted,) = [stored for stored in run.trajectories(step) if stored.hints]
         assert hinted.trajectory.task.id == "oslo"
         assert hinted.hints[0].hint.trajectory == hinted.trajectory.id != "oslo"
 
@@ -147,7 +147,7 @@ def test_the_student_cannot_act_in_them(tmp_path: Path, tiny_folder: Path) -> No
 def test_surprise_is_zero_for_own_words_and_large_for_others() -> None:
     engine = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
 
-    def said(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Trajectory:
+    def make_trajectory(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Trajectory:
         turns = (
             Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
             Turn(role="assistant", text="", token_ids=ids, chosen=(True,) * len(ids)),
@@ -160,8 +160,8 @@ def test_surprise_is_zero_for_own_words_and_large_for_others() -> None:
     prompts = [(5 + n % 200, 9) for n in range(400)]
     requests = [SampleRequest(prompt_ids=p, seed=n) for n, p in enumerate(prompts)]
     samples = engine.sample(requests, Sampling(max_new_tokens=5))
-    own = [said(p, s.token_ids) for p, s in zip(prompts, samples, strict=True)]
-    assert abs(surprise(own, engine)) < 0.1
+    sampled = [make_trajectory(p, s.token_ids) for p, s in zip(prompts, samples, strict=True)]
+    assert abs(surprise(sampled, engine)) < 0.1
     torch.manual_seed(0)
-    others = [said(p, tuple(torch.randint(2, 258, (5,)).tolist())) for p in prompts]
-    assert surprise(others, engine) > 0.5
+    random = [make_trajectory(p, tuple(torch.randint(2, 258, (5,)).tolist())) for p in prompts]
+    assert surprise(random, engine) > 0.5

@@ -77,12 +77,12 @@ def test_passes(name: str, text: str) -> None:
 
 @pytest.mark.parametrize(("name", "text", "reason"), FAILING)
 def test_fails_with_the_reason(name: str, text: str, reason: str) -> None:
-    said = find_violation(name, text, PARAMETERS.get(name, {}))
-    assert said is not None and reason in said
-    assert said.startswith("The answer must") and said.endswith(".")
+    violation = find_violation(name, text, PARAMETERS.get(name, {}))
+    assert violation is not None and reason in violation
+    assert violation.startswith("The answer must") and violation.endswith(".")
 
 
-def test_every_check_is_tried_both_ways() -> None:
+def test_every_check_has_passing_and_failing_answers() -> None:
     assert {name for name, _ in PASSING} == {name for name, _, _ in FAILING} == set(CHECKS)
 
 
@@ -100,8 +100,8 @@ def test_saying_nothing_follows_no_instruction(name: str, text: str) -> None:
 
 @given(st.sampled_from(sorted(CHECKS)), st.text())
 def test_no_text_breaks_a_check(name: str, text: str) -> None:
-    said = find_violation(name, text, PARAMETERS.get(name, {}))
-    assert said is None or said.endswith(".")
+    violation = find_violation(name, text, PARAMETERS.get(name, {}))
+    assert violation is None or violation.endswith(".")
 
 
 @pytest.mark.parametrize("name", CHECKS)

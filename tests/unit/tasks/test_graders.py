@@ -23,11 +23,11 @@ def task(grader: str | None, answer: str | None = None, **args: Any) -> Task:
 
 
 def graded(task: Task, response: str) -> Grade:
-    found = grade(task, response)
-    assert found is not None
-    assert found.score == float(found.passed)
-    assert bool(found.feedback) != found.passed
-    return found
+    result = grade(task, response)
+    assert result is not None
+    assert result.score == float(result.passed)
+    assert bool(result.feedback) != result.passed
+    return result
 
 
 def test_a_task_without_a_grader_has_no_grade() -> None:
@@ -98,8 +98,8 @@ def test_math_works_outside_the_main_thread() -> None:
 
 
 def test_math_feedback() -> None:
-    said = graded(task("math", "72"), "It is 71.").feedback
-    assert said == "The answer must be 72, but the response says 71."
+    feedback = graded(task("math", "72"), "It is 71.").feedback
+    assert feedback == "The answer must be 72, but the response says 71."
     assert "no mathematical answer" in graded(task("math", "72"), "no idea").feedback
 
 
@@ -121,8 +121,8 @@ def test_regex() -> None:
 
 def test_instruction() -> None:
     assert graded(task("instruction", check="word_count", limit=3), "Hot molten rock").passed
-    said = graded(task("instruction", check="word_count", limit=3), "It is hot molten rock")
-    assert said.feedback == "The answer must have at most 3 words, but it has 5."
+    result = graded(task("instruction", check="word_count", limit=3), "It is hot molten rock")
+    assert result.feedback == "The answer must have at most 3 words, but it has 5."
 
 
 @pytest.mark.parametrize(

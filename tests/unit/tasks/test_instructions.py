@@ -45,19 +45,19 @@ def test_the_space_of_requests_is_large_and_reads_as_english() -> None:
 
 def test_stated_instructions_are_in_the_message() -> None:
     source = make_task_source(config(), seed=0)
-    seen: Counter[str] = Counter()
+    requests: Counter[str] = Counter()
     for task in source.batch(0, 300):
         require_gradable(task)
         text = task.messages[0].content
-        rest = text.replace(request_of(task), "").strip()
+        remainder = text.replace(request_of(task), "").strip()
         check = task.grader_args["check"]
         parameters = {name: value for name, value in task.grader_args.items() if name != "check"}
         wordings = [wording.format(**parameters) for wording in INSTRUCTIONS[check].wordings]
-        assert rest in wordings
+        assert remainder in wordings
         assert task.privileged == {}
         assert task.tags == ("instructions", check)
-        seen[check] += 1
-    assert set(seen) == set(NAMES)
+        requests[check] += 1
+    assert set(requests) == set(NAMES)
 
 
 def test_wordings_and_parameters_vary() -> None:

@@ -14,8 +14,8 @@ def length(task: Task) -> int:
     return len(task.messages[-1].content)
 
 
-def lengths(config: InstructionTasks, room: PromptLimit | None) -> list[int]:
-    source = make_task_source(config, 0, room)
+def lengths(config: InstructionTasks, limit: PromptLimit | None) -> list[int]:
+    source = make_task_source(config, 0, limit)
     tasks = [*source.batch(0, 40), *source.held_out("test", 40)]
     return [length(task) for task in tasks]
 
@@ -23,18 +23,18 @@ def lengths(config: InstructionTasks, room: PromptLimit | None) -> list[int]:
 def test_those_that_fit_take_the_place_of_the_others() -> None:
     config = InstructionTasks(kind="instructions", overlong_prompts="drop")
     free = sorted(lengths(config, None))
-    room = PromptLimit(length=length, max_tokens=free[len(free) // 2])
-    source = make_task_source(config, 0, room)
+    limit = PromptLimit(length=length, max_tokens=free[len(free) // 2])
+    source = make_task_source(config, 0, limit)
     tasks = [*source.batch(0, 40), *source.held_out("test", 40)]
-    assert len(tasks) == 80 and max(map(length, tasks)) <= room.max_tokens
+    assert len(tasks) == 80 and max(map(length, tasks)) <= limit.max_tokens
     assert source.num_dropped > 0
     assert [*source.batch(0, 40), *source.held_out("test", 40)] == tasks
 
 
 def test_an_error_by_default() -> None:
-    room = PromptLimit(length=length, max_tokens=60)
+    limit = PromptLimit(length=length, max_tokens=60)
     with pytest.raises(TaskError, match="overlong_prompts = 'drop'"):
-        make_task_source(InstructionTasks(kind="instructions"), 0, room).batch(0, 40)
+        make_task_source(InstructionTasks(kind="instructions"), 0, limit).batch(0, 40)
 
 
 def test_a_space_in_which_nothing_fits_is_given_up() -> None:

@@ -23,11 +23,13 @@ from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Tu
 ASK = (Message(role="user", content="Is it?"),)
 
 
-def said(id: str, text: str = "It is.", *, task: str = "t", source: Source = "student") -> Any:
+def make_trajectory(
+    id: str, text: str = "It is.", *, task: str = "t", source: Source = "student"
+) -> Any:
     """As the tiny model's template and tokenizer have it; one token a byte."""
-    words = tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
     prompt = "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n"
-    ids = [tuple(words(t, add_special_tokens=False)["input_ids"]) for t in (prompt, text)]
+    ids = [tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (prompt, text)]
     turns = (
         Turn(role="prompt", text="", token_ids=ids[0], chosen=(False,) * len(ids[0])),
         Turn(
@@ -58,18 +60,20 @@ def source(path: Path, **fields: Any) -> ReplaySource:
     return make_replay_source(config, seed=3, hinted=hinted, max_tokens=most)
 
 
-STEPS = [[said(f"{step}-{n}", "It is." * (n + 1)) for n in range(4)] for step in range(3)]
+STEPS = [
+    [make_trajectory(f"{step}-{n}", "It is." * (n + 1)) for n in range(4)] for step in range(3)
+]
 
 
 def test_each_is_a_task_under_its_own_id_once_an_epoch(tmp_path: Path) -> None:
     stored = source(store(tmp_path / "run", *STEPS))
-    drawn = [[task.id for task in stored.batch(step, 4)] for step in range(6)]
+    batches = [[task.id for task in stored.batch(step, 4)] for step in range(6)]
     everything = sorted(t.id for step in STEPS for t in step)
-    for epoch in (drawn[:3], drawn[3:]):
+    for epoch in (batches[:3], batches[3:]):
         assert sorted(id for ids in epoch for id in ids) == everything
-    assert drawn[:3] != drawn[3:]
-    again = source(tmp_path / "run")
-    assert [[task.id for task in again.batch(step, 4)] for step in range(6)] == drawn
+    assert batches[:3] != batches[3:]
+    reloaded = source(tmp_path / "run")
+    assert [[task.id for task in reloaded.batch(step, 4)] for step in range(6)] == batches
 
 
 def test_they_come_back_as_they_were(tmp_path: Path) -> None:
@@ -101,7 +105,10 @@ def test_steps_and_limit_choose(tmp_path: Path) -> None:
 
 
 def test_only_hinted_ones(tmp_path: Path) -> None:
-    data = [said("2-7", task="talk", source="dataset"), said("2-8", task="talk")]
+    data = [
+        make_trajectory("2-7", task="talk", source="dataset"),
+        make_trajectory("2-8", task="talk"),
+    ]
     run = store(tmp_path / "run", *STEPS, data)
     # A recorded conversation goes by its task's id, too; a sample does not.
     hinted = source(run, select="hinted", hinted={"1-2", "talk", "elsewhere"})
@@ -118,8 +125,8 @@ def test_too_long_for_the_model(tmp_path: Path) -> None:
         TaskError, match=rf"trajectory 0-3 has {longest} tokens.*overlong_prompts = 'drop'"
     ):
         source(run, max_tokens=longest - 1)
-    left = source(run, max_tokens=longest - 1, overlong_prompts="drop")
-    assert len(left.batch(0, 99)) == 3 and left.num_dropped == 1
+    remaining = source(run, max_tokens=longest - 1, overlong_prompts="drop")
+    assert len(remaining.batch(0, 99)) == 3 and remaining.num_dropped == 1
     with pytest.raises(TaskError, match="the model takes"):
         source(run, max_tokens=shortest - 1, overlong_prompts="drop")
 
@@ -160,7 +167,7 @@ def test_one_that_is_gone_meanwhile_is_told(tmp_path: Path) -> None:
 
 
 def tree(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
-    made = small_tree(
+    derived = small_tree(
         folder,
         **{
             "tasks": {"kind": "trajectories", "path": str(run)},
@@ -171,7 +178,7 @@ def tree(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
             **changes,
         },
     )
-    return {name: section for name, section in made.items() if section is not None}
+    return {name: section for name, section in derived.items() if section is not None}
 
 
 def recipe(folder: Path, run: Path, **changes: Any) -> Recipe:
@@ -243,10 +250,10 @@ def test_they_are_read_as_they_are_and_measured_before(tmp_path: Path, tiny_fold
 
 
 def test_another_template_is_told(tmp_path: Path, tiny_folder: Path) -> None:
-    odd = said("0-0")
+    odd = make_trajectory("0-0")
     prompt = odd.turns[0].token_ids[1:]
-    moved = Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt))
-    other = Trajectory(**{**_fields(odd), "turns": (moved, odd.turns[1])})
+    prompt_turn = Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt))
+    other = Trajectory(**{**_fields(odd), "turns": (prompt_turn, odd.turns[1])})
     parts = assemble(recipe(tiny_folder, store(tmp_path / "run", [other])))
     assert any("makes other tokens of the prompt of trajectory 0-0" in n for n in parts.notes)
     assert parts.rollout(parts.tasks.batch(0, 1), 0) == [other]
@@ -254,18 +261,22 @@ def test_another_template_is_told(tmp_path: Path, tiny_folder: Path) -> None:
 
 def test_other_words_are_refused(tmp_path: Path) -> None:
     """The same text under two tokenizers; and a model that has more words than this one."""
-    one = said("0-0", "It is.")
+    trajectory = make_trajectory("0-0", "It is.")
     turned = {i: 257 - i for i in range(2, 256)}
     for name, answer, message in (
-        ("turned", tuple(turned.get(i, i) for i in one.turns[1].token_ids), r"turn 1: its tokens"),
+        (
+            "turned",
+            tuple(turned.get(i, i) for i in trajectory.turns[1].token_ids),
+            r"turn 1: its tokens",
+        ),
         (
             "large",
-            (*one.turns[1].token_ids, 300),
+            (*trajectory.turns[1].token_ids, 300),
             r"holds the token 300, and the vocabulary of .* has 258",
         ),
     ):
         turn = Turn(role="assistant", text="It is.", token_ids=answer, chosen=(True,) * len(answer))
-        other = Trajectory(**{**_fields(one), "turns": (one.turns[0], turn)})
+        other = Trajectory(**{**_fields(trajectory), "turns": (trajectory.turns[0], turn)})
         run = store(tmp_path / name, [other])
         folder = tmp_path / f"{name}-model"
         tiny_model().save_pretrained(folder)
@@ -286,10 +297,10 @@ def test_a_loss_on_somebody_who_wrote_none_of_them_is_refused(
 def test_hints_choose_when_the_run_starts(tmp_path: Path, tiny_folder: Path) -> None:
     run = store(tmp_path / "run", *STEPS)
     lines = [{"trajectory": id, "turn": 1, "text": "No."} for id in ("1-3", "2-0", "9-9")]
-    made = recipe(tiny_folder, run, tasks=tree(tiny_folder, run)["tasks"] | {"select": "hinted"})
+    derived = recipe(tiny_folder, run, tasks=tree(tiny_folder, run)["tasks"] | {"select": "hinted"})
     (run / "hints.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert {task.id for task in assemble(made).tasks.batch(0, 9)} == {"1-3", "2-0"}
+    assert {task.id for task in assemble(derived).tasks.batch(0, 9)} == {"1-3", "2-0"}
 
 
-def _fields(one: Trajectory) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+def _fields(trajectory: Trajectory) -> dict[str, Any]:
+    return {name: getattr(trajectory, name) for name in trajectory.__dataclass_fields__}

@@ -100,7 +100,7 @@ def _identity(config: ToolboxTasks, plan: Plan) -> str:
 def _names_tag(plan: Plan) -> str:
     kinds = {
         "seen"
-        if name in NAMES[capability].seen
+        if name in NAMES[capability].seen_names
         else "held-out"
         if name in NAMES[capability].held_out
         else "made-up"

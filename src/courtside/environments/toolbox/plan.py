@@ -82,9 +82,9 @@ def _names(config: ToolboxTasks, capabilities: list[str], key: str) -> dict[str,
 def _name(config: ToolboxTasks, capability: str, rng: SeededRandom) -> str:
     names = NAMES[capability]
     pool = {
-        "seen": names.seen,
+        "seen": names.seen_names,
         "held_out": names.held_out,
-        "all": (*names.seen, *names.held_out),
+        "all": (*names.seen_names, *names.held_out),
     }[config.names]
     if config.common_name_fraction is None or names.common not in pool:
         return rng.choice(pool)

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    seen: tuple[str, ...]
+    seen_names: tuple[str, ...]
     held_out: tuple[str, ...]
     """Never listed in training with `names = "seen"`."""
 
     @property
     def common(self) -> str:
-        return self.seen[0]
+        return self.seen_names[0]
 
 
-def _names(seen: str, held_out: str) -> Names:
-    return Names(tuple(seen.split()), tuple(held_out.split()))
+def _names(seen_names: str, held_out: str) -> Names:
+    return Names(tuple(seen_names.split()), tuple(held_out.split()))
 
 
 NAMES: Mapping[str, Names] = {
