@@ -8,7 +8,7 @@ from courtside.runtime import Runtime
 
 def train_loop(parts: Runtime, run: Run) -> None:
     """The student samples, the teacher scores the same tokens, the student is updated."""
-    with run.underway():
+    with run.handle_exit():
         for step in run.remaining_steps():
             train_step(parts, run, step)
 
@@ -18,11 +18,11 @@ def train_step(parts: Runtime, run: Run, step: int) -> None:
     before the next step."""
     tasks = parts.tasks.batch(step, parts.recipe.train.prompts_per_step)
     with run.phase("rollout"):
-        trajectories = parts.rollout(tasks, step)  # the student acts
+        trajectories = parts.rollout(tasks, step)  # the student samples
     reading = parts.reader(trajectories, run.phase)  # hints, for a teacher's context only
     with run.phase("teacher"):
         scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
-    with run.phase("update"), run.keeping(step, scored):
+    with run.phase("update"), run.save_failed_batch(step, scored):
         update = parts.student.step(step, scored)  # one optimizer step, any mix of losses
         parts.check_update(scored, update)  # an empty batch is not a zero loss
         parts.teacher.follow()  # a moving average moves

@@ -1,6 +1,6 @@
-"""A run in its folder: where it stands, what it has cost, when to save and when to measure.
+"""A run in its folder: progress, costs, checkpoints, evaluations and interrupts.
 
-The loop asks it for the next step and tells it what happened; it never changes what happens.
+The loop asks it for the next step and reports the outcome; it never changes what is trained.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Run:
         self.recipe = parts.recipe
         self.meter = CostMeter(screen)
         self.num_steps = 0
-        """Optimiser steps done."""
+        """Optimizer steps done."""
         self.interrupted = False
         self._resume()
-        self.sinks = open_trackers(
+        self.trackers = open_trackers(
             self.recipe.run.trackers,
             folder.path,
             project=self.recipe.run.project,
@@ -52,16 +52,16 @@ class Run:
             first_step=self.num_steps,
         )
 
-    # ── the loop's view ──────────────────────────────────────────────────────────────────────────
+    # ── what the loop calls ───────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def underway(self) -> Iterator[None]:
-        """Around the loop: what must happen on the way out, whichever way that is.
+    def handle_exit(self) -> Iterator[None]:
+        """Around the loop: explains memory errors, saves on user errors, closes trackers.
 
-        A generator would not do: an error in the body of a `for` never reaches it.
+        `remaining_steps` could not: an error in the body of a `for` never reaches its generator.
         """
         try:
-            with self._catching_interrupts():
+            with self._catch_interrupts():
                 yield
         except torch.OutOfMemoryError as error:
             fix = "rollout.kv_cache_tokens"
@@ -77,17 +77,17 @@ class Run:
                 f"{fix}, and go on in the same folder"
             ) from error
         except UserError:
-            # Something the user must mend (a task without its field); the steps done are kept.
+            # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
             raise
         finally:
-            for sink in self.sinks:
-                sink.close()
+            for tracker in self.trackers:
+                tracker.close()
             self.screen.finish()
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps still to do. Measures before the first; `record` does after each."""
+        """Steps still to do. Evaluates before the first; `record` does after each."""
         total = self.recipe.train.steps
         if self.num_steps < total:
             self.screen.start(self.recipe, total, self.num_steps)
@@ -97,15 +97,15 @@ class Run:
             self.screen.say(f"{self.folder.path}: all {total} steps are done; nothing to train")
         self._evaluate_if_due()
         while self.num_steps < total:
-            self._stop_if_asked()
+            self._stop_if_interrupted()
             yield self.num_steps
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.meter.phase(name)
 
     @contextmanager
-    def keeping(self, step: int, scored: Sequence[Scored]) -> Iterator[None]:
-        """If numbers stop being finite, the batch that did it is kept for inspection."""
+    def save_failed_batch(self, step: int, scored: Sequence[Scored]) -> Iterator[None]:
+        """If a loss or gradient is not finite, its batch is stored for inspection."""
         try:
             yield
         except NotFiniteError as error:
@@ -123,7 +123,7 @@ class Run:
     ) -> None:
         self.num_steps = step + 1
         scored = judge_hints(scored, update)
-        self._count(scored, update, counts)
+        self._add_step_costs(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
             step,
@@ -134,14 +134,14 @@ class Run:
             reader_counts=counts if self.recipe.reader is not None else None,
         )
         self.folder.write_costs(self.meter.totals())
-        for sink in self.sinks:
-            sink.log(row, step)
+        for tracker in self.trackers:
+            tracker.log(row, step)
         self.screen.step(row)
         if last and (alarm := nothing_trained(self.folder.metrics())):
             self.folder.record_alarm({"step": step, "message": alarm})
             self.screen.say(alarm)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
-            self._save()  # before it is measured: an evaluation may take long
+            self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
 
     def write_report(self) -> Path:
@@ -151,7 +151,7 @@ class Run:
             comparison = paired_difference(before.scores, after.scores)
         return write_report(self.folder, comparison=comparison, decode=self.parts.renderer.pieces)
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
 
     def _save(self) -> None:
         if self._last_saved() == self.num_steps:
@@ -186,47 +186,51 @@ class Run:
         path = checkpoints.latest(self.folder.checkpoints)
         return checkpoints.num_steps_of(path) if path else 0
 
-    # ── measuring ────────────────────────────────────────────────────────────────────────────────
+    # ── evaluations and costs ─────────────────────────────────────────────────────────────────────
 
     def _evaluate_if_due(self) -> None:
-        without: set[Split] = set()
-        for who, split in self._due():
+        skipped: set[Split] = set()
+        for who, split in self._due_evaluations():
             done = {(e.step, e.who, e.split) for e in self.folder.evaluations()}
             if (self.num_steps, who, split) in done:
                 continue
             reason = self.parts.evaluator.reason_not_to(split)
             if reason is not None:
-                if self.num_steps == 0 and split not in without:
+                if self.num_steps == 0 and split not in skipped:
                     self.screen.say(f"not evaluated on {split} tasks: {reason}")
-                without.add(split)
+                skipped.add(split)
                 continue
             with self.meter.phase("evaluate"):
-                evaluation = self._measure(who, split)
-            self._count_evaluation(evaluation)
+                evaluation = self._evaluate(who, split)
+            self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation)
             self.folder.write_costs(self.meter.totals())
-            for sink in self.sinks:
-                sink.log({f"evaluate/{split}/{who}": evaluation.rate}, self.num_steps)
+            for tracker in self.trackers:
+                tracker.log({f"evaluate/{split}/{who}": evaluation.rate}, self.num_steps)
             self.screen.say(
                 f"{who} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
                 f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to "
-                f"{evaluation.high:.1%}){_errors(evaluation)}"
+                f"{evaluation.high:.1%}){_describe_errors(evaluation)}"
             )
 
-    def _measure(self, who: str, split: Split) -> Evaluation:
-        evaluation, played = self.parts.evaluator.evaluate(split, step=self.num_steps, who=who)
+    def _evaluate(self, who: str, split: Split) -> Evaluation:
+        evaluation, trajectories = self.parts.evaluator.evaluate(
+            split, step=self.num_steps, who=who
+        )
         if not self.recipe.tasks.is_environment or (who, split) != ("student", "test"):
             return evaluation
         before = self.folder.path / "before.parquet"
         if self.num_steps == 0:
-            write_trajectories(before, [Scored(trajectory=t, target=None) for t in played], {})
+            write_trajectories(
+                before, [Scored(trajectory=t, target=None) for t in trajectories], {}
+            )
             return evaluation
-        then = [stored.trajectory for stored in read_trajectories(before, 0)]
-        moved = drift(then, self.parts.engine)
-        return replace(evaluation, metrics={**evaluation.metrics, **moved})
+        untrained = [stored.trajectory for stored in read_trajectories(before, 0)]
+        metrics = drift(untrained, self.parts.engine)
+        return replace(evaluation, metrics={**evaluation.metrics, **metrics})
 
-    def _due(self) -> Iterator[tuple[str, Split]]:
-        """The test tasks before and after; the validation tasks on the way."""
+    def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
+        """Test tasks before and after training, validation tasks in between."""
         config = self.recipe.evaluate
         if self.num_steps in (0, self.recipe.train.steps):
             yield "student", "test"
@@ -238,7 +242,9 @@ class Run:
         if config.every and self.num_steps % config.every == 0:
             yield "student", "validation"
 
-    def _count(self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]) -> None:
+    def _add_step_costs(
+        self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+    ) -> None:
         trained = sum(p.numel() for p in self.parts.student.weights.trained().values())
         size = self.parts.engine.num_parameters
         for s in scored:
@@ -249,36 +255,38 @@ class Run:
                 self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
                                tokens_out=s.trajectory.num_chosen,
                                flops=forward_flops(writer_size, length))  # fmt: skip
-            hint_outcomes = any(hint.shift is not None for hint in s.hints)
-            if s.target is not None or hint_outcomes:
+            if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
-                seen = trunk + (s.target.num_context_tokens if s.target else 0)
-                self.meter.add("teacher", tokens_in=seen, flops=forward_flops(teacher_size, seen))
+                total = trunk + (s.target.num_context_tokens if s.target else 0)
+                self.meter.add("teacher", tokens_in=total, flops=forward_flops(teacher_size, total))
             if s.reference is not None:
                 self.meter.add("teacher", tokens_in=length, flops=forward_flops(size, length))
-            read = _num_trained_on(s.trajectory, update.student_logp.get(s.trajectory.id))
-            if read:
-                self.meter.add("update", tokens_in=read, flops=training_flops(size, read, trained))
-        asked = {name: counts.get(f"model/{name}", 0) for name in ("tokens_in", "tokens_out")}
-        if any(asked.values()):
-            own = forward_flops(size, sum(asked.values()))
-            self.meter.add("reader", **asked, flops=own if self.parts.reader_is_student else 0.0)
+            num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
+            if num:
+                self.meter.add("update", tokens_in=num, flops=training_flops(size, num, trained))
+        reader_tokens = {
+            name: counts.get(f"model/{name}", 0) for name in ("tokens_in", "tokens_out")
+        }
+        if any(reader_tokens.values()):
+            is_student = self.parts.reader_is_student
+            flops = forward_flops(size, sum(reader_tokens.values())) if is_student else 0.0
+            self.meter.add("reader", **reader_tokens, flops=flops)
 
-    def _count_evaluation(self, evaluation: Evaluation) -> None:
-        written = round(
+    def _add_evaluation_costs(self, evaluation: Evaluation) -> None:
+        num_tokens = round(
             evaluation.metrics["length"] * len(evaluation.scores) * evaluation.metrics["samples"]
         )
         size = self.parts.engine.num_parameters
         if evaluation.who == "teacher":  # several teachers share the tasks: about equally
             sizes = self.parts.teacher_sizes.values()
             size = round(sum(sizes) / len(sizes))
-        self.meter.add("evaluate", tokens_out=written, flops=forward_flops(size, written))
+        self.meter.add("evaluate", tokens_out=num_tokens, flops=forward_flops(size, num_tokens))
 
-    # ── interrupts ───────────────────────────────────────────────────────────────────────────────
+    # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def _catching_interrupts(self) -> Iterator[None]:
+    def _catch_interrupts(self) -> Iterator[None]:
         """The first Ctrl-C ends the run at the next whole step; the second ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -297,7 +305,7 @@ class Run:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_interrupted(self) -> None:
         if self.interrupted:
             self._save()
             raise Interrupted(
@@ -306,46 +314,47 @@ class Run:
             )
 
 
-def _errors(evaluation: Evaluation) -> str:
-    """Of episodes: how many turns went wrong."""
-    found = evaluation.metrics
-    if "errors" not in found:
+def _describe_errors(evaluation: Evaluation) -> str:
+    """Of episodes: the share of turns with an error."""
+    metrics = evaluation.metrics
+    if "errors" not in metrics:
         return ""
-    low, high = found["errors/low"], found["errors/high"]
-    return f"; errors in {found['errors']:.1%} ({low:.1%} to {high:.1%}) of turns"
+    low, high = metrics["errors/low"], metrics["errors/high"]
+    return f"; errors in {metrics['errors']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
-def _num_trained_on(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
-    """How many ids of a trajectory the update read: up to the last that a loss looked at."""
-    looked = [i for i, logp in enumerate(logps or ()) if logp == logp]
-    if not looked:
+def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
+    """Length of the prefix in the update's forward pass: up to the last trained token."""
+    trained = [i for i, logp in enumerate(logps or ()) if logp == logp]
+    if not trained:
         return 0
     chosen = [i for i, chosen in enumerate(trajectory.chosen) if chosen]
-    return chosen[looked[-1]]
+    return chosen[trained[-1]]
 
 
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
-    """Put a checkpoint's numbers into the parts, in place."""
+    """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
     trained = restore_weights(parts.student.weights, saved)
     checkpoints.restore_optimizer(parts.student.optimizer, trained, saved.tensors["optimiser"])
     for name, average in parts.averages.items():
-        _fill(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
+        _copy_into(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
+    parts.engine.load_weights(saved.num_steps)
 
 
 def restore_weights(weights: StudentWeights, saved: checkpoints.Checkpoint) -> dict[str, Parameter]:
     trained = weights.trained()
-    _fill({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
+    _copy_into({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
     return trained
 
 
 def average_groups(parts: Runtime) -> set[str]:
-    """Names under which a checkpoint keeps the moving averages."""
+    """Names of the checkpoint files with moving averages."""
     return {f"average-{_file_name(name)}" for name in parts.averages}
 
 
-def _fill(own: dict[str, Any], saved: Any) -> None:
-    assert own.keys() == saved.keys(), "the recipe decides the names, and it is the same"
-    for name, tensor in own.items():
+def _copy_into(tensors: dict[str, Any], saved: Any) -> None:
+    assert tensors.keys() == saved.keys(), "the recipe decides the names, and it is the same"
+    for name, tensor in tensors.items():
         tensor.copy_(saved[name])
 
 

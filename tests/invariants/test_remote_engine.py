@@ -21,6 +21,10 @@ from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
 from courtside.runtime import Runtime
 
+TOP_K: dict[str, Any] = {
+    "kind": "divergence",
+    "support": {"kind": "top_k", "k": 8, "of": "teacher", "form": "tail"},
+}
 EPISODES: dict[str, Any] = {
     "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
     "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
@@ -61,13 +65,25 @@ def assert_same_run(recipe: Recipe, folder: Path) -> Runtime:
     return remote
 
 
+def test_distillation_from_the_top_tokens(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    parts = assert_same_run(
+        small_recipe(tiny_folder, tiny_teacher_folder, losses=[TOP_K]), tmp_path
+    )
+    scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
+    for s in scored:
+        assert s.target is not None and s.target.hidden_TD is None and s.target.head is None
+        assert s.target.top_ids_TK is not None and s.target.top_ids_TK.shape[-1] == 8
+
+
 @pytest.mark.parametrize("teacher", ["model", "live"])
 def test_hints(
     teacher: str, roomy_folder: Path, roomy_teacher_folder: Path, tmp_path: Path
 ) -> None:
     """A remote teacher scores every branch as a sequence of its own; a live student is the trainer
     itself, whatever samples."""
-    losses = [{"kind": "policy_gradient", "advantage": "teacher_gap", "on": "hinted_turns"}]
+    losses = [TOP_K | {"on": "hinted_turns"}]
     config: dict[str, Any] = {"kind": "self", "weights": "live"}
     if teacher == "model":
         config = {"kind": "model", "model": str(roomy_teacher_folder)}

@@ -114,9 +114,11 @@ def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
     )
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
     with torch.no_grad():
-        ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
-        theirs = model(input_ids=probe, use_cache=False).logits[0].to(ours.dtype)
-    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+        logits_NV = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
+        expected_NV = model(input_ids=probe, use_cache=False).logits[0].to(logits_NV.dtype)
+    if not torch.allclose(
+        logits_NV, expected_NV, rtol=1e-2, atol=1e-2 * float(expected_NV.abs().max())
+    ):
         raise ModelError(
             f"{type(model).__name__} does more between hidden states and logits than a linear map, "
             "a soft cap and a scale; it cannot be used here yet"

@@ -1,4 +1,4 @@
-"""Which privileged text a teacher gets to see with a trajectory."""
+"""Chooses the privileged text of a teacher's context."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from courtside.types import Message, Task, Trajectory
 def choose_contexts(
     config: Context | None, trajectories: Sequence[Trajectory]
 ) -> Mapping[str, str | None]:
-    """By trajectory id: the text; None where there is none, so that no teacher speaks there."""
+    """By trajectory id; None: there is no text, so the trajectory gets no target."""
     if config is None:
         return {trajectory.id: None for trajectory in trajectories}
     if config.kind == "system" or config.kind == "field":
         return {t.id: task_context(config, t.task) for t in trajectories}
     if config.kind == "feedback":
-        found = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
+        texts = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
     else:
-        found = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
+        texts = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
     return {
-        id: config.template.replace("{text}", text) if text else None for id, text in found.items()
+        id: config.template.replace("{text}", text) if text else None for id, text in texts.items()
     }
 
 
 def task_context(config: Context, task: Task) -> str | None:
-    """What is known before anything was written; None for feedback and siblings, which are not."""
+    """The text that is known before any answer; None for feedback and siblings."""
     if config.kind == "system":
         return config.text
     if config.kind == "field":
         if config.field not in task.privileged:
-            has = ", ".join(sorted(task.privileged)) or "none"
+            names = ", ".join(sorted(task.privileged)) or "none"
             raise TaskError(
                 f"teacher.context.field = {config.field!r}: task {task.id} has no such privileged "
-                f"field (it has: {has}). Add it to the tasks, or name another"
+                f"field (it has: {names}). Add it to the tasks, or name another"
             )
         return config.template.replace("{text}", task.privileged[config.field])
     return None

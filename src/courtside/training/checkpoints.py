@@ -1,9 +1,8 @@
-"""Checkpoints: complete, checked, and never half there.
+"""Atomic checkpoints with checksums.
 
-A checkpoint is written beside its place, flushed to disk and renamed, so a run that is killed in
-the middle leaves the older ones as they were. Every file's checksum is kept and verified on
-loading, that of `checkpoint.json` inside itself.
-Only safetensors and JSON are written or read.
+A checkpoint is written to a temporary folder, flushed to disk and renamed, so a run that is killed
+in the middle leaves the older ones intact. Every file's checksum is stored and verified on loading,
+that of `checkpoint.json` inside itself. Only safetensors and JSON are written or read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """Group (weights, optimiser, average-…) → name → tensor."""
 
 NAME = re.compile(r"step-(\d+)")
-"""Of a checkpoint's folder. A copy beside it that a user named otherwise is none."""
+"""A checkpoint's folder; others, such as a user's renamed copy, are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +48,11 @@ def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
         _sweep(folder)
         work.mkdir()
         sums = {}
-        for group, named in tensors.items():
+        for group, group_tensors in tensors.items():
             file = work / f"{group}.safetensors"
-            save_file({name: t.detach().contiguous().cpu() for name, t in named.items()}, file)
+            save_file(
+                {name: t.detach().contiguous().cpu() for name, t in group_tensors.items()}, file
+            )
             sums[file.name] = _sync_and_sum(file)
         about: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -68,19 +69,19 @@ def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
         _prune(folder, keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(work, ignore_errors=True)
-        kept = _all(folder)
-        rest = "There is no older checkpoint"
-        if kept:
-            rest = f"The run can go on from {kept[-1].name}, which is intact"
+        older = _all(folder)
+        fallback = "There is no older checkpoint"
+        if older:
+            fallback = f"The run can go on from {older[-1].name}, which is intact"
         raise CheckpointError(
-            f"{target} could not be written: {error}. {rest}. Free some space or make the folder "
-            "writable, then run the same command again"
+            f"{target} could not be written: {error}. {fallback}. Free some space or make the "
+            "folder writable, then run the same command again"
         ) from error
     return target
 
 
 def tidy(folder: Path, *, keep: int) -> None:
-    """What a kill in the middle of `save` left to be removed."""
+    """Remove what an interrupted `save` left."""
     try:
         _sweep(folder)
         _prune(folder, keep)
@@ -92,8 +93,8 @@ def tidy(folder: Path, *, keep: int) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    found = _all(folder)
-    return found[-1] if found else None
+    paths = _all(folder)
+    return paths[-1] if paths else None
 
 
 def at(folder: Path, num_steps: int) -> Path:
@@ -128,25 +129,25 @@ def load(path: Path) -> Checkpoint:
 
 
 def optimizer_tensors(
-    optimiser: torch.optim.Optimizer, trained: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """`name/exp_avg` and so on; empty before the first step."""
     return {
         f"{name}/{key}": torch.as_tensor(value)
         for name, parameter in trained.items()
-        for key, value in _state(optimiser, parameter).items()
+        for key, value in _state(optimizer, parameter).items()
     }
 
 
-def _state(optimiser: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    if isinstance(optimiser, OffloadedAdamW):
-        return optimiser.state_tensors(parameter)
-    state: Mapping[str, Any] = optimiser.state.get(parameter, {})
+def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    if isinstance(optimizer, OffloadedAdamW):
+        return optimizer.state_tensors(parameter)
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     return state
 
 
 def restore_optimizer(
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     trained: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> None:
@@ -156,17 +157,17 @@ def restore_optimizer(
         states.setdefault(name, {})[key] = tensor
     for name, state in states.items():
         parameter = trained[name]
-        if isinstance(optimiser, OffloadedAdamW):
-            optimiser.load_state_tensors(parameter, state)
+        if isinstance(optimizer, OffloadedAdamW):
+            optimizer.load_state_tensors(parameter, state)
         else:
-            optimiser.state[parameter].update(_on_device(optimiser, parameter, state))
+            optimizer.state[parameter].update(_on_device(optimizer, parameter, state))
 
 
 def _on_device(
-    optimiser: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    # Adam's step counter lives on the CPU unless the optimiser is fused.
-    fused = optimiser.param_groups[0].get("fused")
+    # Adam's step counter lives on the CPU unless the optimizer is fused.
+    fused = optimizer.param_groups[0].get("fused")
     return {
         key: tensor.to(parameter.device if key != "step" or fused else torch.device("cpu"))
         for key, tensor in state.items()
@@ -174,23 +175,23 @@ def _on_device(
 
 
 def _damaged(path: Path, reason: str) -> str:
-    others = [p.name for p in _all(path.parent) if p != path]
+    remaining = [p.name for p in _all(path.parent) if p != path]
     fix = "Delete the run folder to start anew"
-    if others:
-        fix = f"Delete it to go on from {others[-1]}"
+    if remaining:
+        fix = f"Delete it to go on from {remaining[-1]}"
     return f"checkpoint {path} is damaged ({reason}). {fix}; nothing else was touched"
 
 
 def num_steps_of(path: Path) -> int:
-    """Optimiser steps behind a checkpoint, by its name."""
+    """Optimizer steps of a checkpoint, from its name."""
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def _all(folder: Path) -> list[Path]:
-    found = [p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=num_steps_of)
+    paths = [p for p in folder.glob("step-*") if NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(paths, key=num_steps_of)
 
 
 def _sweep(folder: Path) -> None:
@@ -204,7 +205,7 @@ def _prune(folder: Path, keep: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Out of sight first, so that a kill in the middle leaves no half checkpoint under its name."""
+    """Renamed first, so that an interruption leaves no incomplete checkpoint under its name."""
     hidden = path.with_name(f".deleting-{path.name}")
     path.rename(hidden)
     shutil.rmtree(hidden)

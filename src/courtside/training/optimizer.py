@@ -14,7 +14,7 @@ from courtside.training.offloaded_adamw import OffloadedAdamW
 
 
 def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
-    # Gains and biases are not decayed: pulling them to zero is no regulariser.
+    # Gains and biases are not decayed: pulling them to zero is no regularizer.
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then constant, linear or cosine to zero behind the last step."""
+    """Linear warm-up, then constant, linear or cosine to zero after the last step."""
     train = recipe.train
     if step < train.warmup_steps:
         return recipe.learning_rate * (step + 1) / train.warmup_steps

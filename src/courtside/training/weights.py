@@ -1,4 +1,4 @@
-"""The student's model: loaded, adapted, and lent out with other weights for a moment."""
+"""The student's model: loading, LoRA adapter, and other weights swapped in for a teacher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StudentWeights:
         device = pick_device(config)
         dtype = resolve_dtype(config.dtype, device)
         # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
-        # adapter's base is never stepped, so it may be as small as the arithmetic.
+        # adapter's base is frozen, so it may have the dtype of the matmuls.
         self.model: Any = load_model(
             config.model,
             dtype=dtype if config.lora else torch.float32,
@@ -45,13 +45,13 @@ class StudentWeights:
         self.adapter: Any = None
         if config.lora:
             self.adapter = _with_adapter(self.model, config.lora, seed)
-            self.model.eval()  # new layers come in training mode: dropout would act on rollouts
+            self.model.eval()  # new layers are in train mode: dropout would act on rollouts
         if config.gradient_checkpointing is True:  # "auto" is decided when all models are there
             self.enable_gradient_checkpointing()
         self.device = device
 
     def enable_gradient_checkpointing(self) -> None:
-        """Passes that train compute activations again on their way back, from now on."""
+        """Recompute activations in the backward pass, from now on."""
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
@@ -72,21 +72,21 @@ class StudentWeights:
 
     @contextmanager
     def swap_in(self, tensors: dict[str, Tensor]) -> Iterator[None]:
-        """`tensors` in place of the trained weights. Pointers move; no number is ever rounded."""
-        own = {name: p.data for name, p in self.trained().items()}
+        """`tensors` in place of the trained weights: pointers are exchanged, nothing is copied."""
+        before = {name: p.data for name, p in self.trained().items()}
         for name, parameter in self.trained().items():
             parameter.data = tensors[name]
         try:
             yield
         finally:
             for name, parameter in self.trained().items():
-                parameter.data = own[name]
+                parameter.data = before[name]
 
     def copy(self) -> Any:
-        """A separate frozen model with the weights of this moment."""
-        twin = copy.deepcopy(self.model).eval()
-        twin.gradient_checkpointing_disable()
-        return twin.requires_grad_(False)
+        """A separate frozen model with the current weights."""
+        model = copy.deepcopy(self.model).eval()
+        model.gradient_checkpointing_disable()
+        return model.requires_grad_(False)
 
 
 class MovingAverage:
