@@ -171,7 +171,7 @@ def measure(args: Any, work: Path) -> None:
 
 
 def check(args: Any, work: Path) -> None:
-    """Loss and gradient of the batch, by the student's own step up to the optimiser."""
+    """Loss and gradient of the batch, by the student's own step up to the optimizer."""
     parts = assemble(recipe(args, work / "prompts.jsonl"))
     rows = json.loads(args.check.read_text())
     trajectories = given_answers(parts, PROMPTS, [row["completion"] for row in rows])

@@ -115,7 +115,7 @@ def _times(parts: Parts, series: Series) -> dict[int, list[dict[str, float]]]:
 def _memory(parts: Parts, series: Series, size: int) -> tuple[dict[str, Any], int]:
     """How far resident memory rises. What is freed goes back to the system at once meanwhile: the
     numbers would else be those of an allocator's habits."""
-    # The smallest size first, not counted: code, buffers and the optimiser's state get their place.
+    # The smallest size first, not counted: code, buffers and the optimizer's state get their place.
     series.job(parts, series.sizes[0]).call()
     work = series.job(parts, size)
     gc.collect()
@@ -290,7 +290,7 @@ def main() -> None:
     parts = None
     if args.device == "cuda":
         parts = Parts(args.model, args.device)
-        for series in chosen:  # compiles, and makes the optimiser's state
+        for series in chosen:  # compiles, and makes the optimizer's state
             series.job(parts, series.sizes[0]).call()
     results = []
     for series in chosen:

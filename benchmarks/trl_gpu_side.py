@@ -55,7 +55,7 @@ BROKEN = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeErro
 class Tried:
     setting: Setting
     update_seconds: float
-    """A whole step's, without its rollout and without the optimiser."""
+    """A whole step's, without its rollout and without the optimizer."""
     sample_seconds: float
     """Of a few tokens of every row."""
     step_seconds: float

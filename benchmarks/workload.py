@@ -24,7 +24,7 @@ LORA_ALPHA_PER_RANK = 2.0
 LEARNING_RATE = {"full": 1e-5, "lora": 1e-4}
 LORA_RANK = {"full": None, "lora": 32}
 DTYPES = ("float32", "bfloat16")
-"""Of the matrix products; weights and optimiser are float32 in both."""
+"""Of the matrix products; weights and optimizer are float32 in both."""
 
 END_TOKEN = "<filename>"
 """Stands in for the model's end token, on both sides, so that every sample has its full length:

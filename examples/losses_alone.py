@@ -17,12 +17,12 @@ print(f"teacher: {mass:.3f} of its mass on its 20 likeliest words")
 
 for form in ("naive", "tail"):
     logits_TV = torch.randn(1, 200, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.Adam([logits_TV], lr=0.05)
+    optimizer = torch.optim.Adam([logits_TV], lr=0.05)
     for _ in range(1000):
         student_TK = logits_TV.log_softmax(-1).gather(-1, ids_TK)
         loss_T = top_k_divergence(student_TK, teacher_TK, keep_TK, name="reverse_kl", form=form)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss_T.sum().backward()
-        optimiser.step()
+        optimizer.step()
     ratio = support_mass(student_TK, keep_TK).item() / mass
     print(f"{form}: the student ends with {ratio:.3f} of that mass")

@@ -48,6 +48,6 @@ recipe = courtside.recipe_from(
 )
 run = courtside.train(recipe, "runs/own-tasks")
 for row in run.metrics():
-    print(f"step {row['step']}: KL {row['kl']:.3f}, passed {row['reward/passed']:.0%}")
+    print(f"step {row['step']}: KL {row['kl']:.3f}, passed {row['reward/pass_rate']:.0%}")
 for e in run.evaluations():
-    print(f"{e.who} after {e.step} steps: {e.rate:.1%} ({e.low:.1%} to {e.high:.1%})")
+    print(f"{e.policy} after {e.step} steps: {e.rate:.1%} ({e.low:.1%} to {e.high:.1%})")

@@ -2,7 +2,7 @@
 
 learning_rates = [1e-5, 1e-4]   # of every arm that has none of its own
 seeds = [0, 1, 2]
-choose_by = "rate"              # or "kl" or "errors": what the best learning rate is best in
+choose_by = "rate"              # or "kl" or "error_rate": what the best learning rate is best in
 sweep_on = "short"              # the variant it is chosen on; unset: the first
 first = ["one"]                 # arms that are run before the others
 goals = [0.5]                   # trained tokens until validation reaches these are reported

@@ -18,10 +18,10 @@ T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 
 
 RATE, KL, ERRORS = 2, 3, 4
 """Columns of a run's `validation`, behind step and trained tokens."""
-COLUMNS = {"rate": RATE, "kl": KL, "errors": ERRORS}
-LESS_IS_BETTER = ("kl", "errors")
+COLUMNS = {"rate": RATE, "kl": KL, "error_rate": ERRORS}
+LESS_IS_BETTER = ("kl", "error_rate")
 
-MEASURES = ("kl_estimate", "forward_kl_estimate", "errors", "drift", "drift/wrong")
+MEASURES = ("kl_estimate", "forward_kl_estimate", "error_rate", "logp_drop/clean_turns", "logp_drop/error_turns")
 """What a table has of an evaluation's metrics, and all `events/…`."""
 
 
@@ -39,13 +39,13 @@ def outcome(run: Path) -> Outcome:
         total += sum(value for key, value in row.items() if key.startswith("tokens/"))
         tokens[row["step"] + 1] = total
         shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
-        errors += [row["errors"]] if "errors" in row else []
-    student_evaluations = [e for e in evaluations if e["who"] == "student"]
+        errors += [row["error_rate"]] if "error_rate" in row else []
+    student_evaluations = [e for e in evaluations if e["policy"] == "student"]
     suites: dict[str, list[Any]] = {}
     for e in evaluations:
-        if e["who"].startswith("student:") and e["split"] == "test":
-            suites.setdefault(e["who"].partition(":")[2], []).append(e)
-    teacher = [e["rate"] for e in evaluations if e["who"] == "teacher"]
+        if e["policy"].startswith("student:") and e["split"] == "test":
+            suites.setdefault(e["policy"].partition(":")[2], []).append(e)
+    teacher = [e["mean_score"] for e in evaluations if e["policy"] == "teacher"]
     costs = json.loads((run / "costs.json").read_text())
     return {
         **_before_and_after([e for e in student_evaluations if e["split"] == "test"]),
@@ -56,9 +56,9 @@ def outcome(run: Path) -> Outcome:
             [
                 e["step"],
                 tokens[e["step"]],
-                e["rate"],
+                e["mean_score"],
                 e["metrics"].get("kl_estimate"),
-                e["metrics"].get("errors"),
+                e["metrics"].get("error_rate"),
             ]
             for e in student_evaluations
             if e["split"] == "validation"
@@ -77,8 +77,8 @@ def outcome(run: Path) -> Outcome:
 def _before_and_after(evaluations: Sequence[Mapping[str, Any]]) -> Outcome:
     first, last = evaluations[0], evaluations[-1]
     return {
-        "before": first["rate"],
-        "after": last["rate"],
+        "before": first["mean_score"],
+        "after": last["mean_score"],
         "metrics_before": first["metrics"],
         "metrics_after": last["metrics"],
     }
@@ -89,8 +89,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def measures(run: Outcome) -> dict[str, float]:
-    """Every number of a run that is compared, by name: `after`, `errors_before`,
-    `held_out/errors_after`, …"""
+    """Every number of a run that is compared, by name: `after`, `error_rate_before`,
+    `held_out/error_rate_after`, …"""
     result: dict[str, float] = {}
     for prefix, part in (
         ("", run),
@@ -238,7 +238,7 @@ def summarize(results: Mapping[str, Any]) -> Iterable[str]:
             name = f"{variant} {arm}".strip()
             rate = f"lr {results['learning_rates'][arm]:g}"
             cells = [f"{name:<24} {rate:<9} {row['after']['seeds']} seeds"]
-            for measure in ("", "errors_", "held_out/errors_", "drift_"):
+            for measure in ("", "error_rate_", "held_out/error_rate_", "logp_drop/clean_turns_"):
                 if f"{measure}after" in row:
                     before, after = row.get(f"{measure}before"), row[f"{measure}after"]
                     was = "" if before is None else f"{before['mean']:.4f} → "

@@ -59,7 +59,7 @@ def errors_after(results: Mapping[str, Any]) -> str:
 
     def points_of(measure: str, values_of: Callable[[Any], Any]) -> Any:
         return lambda row: [
-            (row[f"{measure}_after"], [values_of(run)["errors"] for run in row["runs"]], True)
+            (row[f"{measure}_after"], [values_of(run)["error_rate"] for run in row["runs"]], True)
         ]
 
     def before(measure: str) -> Callable[[Mapping[str, Any]], float]:
@@ -74,17 +74,17 @@ def errors_after(results: Mapping[str, Any]) -> str:
                 title="names seen in training",
                 low=0.0,
                 high=0.25,
-                points_of=points_of("errors", lambda run: run["metrics_after"]),
-                level=before("errors"),
+                points_of=points_of("error_rate", lambda run: run["metrics_after"]),
+                level=before("error_rate"),
             ),
             Column(
                 title="held-out names",
                 low=0.0,
                 high=0.8,
                 points_of=points_of(
-                    "held_out/errors", lambda run: run["suites"]["held_out"]["metrics_after"]
+                    "held_out/error_rate", lambda run: run["suites"]["held_out"]["metrics_after"]
                 ),
-                level=before("held_out/errors"),
+                level=before("held_out/error_rate"),
             ),
         ],
         title="Turns with an error on test episodes, after training",
@@ -98,7 +98,7 @@ def what_moved(results: Mapping[str, Any]) -> str:
     def points_of(row: Mapping[str, Any]) -> Any:
         return [
             (row[f"{name}_after"], [run["metrics_after"][name] for run in row["runs"]], filled)
-            for name, filled in (("drift/wrong", False), ("drift", True))
+            for name, filled in (("logp_drop/error_turns", False), ("logp_drop/clean_turns", True))
             if f"{name}_after" in row  # if all went well before, there are no others
         ]
 

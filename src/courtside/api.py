@@ -60,14 +60,16 @@ def evaluate_student(
         parts, num_steps = _trained_parts(recipe, run, _checkpoint(run, step))
     if teacher and (recipe.teacher is None or not parts.evaluator.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
-    who = ["student", "teacher"] if teacher else ["student"]
-    for name in who if screen else []:
-        assert screen is not None
-        screen.say(f"answering as the {name}")
-    return [
-        parts.evaluator.evaluate(split, step=num_steps, who=w, num_tasks=num_tasks).evaluation
-        for w in who
-    ]
+    evaluations = []
+    for policy in ("student", "teacher") if teacher else ("student",):
+        if screen is not None:
+            screen.say(f"evaluating the {policy}")
+        evaluations.append(
+            parts.evaluator.evaluate(
+                split, step=num_steps, policy=policy, num_tasks=num_tasks
+            ).evaluation
+        )
+    return evaluations
 
 
 def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
-from courtside.evaluate.episodes import drift
+from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.intervals import paired_difference
 from courtside.report.alarms import nothing_trained
 from courtside.report.console import RunConsole
@@ -190,9 +190,9 @@ class Run:
 
     def _evaluate_if_due(self) -> None:
         skipped: set[Split] = set()
-        for who, split in self._due_evaluations():
-            done = {(e.step, e.who, e.split) for e in self.folder.evaluations()}
-            if (self.num_steps, who, split) in done:
+        for policy, split in self._due_evaluations():
+            done = {(e.step, e.policy, e.split) for e in self.folder.evaluations()}
+            if (self.num_steps, policy, split) in done:
                 continue
             reason = self.parts.evaluator.reason_not_to(split)
             if reason is not None:
@@ -201,23 +201,23 @@ class Run:
                 skipped.add(split)
                 continue
             with self.meter.phase("evaluate"):
-                evaluation = self._evaluate(who, split)
+                evaluation = self._evaluate(policy, split)
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation)
             self.folder.write_costs(self.meter.totals())
             for tracker in self.trackers:
-                tracker.log({f"evaluate/{split}/{who}": evaluation.rate}, self.num_steps)
+                tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
             self.screen.say(
-                f"{who} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
-                f"{evaluation.rate:.1%} (95% interval {evaluation.low:.1%} to "
-                f"{evaluation.high:.1%}){_describe_errors(evaluation)}"
+                f"{policy} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
+                f"{evaluation.mean_score:.1%} (95% interval {evaluation.ci_low:.1%} to "
+                f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
             )
 
-    def _evaluate(self, who: str, split: Split) -> Evaluation:
+    def _evaluate(self, policy: str, split: Split) -> Evaluation:
         evaluation, trajectories = self.parts.evaluator.evaluate(
-            split, step=self.num_steps, who=who
+            split, step=self.num_steps, policy=policy
         )
-        if not self.recipe.tasks.is_environment or (who, split) != ("student", "test"):
+        if not self.recipe.tasks.is_environment or (policy, split) != ("student", "test"):
             return evaluation
         before = self.folder.path / "before.parquet"
         if self.num_steps == 0:
@@ -226,7 +226,7 @@ class Run:
             )
             return evaluation
         untrained = [stored.trajectory for stored in read_trajectories(before, 0)]
-        metrics = drift(untrained, self.parts.engine)
+        metrics = logp_drop(untrained, self.parts.engine)
         return replace(evaluation, metrics={**evaluation.metrics, **metrics})
 
     def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
@@ -252,21 +252,21 @@ class Run:
             teacher_size = self.parts.teacher_sizes[s.target.teacher] if s.target else size
             if s.trajectory.source != "dataset" and not self.recipe.tasks.is_recorded:
                 writer_size = size if s.trajectory.source == "student" else teacher_size
-                self.meter.add("rollout", tokens_in=length - s.trajectory.num_chosen,
-                               tokens_out=s.trajectory.num_chosen,
+                self.meter.add("rollout", input_tokens=length - s.trajectory.num_chosen,
+                               output_tokens=s.trajectory.num_chosen,
                                flops=forward_flops(writer_size, length))  # fmt: skip
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
-                self.meter.add("teacher", tokens_in=total, flops=forward_flops(teacher_size, total))
+                self.meter.add("teacher", input_tokens=total, flops=forward_flops(teacher_size, total))
             if s.reference is not None:
-                self.meter.add("teacher", tokens_in=length, flops=forward_flops(size, length))
+                self.meter.add("teacher", input_tokens=length, flops=forward_flops(size, length))
             num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
             if num:
-                self.meter.add("update", tokens_in=num, flops=training_flops(size, num, trained))
+                self.meter.add("update", input_tokens=num, flops=training_flops(size, num, trained))
         reader_tokens = {
-            name: counts.get(f"model/{name}", 0) for name in ("tokens_in", "tokens_out")
+            name: counts.get(f"model/{name}", 0) for name in ("input_tokens", "output_tokens")
         }
         if any(reader_tokens.values()):
             is_student = self.parts.reader_is_student
@@ -278,10 +278,10 @@ class Run:
             evaluation.metrics["length"] * len(evaluation.scores) * evaluation.metrics["samples"]
         )
         size = self.parts.engine.num_parameters
-        if evaluation.who == "teacher":  # several teachers share the tasks: about equally
+        if evaluation.policy == "teacher":  # several teachers share the tasks: about equally
             sizes = self.parts.teacher_sizes.values()
             size = round(sum(sizes) / len(sizes))
-        self.meter.add("evaluate", tokens_out=num_tokens, flops=forward_flops(size, num_tokens))
+        self.meter.add("evaluate", output_tokens=num_tokens, flops=forward_flops(size, num_tokens))
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
@@ -317,9 +317,9 @@ class Run:
 def _describe_errors(evaluation: Evaluation) -> str:
     """Of episodes: the share of turns with an error."""
     metrics = evaluation.metrics
-    if "errors" not in metrics:
+    if "error_rate" not in metrics:
         return ""
-    low, high = metrics["errors/low"], metrics["errors/high"]
+    low, high = metrics["error_rate/low"], metrics["error_rate/high"]
     return f"; errors in {metrics['errors']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 

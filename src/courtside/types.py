@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 """Of the stored records; files with a newer one are refused."""
 
 Split = Literal["train", "validation", "test"]
@@ -238,9 +238,9 @@ class HintOutcome:
     measured."""
     bad_span_shift: float | None = None
     """The same of the tokens that `hint.bad_span` covers; None: there are none."""
-    passed: float | None = None
+    pass_rate: float | None = None
     """Share of replies sampled under the hint that the environment accepts; None: none were."""
-    dropped: str | None = None
+    drop_reason: str | None = None
     """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
 
 
@@ -373,17 +373,17 @@ class Evaluation:
 
     step: int
     """Optimizer steps of the weights that answered."""
-    who: str
+    policy: str
     """`student`, or `teacher` for the teacher with its context (the gate)."""
     split: Split
     scores: Mapping[str, float]
     """By task id: mean score over the samples of that task. Two evaluations of the same tasks can
     be compared in pairs."""
-    rate: float
+    mean_score: float
     """Mean over tasks."""
-    low: float
-    high: float
-    """Ends of the 95% interval of `rate`."""
+    ci_low: float
+    ci_high: float
+    """Ends of the 95% interval of `mean_score`."""
     metrics: Mapping[str, float]
     """Mean length, truncated share…"""
     samples: tuple[Trajectory, ...] = ()
@@ -395,9 +395,9 @@ class PhaseCost:
     """What one phase (rollout, teacher, update, evaluate) has cost so far."""
 
     seconds: float = 0.0
-    tokens_in: int = 0
+    input_tokens: int = 0
     """Tokens of forward passes: prompts, contexts, scored or trained sequences."""
-    tokens_out: int = 0
+    output_tokens: int = 0
     """Sampled tokens."""
     flops: float = 0.0
     """2 · parameters · tokens for a forward pass, three times that for a trained one."""

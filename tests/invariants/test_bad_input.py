@@ -151,7 +151,7 @@ def test_bad_input_is_explained_and_blocks_nothing(name, broken, good, tmp_path)
     assert len(done.metrics()) == 1
     # What the failed start had measured is not taken for the new recipe's.
     evaluations = done.evaluations()
-    assert [(e.step, e.who) for e in evaluations] == [
+    assert [(e.step, e.policy) for e in evaluations] == [
         (0, "student"), (0, "teacher"), (1, "student"),
     ]  # fmt: skip
     assert evaluations[0].scores.keys() == evaluations[-1].scores.keys()

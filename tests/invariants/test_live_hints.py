@@ -169,7 +169,7 @@ def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
     live = prepared(tree(roomy_folder))
     scored, expected = batch_of(live), batch_of(before)
     kept = [j for s in scored for j in s.hints]
-    assert len(kept) == 6 and all(j.shift is None and j.dropped is None for j in kept)
+    assert len(kept) == 6 and all(j.shift is None and j.drop_reason is None for j in kept)
     measured = judge_hints(scored, live.student.step(0, scored))
     spans: list[float | None] = []
     for one, other in zip(measured, expected, strict=True):
@@ -291,7 +291,7 @@ def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
         parts = prepared(tree(roomy_folder, hints=hints))
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         scored = parts.teacher(trajectories, asked(trajectories))
-        dropped = [[(j.hint.turn, j.dropped) for j in s.hints] for s in scored]
+        dropped = [[(j.hint.turn, j.drop_reason) for j in s.hints] for s in scored]
         (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         found.append((dropped, part.weight, part.denominator))
         after = judge_hints(scored, parts.student.step(0, scored))
@@ -318,16 +318,19 @@ def test_a_run_records_what_a_run_that_scores_before_does(
         assert one["hints/shift"] is not None
     for step in range(3):
         for a, b in zip(live.trajectories(step), before.trajectories(step), strict=True):
-            assert a.trajectory.token_ids == b.trajectory.token_ids and a.where == b.where
+            assert (
+                a.trajectory.token_ids == b.trajectory.token_ids
+                and a.teacher_token_indices == b.teacher_token_indices
+            )
             assert a.teacher_logp == pytest.approx(b.teacher_logp, abs=1e-4)
             assert [j.shift for j in a.hints] == pytest.approx([j.shift for j in b.hints], abs=1e-3)
     costs, more = (json.loads((r.path / "costs.json").read_text()) for r in (live, before))
     trunk = sum(
         len(s.trajectory.token_ids) for n in range(3) for s in live.trajectories(n) if s.teacher
     )
-    assert more["teacher"]["tokens_in"] - costs["teacher"]["tokens_in"] == trunk
-    assert costs["teacher"]["tokens_in"] > 0 and costs["teacher"]["flops"] > 0
-    assert costs["update"]["tokens_in"] == more["update"]["tokens_in"]
+    assert more["teacher"]["input_tokens"] - costs["teacher"]["input_tokens"] == trunk
+    assert costs["teacher"]["input_tokens"] > 0 and costs["teacher"]["flops"] > 0
+    assert costs["update"]["input_tokens"] == more["update"]["input_tokens"]
     assert "mean shift" in (live.path / "report.html").read_text()
 
 

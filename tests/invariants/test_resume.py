@@ -139,7 +139,7 @@ def assert_same(path: Path, unbroken: dict[str, Any]) -> None:
 def test_the_runs_are_worth_comparing(unbroken):
     for name, (result, _) in unbroken.items():
         groups = set(result["tensors"])
-        assert {"weights.safetensors", "optimiser.safetensors"} <= groups
+        assert {"weights.safetensors", "optimizer.safetensors"} <= groups
         averages = {group for group in groups if group.startswith("average-")}
         assert bool(averages) == (name != "full")
         assert len(result["metrics"]) >= 4 and len(result["trajectories"]) >= 4

@@ -82,7 +82,7 @@ def again_recipe(folder: Path, run: RunFolder, hints: Path, **changes: Any) -> R
 
 
 def hinted_turns(stored: list[StoredTrajectory]) -> set[tuple[str, int, str]]:
-    hint_outcomes = [j for one in stored for j in one.hints if j.dropped is None]
+    hint_outcomes = [j for one in stored for j in one.hints if j.drop_reason is None]
     return {(j.hint.trajectory, j.hint.turn, j.hint.text) for j in hint_outcomes}
 
 
@@ -105,9 +105,9 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
             id: played[id] for id, _, _ in hinted
         }
         assert hinted_turns(stored) == hinted
-        assert row["hints/kept"] == 3 and row["grad_norm"] > 0
+        assert row["hints/trained"] == 3 and row["grad_norm"] > 0
         assert row["tokens/divergence"] == sum(sizes)
-        assert row["reader/human/proposed"] == row["reader/kept"] == 3
+        assert row["reader/human/proposed"] == row["reader/accepted"] == 3
         looked = {
             (one.trajectory.id, turn)
             for one in stored
@@ -115,7 +115,7 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
             if logp == logp
         }
         assert looked == {(id, turn) for id, turn, _ in hinted}
-    assert run.read_costs()["rollout"].tokens_out == 0  # nobody wrote anything
+    assert run.read_costs()["rollout"].output_tokens == 0  # nobody wrote anything
 
 
 def test_the_update_is_that_of_the_run_that_sampled_them(
@@ -171,7 +171,7 @@ def test_importance_ratios_are_those_of_the_sampler_then(
         stored = parts.rollout(parts.tasks.batch(0, 4), 0)
         assert [t.policy_version for t in stored] == [step] * len(stored)
         metrics = parts.student.step(0, parts.teacher(stored)).metrics
-        gaps[step] = metrics["sampler/gap"]
+        gaps[step] = metrics["sampler/logp_diff"]
         assert metrics["sampler/ratio_max"] >= 1 - 1e-4
     assert gaps[0] < 1e-5 < gaps[1]
 

@@ -50,8 +50,8 @@ def trained(form: str, of: str, name: str = "reverse_kl", start: str = "far") ->
         logits_TV = 0.5 * logits_TV + teacher_TV
     logits_TV.requires_grad_()
     steps = 1000
-    optimiser = torch.optim.Adam([logits_TV], lr=0.05, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 1e-3, steps)
+    optimizer = torch.optim.Adam([logits_TV], lr=0.05, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, steps)
     for _ in range(steps):
         logp_TV = logits_TV.log_softmax(-1)
         if form == "full":
@@ -62,9 +62,9 @@ def trained(form: str, of: str, name: str = "reverse_kl", start: str = "far") ->
                 logp_TV.gather(-1, ids_TK), teacher_TV.gather(-1, ids_TK), keep_TK,
                 name=name, form=form,
             )  # fmt: skip
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss_T.sum().backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     p_TV = logits_TV.detach().softmax(-1)
     mass_T = p_TV[:, teacher().topk(K).indices].sum(-1)

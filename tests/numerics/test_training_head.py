@@ -206,9 +206,9 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
     ours_N = batch.by_student_N
     gap_N, drift_N = batch.teacher_logp_N - logp_N.detach(), logp_N.detach() - batch.sampler_logp_N
     watched["kl_estimate"] = [(batch.sampler_logp_N - batch.teacher_logp_N)[ours_N & has_teacher_N]]
-    watched["gap/mean"] = [gap_N[has_teacher_N]]
-    watched["gap/negative"] = [(gap_N[has_teacher_N] < 0).double()]
-    watched["sampler/gap"] = [drift_N[ours_N].abs()]
+    watched["teacher_gap/mean"] = [gap_N[has_teacher_N]]
+    watched["teacher_gap/negative"] = [(gap_N[has_teacher_N] < 0).double()]
+    watched["sampler/logp_diff"] = [drift_N[ours_N].abs()]
     metrics = {name: float(torch.cat(parts).mean()) for name, parts in watched.items()}
     metrics["sampler/ratio_max"] = float(drift_N[ours_N].exp().max())
     return {

@@ -70,7 +70,7 @@ def test_one_step_of_a_shared_rule(tmp_path: Path) -> None:
     (row,) = run.metrics()
     assert row["kl"] > 0.001  # the rule changes what the teacher expects
     assert row["grad_norm"] > 0
-    assert row["sampler/gap"] < 1e-3  # sampling and training see the same model
+    assert row["sampler/logp_diff"] < 1e-3  # sampling and training see the same model
     (stored, *_) = run.trajectories(0)
     assert stored.context == stored.trajectory.task.privileged["rule"]
     assert stored.teacher == "self:frozen"
@@ -89,15 +89,15 @@ def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
     run = train(recipe, tmp_path / "run")
     (row,) = run.metrics()
     assert row["events/tool_not_found"] > 0, "the habit that was planted"
-    assert row["hints/kept"] > 0 and row["hints/shift"] > 1.0
+    assert row["hints/trained"] > 0 and row["hints/shift"] > 1.0
     assert row["kl"] > 0.001 and row["grad_norm"] > 0
-    assert row["sampler/gap"] < 1e-3
+    assert row["sampler/logp_diff"] < 1e-3
     hinted = [s for s in run.trajectories(0) if s.hints]
     for stored in hinted:
         for hint_outcomes in stored.hints:
             turn = stored.trajectory.turns[hint_outcomes.hint.turn]
             assert any(event.kind == "tool_not_found" for event in turn.events)
             assert hint_outcomes.hint.text.startswith("Reminder: the tools here are")
-    who = {(e.who, e.step) for e in run.evaluations()}
+    who = {(e.policy, e.step) for e in run.evaluations()}
     assert who == {(one, step) for one in ("student", "student:held_out") for step in (0, 1)}
     assert "tool_not_found" in (tmp_path / "run" / "report.html").read_text()

@@ -45,9 +45,9 @@ def test_recipe_trains(
     assert all(math.isfinite(row["loss"]) for row in rows)
     if any(loss.kind != "policy_gradient" for loss in recipe.losses):  # nothing is ever rewarded
         assert all(row["grad_norm"] > 0 for row in rows)
-    last = [e for e in run.evaluations() if e.who == "student"][-1]
+    last = [e for e in run.evaluations() if e.policy == "student"][-1]
     assert last.step == 2
-    assert {e.who for e in run.evaluations() if e.step == 2} >= {
+    assert {e.policy for e in run.evaluations() if e.step == 2} >= {
         f"student:{name}" for name in recipe.evaluate.suites
     }
     assert (run.path / "report.html").stat().st_size > 5000

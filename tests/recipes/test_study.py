@@ -32,11 +32,11 @@ def measured(errors: float, *, held_out: float = 0.5, events: bool = True) -> Tr
     """An outcome as a run of episodes has it."""
 
     def part(value: float) -> Tree:
-        after = {"errors": value, "drift": 0.01}
+        after = {"error_rate": value, "logp_drop/clean_turns": 0.01}
         return {
             "before": 0.5,
             "after": 1 - value,
-            "metrics_before": {"errors": 0.4, "events/tool_not_found": 0.3},
+            "metrics_before": {"error_rate": 0.4, "events/tool_not_found": 0.3},
             "metrics_after": after | ({"events/tool_not_found": value / 2} if events else {}),
         }
 
@@ -57,7 +57,7 @@ def measured(errors: float, *, held_out: float = 0.5, events: bool = True) -> Tr
 PLAN = """
 learning_rates = [1e-5, 1e-4]
 seeds = [0, 1]
-choose_by = "errors"
+choose_by = "error_rate"
 sweep_on = "long"
 first = ["main"]
 with = ["train.steps=3"]
@@ -154,7 +154,7 @@ def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -
         ('first = ["main"]', 'frist = ["main"]', "frist is not known"),
         ('variants = ["long"]', 'in.lang = ["a=1"]', "arms.noisy.in: there is no 'lang'"),
         ('rate_of = "main"', 'rate_of = "mein"', "arms.noisy.rate_of: there is no 'mein'"),
-        ('choose_by = "errors"', 'choose_by = "error"', "choose_by = 'error'"),
+        ('choose_by = "error_rate"', 'choose_by = "error"', "choose_by = 'error'"),
         ("learning_rates = [1e-3]", "learning_rates = []", "arms.other: no learning_rates"),
     ],
 )
@@ -172,8 +172,10 @@ def test_an_event_that_no_longer_occurs_counts_as_zero() -> None:
     found = measures(measured(0.1, held_out=0.3, events=False))
     assert found["events/tool_not_found_before"] == 0.3
     assert found["events/tool_not_found_after"] == 0.0
-    assert found["held_out/errors_after"] == 0.3 and found["errors_after"] == 0.1
-    assert found["drift_after"] == 0.01 and "drift_before" not in found
+    assert found["held_out/error_rate_after"] == 0.3 and found["error_rate_after"] == 0.1
+    assert (
+        found["logp_drop/clean_turns_after"] == 0.01 and "logp_drop/clean_turns_before" not in found
+    )
 
 
 def test_intervals_over_seeds_are_students_and_welchs() -> None:
@@ -198,16 +200,16 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     outcomes["other-long-lr0.001-seed0"] = {"failed": "ended with 1"}
     results = study.summary(plan, outcomes)
     assert results["learning_rates"] == {"other": 1e-3, "main": 1e-5, "noisy": 1e-5}
-    assert (results["chosen_on"], results["swept_on"]) == ("errors", "long")
+    assert (results["chosen_on"], results["swept_on"]) == ("error_rate", "long")
     short, long = results["variants"]["short"]["arms"], results["variants"]["long"]["arms"]
-    assert short["main"]["errors_after"]["seeds"] == 1 and "noisy" not in short
-    assert long["main"]["errors_after"]["seeds"] == 2
-    assert long["other"]["errors_after"]["seeds"] == 1
-    curve = long["noisy"]["errors_curve"]
+    assert short["main"]["error_rate_after"]["seeds"] == 1 and "noisy" not in short
+    assert long["main"]["error_rate_after"]["seeds"] == 2
+    assert long["other"]["error_rate_after"]["seeds"] == 1
+    curve = long["noisy"]["error_rate_curve"]
     finals = [outcomes[f"noisy-long-lr1e-05-seed{seed}"] for seed in (0, 1)]
     last = [run["validation"][-1][4] for run in finals]
     assert curve[1] == {"step": 5, **over_seeds(last)} and curve[0]["mean"] == 0.4
-    gap = results["variants"]["long"]["differences"]["main minus noisy"]["held_out/errors"]
+    gap = results["variants"]["long"]["differences"]["main minus noisy"]["held_out/error_rate"]
     assert gap["mean"] == pytest.approx(0.0)
     assert gap["paired"] == over_seeds([0.0, 0.0]), "of the same seeds"
     one_seed = results["variants"]["long"]["differences"]
@@ -267,7 +269,7 @@ STUDY = """
 learning_rates = [1e-4, 1e-2]
 seeds = [0, 1]
 goals = [0.0, 1.1]
-choose_by = "errors"
+choose_by = "error_rate"
 sweep_on = "B"
 keep = false
 [prepare]
@@ -324,9 +326,9 @@ def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
     assert tried.keys() == {1e-4, 1e-2} and tried[rate] == min(tried.values())
     for variant in ("A", "B"):
         row = results["variants"][variant]["arms"]["good"]
-        assert row["errors_after"]["seeds"] == row["held_out/errors_before"]["seeds"] == 2
+        assert row["error_rate_after"]["seeds"] == row["held_out/error_rate_before"]["seeds"] == 2
         assert row["tokens_until"] == {"0": [0, 0], "1.1": [None, None]}
-        assert [point["step"] for point in row["errors_curve"]] == [0, 2]
+        assert [point["step"] for point in row["error_rate_curve"]] == [0, 2]
     assert not list(runs.glob("good-*/checkpoints")) and list(runs.glob("good-*/report.html"))
 
     # Cut off: one outcome is missing, and its run with it. A worker of its own makes the same.

@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, evaluate={"num_tasks": 2, "every": 2})
     folder = train(recipe, tmp_path / "run", screen=screen)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
-    measured = [(e.step, e.who, e.split) for e in folder.evaluations()]
+    measured = [(e.step, e.policy, e.split) for e in folder.evaluations()]
     assert sorted(measured) == [
         (0, "student", "test"), (0, "student", "validation"), (0, "teacher", "test"),
         (2, "student", "validation"), (4, "student", "validation"), (5, "student", "test"),
@@ -349,19 +349,19 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
     length = sum(len(t.token_ids) for t in stored)
     written = sum(t.num_chosen for t in stored)
     costs = folder.read_costs()
-    assert costs["rollout"].tokens_out == written
-    assert costs["rollout"].tokens_in == length - written
+    assert costs["rollout"].output_tokens == written
+    assert costs["rollout"].input_tokens == length - written
     assert costs["rollout"].flops == 2 * size * length
-    assert costs["teacher"].tokens_in == 2 * length  # the teacher and the reference
+    assert costs["teacher"].input_tokens == 2 * length  # the teacher and the reference
     assert costs["teacher"].flops == 2 * (teacher_size + size) * length
     # The last token of each is predicted, not read.
-    assert costs["update"].tokens_in == length - len(stored)
+    assert costs["update"].input_tokens == length - len(stored)
     assert costs["update"].flops == 6 * size * (length - len(stored))
     assert all(cost.seconds > 0 for cost in costs.values())
     # The last evaluation is in them too.
     asked = [e for e in folder.evaluations()]
     answered = sum(round(e.metrics["length"] * len(e.scores)) for e in asked)
-    assert costs["evaluate"].tokens_out == answered and len(asked) == 3
+    assert costs["evaluate"].output_tokens == answered and len(asked) == 3
 
 
 def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folder, tmp_path):
@@ -376,7 +376,7 @@ def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folde
     folder = train(recipe, tmp_path / "run")
     once = sum(t.trajectory.num_chosen for s in range(5) for t in folder.trajectories(s))
     again = sum(t.trajectory.num_chosen for t in folder.trajectories(2))
-    assert folder.read_costs()["rollout"].tokens_out == once + again
+    assert folder.read_costs()["rollout"].output_tokens == once + again
     assert folder.read_costs()["rollout"].seconds > paid["rollout"].seconds
 
 

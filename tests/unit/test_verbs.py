@@ -193,7 +193,7 @@ def test_evaluating_a_run_gives_what_it_recorded(kind, request):
     """The same seeds and the same weights: dropout off, the adapter on."""
     run = request.getfixturevalue(kind)
     folder = RunFolder.read(run)
-    recorded = {(e.step, e.who): e for e in folder.evaluations()}
+    recorded = {(e.step, e.policy): e for e in folder.evaluations()}
     recipe = folder.recipe()
     last = recipe.train.steps
     student, teacher = evaluate_student(recipe, run=run, teacher=True)
@@ -245,7 +245,7 @@ def test_rescoring_the_first_step_gives_what_was_recorded(full_run, tmp_path):
     recorded = RunFolder.read(run).metrics()[0]
     assert row["step"] == 0 and row["trajectories"] == 4 and row["without_teacher"] == 0
     shared = (row.keys() & recorded.keys()) - {"step"}
-    assert {"kl", "kl_estimate", "loss/divergence", "gap/mean", "entropy/teacher"} <= shared
+    assert {"kl", "kl_estimate", "loss/divergence", "teacher_gap/mean", "entropy/teacher"} <= shared
     for name in shared:
         assert row[name] == pytest.approx(recorded[name], rel=1e-6), name
 

@@ -17,7 +17,7 @@ def check_trained(recipe: Recipe, scored: Sequence[Scored], update: Update) -> N
         hints = [hint for s in scored for hint in s.hints]
         # A threshold that drops every hint of the first step is a mistake in the recipe; later the
         # student may no longer need any of them.
-        if not hints or (update.step > 0 and all(hint.dropped is not None for hint in hints)):
+        if not hints or (update.step > 0 and all(hint.drop_reason is not None for hint in hints)):
             return
     elif scored and _imitates_corrections(recipe):
         num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)

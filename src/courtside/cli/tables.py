@@ -44,16 +44,16 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     rows = [
         (
-            one.who,
+            one.policy,
             str(one.step),
             one.split,
             str(len(one.scores)),
-            f"{one.rate:.1%}",
-            f"{one.low:.1%} to {one.high:.1%}",
+            f"{one.mean_score:.1%}",
+            f"{one.ci_low:.1%} to {one.ci_high:.1%}",
         )
         for one in evaluations
     ]
-    return text_table(("who", "step", "split", "tasks", "rate", "95% interval"), rows)
+    return text_table(("policy", "step", "split", "tasks", "rate", "95% interval"), rows)
 
 
 def number_table(rows: Sequence[Mapping[str, float | int | None]]) -> Table:

@@ -1,4 +1,5 @@
-"""What went wrong in episodes, as shares of the student's turns."""
+"""Error rates of episodes,
+and how training changed the log-probs of what the student sampled before."""
 
 from __future__ import annotations
 
@@ -10,48 +11,50 @@ from courtside.types import Trajectory, Turn
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`errors`: the share of an episode's turns with any event, its mean over episodes and the 95%
-    interval of that; `events/<kind>`: the same of one kind."""
-    own = [[turn for turn in t.turns if turn.role == "assistant"] for t in trajectories]
-    own = [turns for turns in own if turns]
-    if not own:
+    """`error_rate`: the fraction of an episode's assistant turns with any event, averaged over
+    episodes, with its 95% interval; `events/<kind>`: the same for one kind of event."""
+    episodes = [[turn for turn in t.turns if turn.role == "assistant"] for t in trajectories]
+    episodes = [turns for turns in episodes if turns]
+    if not episodes:
         return {}
-    rate, low, high = mean_interval([_share(turns, None) for turns in own])
-    kinds = sorted({e.kind for turns in own for turn in turns for e in turn.events})
+    rate, low, high = mean_interval([_event_fraction(turns, None) for turns in episodes])
+    kinds = sorted({e.kind for turns in episodes for turn in turns for e in turn.events})
     return {
-        "turns": sum(map(len, own)) / len(own),
-        "errors": rate,
-        "errors/low": low,
-        "errors/high": high,
+        "turns": sum(map(len, episodes)) / len(episodes),
+        "error_rate": rate,
+        "error_rate/low": low,
+        "error_rate/high": high,
         **{
-            f"events/{kind}": sum(_share(turns, kind) for turns in own) / len(own) for kind in kinds
+            f"events/{kind}": sum(_event_fraction(turns, kind) for turns in episodes)
+            / len(episodes)
+            for kind in kinds
         },
     }
 
 
-def _share(turns: Sequence[Turn], kind: str | None) -> float:
-    hit = [any(kind in (None, event.kind) for event in turn.events) for turn in turns]
-    return sum(hit) / len(hit)
+def _event_fraction(turns: Sequence[Turn], kind: str | None) -> float:
+    has_event = [any(kind in (None, event.kind) for event in turn.events) for turn in turns]
+    return sum(has_event) / len(has_event)
 
 
-def drift(before: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
-    """KL(before ‖ now) per token, on what the student wrote before training: `drift` of the turns
-    that were right, which nothing should have moved, and `drift/wrong` of the others.
+def logp_drop(before: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
+    """Mean drop in log-prob, in nats per token, of tokens that the student sampled before training.
 
-    An estimate from the log-probs of that time. A kind of turn that did not occur is left out.
+    `logp_drop/clean_turns` covers turns without an event, which training should leave alone, and
+    `logp_drop/error_turns` the others; a group without turns is omitted. Over all turns together
+    the mean would estimate KL(before ‖ now). Each group alone does not: it is selected by outcome.
     """
+    sampled = [t for t in before if t.num_chosen]
     requests = [
         ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
-        for t in before
-        if t.num_chosen
+        for t in sampled
     ]
-    gaps: dict[str, list[float]] = {"drift": [], "drift/wrong": []}
-    written = (t for t in before if t.num_chosen)
-    for trajectory, now in zip(written, engine.score(requests), strict=True):
-        assert trajectory.sampler_logp is not None, "the student wrote it"
-        for turn, then, logp in zip(
-            trajectory.turn_of, trajectory.sampler_logp, now.logp_T.tolist(), strict=True
+    drops: dict[str, list[float]] = {"logp_drop/clean_turns": [], "logp_drop/error_turns": []}
+    for trajectory, scores in zip(sampled, engine.score(requests), strict=True):
+        assert trajectory.sampler_logp is not None, "the student sampled it"
+        for turn, logp_before, logp_now in zip(
+            trajectory.turn_of, trajectory.sampler_logp, scores.logp_T.tolist(), strict=True
         ):
-            wrong = bool(trajectory.turns[turn].events)
-            gaps["drift/wrong" if wrong else "drift"].append(then - logp)
-    return {name: sum(values) / len(values) for name, values in gaps.items() if values}
+            group = "error_turns" if trajectory.turns[turn].events else "clean_turns"
+            drops[f"logp_drop/{group}"].append(logp_before - logp_now)
+    return {name: sum(values) / len(values) for name, values in drops.items() if values}

@@ -66,11 +66,11 @@ class Evaluator:
         """How episodes are played; None: tasks are single turns."""
 
     def evaluate(
-        self, split: Split, *, step: int, who: str = "student", num_tasks: int | None = None
+        self, split: Split, *, step: int, policy: str = "student", num_tasks: int | None = None
     ) -> GradedAnswers:
-        """`who`: student, teacher, or `student:NAME` on the tasks of the recipe's suite NAME."""
+        """`policy`: student, teacher, or `student:NAME` on the tasks of the recipe's suite NAME."""
         config = self.recipe.evaluate
-        name = who.partition(":")[2]
+        name = policy.partition(":")[2]
         tasks = self.suites[name] if name else self.tasks
         suite = Suite(
             tasks=tasks.tasks.held_out(split, num_tasks or config.num_tasks),
@@ -86,14 +86,14 @@ class Evaluator:
             grade=self.grade,
         )
         metrics: dict[str, float] = {}
-        if who == "teacher":
+        if policy == "teacher":
             assert self.teacher is not None
-            answers = suite.ask(self.teacher.write, who=who, step=step)
+            answers = suite.ask(self.teacher.write, policy=policy, step=step)
         else:
-            answers = self._answer(suite, tasks.environment, who=who, step=step)
+            answers = self._answer(suite, tasks.environment, policy=policy, step=step)
             metrics = self._metrics(suite, answers, step=step)
         return GradedAnswers(
-            suite.evaluation(answers, who=who, step=step, metrics=metrics), answers
+            suite.evaluation(answers, policy=policy, step=step, metrics=metrics), answers
         )
 
     def reason_not_to(self, split: Split) -> str | None:
@@ -121,13 +121,13 @@ class Evaluator:
         )
 
     def _answer(
-        self, suite: Suite, environment: Environment | None, *, who: str, step: int
+        self, suite: Suite, environment: Environment | None, *, policy: str, step: int
     ) -> list[Trajectory]:
         if self.play is None:
-            return suite.ask(make_answer(self.engine, self.renderer), who=who, step=step)
+            return suite.ask(make_answer(self.engine, self.renderer), policy=policy, step=step)
         assert environment is not None
         attempts = [
-            EpisodeAttempt(id=f"{who}-{task.id}-{n}", task=task, seed=seed)
+            EpisodeAttempt(id=f"{policy}-{task.id}-{n}", task=task, seed=seed)
             for task, n, seed in suite.asked()
         ]
         return self.play(attempts, environment, suite.sampling, step)
@@ -142,6 +142,6 @@ class Evaluator:
         if self.teacher is not None and is_sampled and self.recipe.reader is None:
             metrics |= reverse_kl(answers, self.teacher.score(answers))
             if self.recipe.evaluate.forward_kl:
-                samples = suite.ask(self.teacher.write, who="teacher", step=step)
+                samples = suite.ask(self.teacher.write, policy="teacher", step=step)
                 metrics |= forward_kl(samples, self.engine)
         return metrics

@@ -41,7 +41,7 @@ class Suite:
             for n in range(self.samples)
         ]
 
-    def ask(self, answer: Answer, *, who: str, step: int) -> list[Trajectory]:
+    def ask(self, answer: Answer, *, policy: str, step: int) -> list[Trajectory]:
         asked = self.asked()
         written = answer(
             [task for task, _, _ in asked], self.sampling, [seed for *_, seed in asked]
@@ -51,9 +51,9 @@ class Suite:
                 task,
                 self.renderer.prompt_ids(task.messages),
                 sample,
-                id=f"{who}-{task.id}-{n}",
-                source="student" if who == "student" else "teacher",
-                policy_version=step if who == "student" else None,
+                id=f"{policy}-{task.id}-{n}",
+                source="student" if policy == "student" else "teacher",
+                policy_version=step if policy == "student" else None,
                 temperature=self.sampling.temperature,
                 grade=self.grade(task, sample.text),
             )
@@ -64,7 +64,7 @@ class Suite:
         self,
         trajectories: Sequence[Trajectory],
         *,
-        who: str,
+        policy: str,
         step: int,
         metrics: Mapping[str, float],
     ) -> Evaluation:
@@ -77,15 +77,15 @@ class Suite:
                 )
             scores.setdefault(trajectory.task.id, []).append(trajectory.grade.score)
         means = {id: sum(values) / len(values) for id, values in scores.items()}
-        rate, low, high = mean_interval(list(means.values()))
+        mean_score, ci_low, ci_high = mean_interval(list(means.values()))
         return Evaluation(
             step=step,
-            who=who,
+            policy=policy,
             split=self.split,
             scores=means,
-            rate=rate,
-            low=low,
-            high=high,
+            mean_score=mean_score,
+            ci_low=ci_low,
+            ci_high=ci_high,
             metrics={
                 "num_tasks": len(self.tasks),
                 "samples": self.samples,

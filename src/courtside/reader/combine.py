@@ -44,9 +44,9 @@ class CombinedReader:
             selected = list(controlled.hints)
             counts.update(controlled.counts)
         # Members that are CombinedReaders counted "kept" hints, which are selected again here.
-        inner = [{n: c for n, c in output.counts.items() if n != "kept"} for output in outputs]
+        inner = [{n: c for n, c in output.counts.items() if n != "accepted"} for output in outputs]
         return ReaderOutput(
-            hints=tuple(selected), counts=sum_counts([*inner, counts, {"kept": len(selected)}])
+            hints=tuple(selected), counts=sum_counts([*inner, counts, {"accepted": len(selected)}])
         )
 
     def _within_budget(self, hints: Sequence[Hint], counts: Counter[str]) -> list[Hint]:

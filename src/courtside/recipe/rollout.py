@@ -52,7 +52,7 @@ class RolloutConfig(Section):
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
-    its size, half of what models and the optimiser leave of it; 65,536 on a CPU."""
+    its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""
 
     limits: LimitsConfig = LimitsConfig()
     corrections: bool = False

@@ -1,4 +1,4 @@
-"""[train], [evaluate], [run]: the optimiser, the measuring, the folder."""
+"""[train], [evaluate], [run]: the optimizer, the measuring, the folder."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class StudentConfig(Section):
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the matrix products. auto: bfloat16 on a GPU and on a CPU that has instructions for it
-    (avx512_bf16, amx_bf16, ARM's bf16), float32 on others. Trained weights, the optimiser and every
+    (avx512_bf16, amx_bf16, ARM's bf16), float32 on others. Trained weights, the optimizer and every
     log-softmax are float32 either way, and on a CPU so is attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep_layers: tuple[NonNegativeInt, ...] | None = None

@@ -90,9 +90,9 @@ def key_numbers(row: Numbers) -> list[tuple[str, str]]:
     reward = row.get("reward/mean")
     if reward is not None:
         numbers.append(("reward", f"{reward:.3f}"))
-    errors, hints = row.get("errors"), row.get("hints/kept")
+    errors, hints = row.get("error_rate"), row.get("hints/trained")
     if errors is not None:
-        numbers.append(("errors", f"{errors:.1%}"))
+        numbers.append(("error_rate", f"{errors:.1%}"))
     if hints is not None:
         numbers.append(("hints", f"{hints:g}"))
     if "grad_norm" in row:

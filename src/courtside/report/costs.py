@@ -51,13 +51,13 @@ class CostMeter:
             self._announce()
 
     def add(
-        self, phase: str, *, tokens_in: int = 0, tokens_out: int = 0, flops: float = 0.0
+        self, phase: str, *, input_tokens: int = 0, output_tokens: int = 0, flops: float = 0.0
     ) -> None:
         so_far = self._totals.get(phase, PhaseCost())
         self._totals[phase] = replace(
             so_far,
-            tokens_in=so_far.tokens_in + tokens_in,
-            tokens_out=so_far.tokens_out + tokens_out,
+            input_tokens=so_far.input_tokens + input_tokens,
+            output_tokens=so_far.output_tokens + output_tokens,
             flops=so_far.flops + flops,
         )
 

@@ -24,7 +24,7 @@ def metrics_row(
     row |= {f"tokens/{name}": count for name, count in update.num_tokens.items()}
     if grades:
         row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
-        row["reward/passed"] = sum(grade.passed for grade in grades) / len(grades)
+        row["reward/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
         row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
@@ -60,7 +60,7 @@ def event_columns(trajectories: Sequence[Trajectory]) -> Row:
     kinds = Counter(kind for turn in turns for kind in {event.kind for event in turn.events})
     return {
         "turns": len(turns) / len(played),
-        "errors": sum(bool(turn.events) for turn in turns) / len(turns),
+        "error_rate": sum(bool(turn.events) for turn in turns) / len(turns),
         **{f"events/{kind}": kinds[kind] / len(turns) for kind in sorted(kinds)},
     }
 
@@ -74,16 +74,20 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
 def hint_columns(hints: Sequence[HintOutcome]) -> Row:
     """How many train, how many do not and why, how much those that train shift their turn, and how
     often replies under a hint pass, where that was tried."""
-    kept = [hint_outcomes for hint_outcomes in hints if hint_outcomes.dropped is None]
+    kept = [hint_outcomes for hint_outcomes in hints if hint_outcomes.drop_reason is None]
     dropped = Counter(
-        hint_outcomes.dropped for hint_outcomes in hints if hint_outcomes.dropped is not None
+        hint_outcomes.drop_reason
+        for hint_outcomes in hints
+        if hint_outcomes.drop_reason is not None
     )
     shifts = [hint_outcomes.shift for hint_outcomes in kept if hint_outcomes.shift is not None]
-    row: Row = {"hints/kept": len(kept)}
+    row: Row = {"hints/trained": len(kept)}
     row |= {f"hints/dropped/{why}": dropped[why] for why in sorted(dropped)}
     if shifts:
         row["hints/shift"] = sum(shifts) / len(shifts)
-    tried = [hint_outcomes.passed for hint_outcomes in hints if hint_outcomes.passed is not None]
+    tried = [
+        hint_outcomes.pass_rate for hint_outcomes in hints if hint_outcomes.pass_rate is not None
+    ]
     if tried:
-        row["hints/passed"] = sum(tried) / len(tried)
+        row["hints/pass_rate"] = sum(tried) / len(tried)
     return row

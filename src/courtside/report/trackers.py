@@ -1,8 +1,8 @@
 """Metrics as they come, to TensorBoard, W&B or trackio, beside the run folder.
 
-The run folder is the record; a sink is a copy for people. A resumed run repeats the steps after its
-checkpoint. TensorBoard then shows the repeated ones; the services, which cannot forget a step, keep
-what they had and get the rest.
+The run folder is the record; a tracker is a copy for people. A resumed run repeats the steps after
+its checkpoint. TensorBoard then shows the repeated ones; the services, which cannot forget a step,
+keep what they had and get the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from courtside.report.folder.jsonl import encode
 
 Numbers = Mapping[str, float | int | None]
 
-STATE = "sinks.json"
+STATE = "trackers.json"
 """In the run folder: under which name each service knows the run, and which step it wants next."""
 
 
@@ -38,28 +38,28 @@ def open_trackers(
     run_name: str,
     first_step: int = 0,
 ) -> list[Tracker]:
-    """Open the sinks of a recipe. `first_step`: 0, or the step a resumed run goes on with."""
-    sinks: list[Tracker] = []
+    """Open the trackers of a recipe. `first_step`: 0, or the step a resumed run goes on with."""
+    trackers: list[Tracker] = []
     for name in names:
         match name:
             case "tensorboard":
-                sinks.append(TensorBoardTracker(folder, first_step))
+                trackers.append(TensorBoardTracker(folder, first_step))
             case "wandb":
-                sinks.append(WandbTracker(folder, project, run_name))
+                trackers.append(WandbTracker(folder, project, run_name))
             case "trackio":
-                sinks.append(TrackioTracker(folder, project, run_name))
+                trackers.append(TrackioTracker(folder, project, run_name))
             case _:
                 raise UserError(
                     f"run.trackers: {name!r} is not known; use 'tensorboard', 'wandb' or 'trackio'"
                 )
-    return sinks
+    return trackers
 
 
 class TensorBoardTracker:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        module = _package("torch.utils.tensorboard", sink="tensorboard")
+        module = _package("torch.utils.tensorboard", tracker="tensorboard")
         # Hides what an interrupted process had written of these steps.
         purge = first_step if any((folder / "tensorboard").glob("*")) else None
         self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
@@ -78,7 +78,7 @@ class WandbTracker:
     """Works offline too, with WANDB_MODE=offline."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
-        wandb = _package("wandb", sink="wandb")
+        wandb = _package("wandb", tracker="wandb")
         self._state = _State(folder, "wandb")
         if self._state.identity is None:
             self._state.identity = uuid.uuid4().hex[:12]
@@ -111,7 +111,7 @@ class TrackioTracker:
     """Local by default; TRACKIO_SPACE_ID sends it to a Space."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
-        self._trackio = _package("trackio", sink="trackio")
+        self._trackio = _package("trackio", tracker="trackio")
         self._state = _State(folder, "trackio")
         if self._state.identity is None:
             # trackio finds the run to resume by its name, so no other run may have the same.
@@ -132,9 +132,9 @@ class TrackioTracker:
 class _State:
     """What one service knows of this run, kept in the run folder across processes."""
 
-    def __init__(self, folder: Path, sink: str) -> None:
-        self._path, self._sink = folder / STATE, sink
-        mine = self._all().get(sink, {})
+    def __init__(self, folder: Path, tracker: str) -> None:
+        self._path, self._tracker = folder / STATE, tracker
+        mine = self._all().get(tracker, {})
         self.identity: str | None = mine.get("identity")
         self._next_step: int = mine.get("next_step", 0)
 
@@ -148,7 +148,7 @@ class _State:
 
     def save(self) -> None:
         mine = {"identity": self.identity, "next_step": self._next_step}
-        replace_file(self._path, encode(self._all() | {self._sink: mine}, indent=2))
+        replace_file(self._path, encode(self._all() | {self._tracker: mine}, indent=2))
 
     def _all(self) -> dict[str, Any]:
         if not self._path.exists():
@@ -161,12 +161,12 @@ def _values(row: Numbers) -> dict[str, float | int]:
     return {name: value for name, value in row.items() if value is not None and name != "step"}
 
 
-def _package(name: str, *, sink: str) -> Any:
+def _package(name: str, *, tracker: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"run.trackers: {sink!r} needs a package that is missing ({error.name}). Install it "
+            f"run.trackers: {tracker!r} needs a package that is missing ({error.name}). Install it "
             "with "
-            f"pip install 'courtside[tracking]', or remove {sink!r} from run.trackers"
+            f"pip install 'courtside[tracking]', or remove {tracker!r} from run.trackers"
         ) from None

@@ -185,10 +185,10 @@ class HintScorer:
                     max_tokens=self.engine.context_length,
                 )
             except SpliceError as error:
-                dropped.append(HintOutcome(hint=hint, shift=None, dropped=error.reason))
+                dropped.append(HintOutcome(hint=hint, shift=None, drop_reason=error.reason))
                 continue
             if branch.splice + len(branch.token_ids) > self.engine.context_length:
-                dropped.append(HintOutcome(hint=hint, shift=None, dropped="too_long"))
+                dropped.append(HintOutcome(hint=hint, shift=None, drop_reason="too_long"))
             else:
                 branches[hint.turn] = hint, branch
         return SplicedHints(branches=branches, dropped=tuple(dropped))
@@ -244,13 +244,13 @@ class HintScorer:
                 )
             except SpliceError as error:
                 remaining.remove(error.hint)
-                dropped.append(HintOutcome(hint=error.hint, shift=None, dropped=error.reason))
+                dropped.append(HintOutcome(hint=error.hint, shift=None, drop_reason=error.reason))
                 continue
             end = 1 + max(position for _, positions in whole.scored for position in positions)
             if end <= self.engine.context_length:  # nothing after the last hinted turn is scored
                 prefix = replace(whole, token_ids=whole.token_ids[:end])
                 return dropped, {hint.turn: hint for hint in remaining}, prefix
-            dropped.append(HintOutcome(hint=remaining.pop(), shift=None, dropped="too_long"))
+            dropped.append(HintOutcome(hint=remaining.pop(), shift=None, drop_reason="too_long"))
         return dropped, {}, None
 
     def _judge(
@@ -259,14 +259,14 @@ class HintScorer:
         hint: Hint,
         plain_T: Tensor,
         hinted: Scores,
-        passed: float | None,
+        pass_rate: float | None,
     ) -> HintOutcome:
         return judge_hint(
             hint,
             plain_T,
             hinted.logp_T,
             bad_tokens=self.bad_tokens(trajectory, hint),
-            passed=passed,
+            pass_rate=pass_rate,
             settings=self.settings,
         )
 
@@ -286,7 +286,7 @@ def _collect(
     scores: Mapping[int, Scores],
     sizes: Mapping[int, int],
 ) -> HintedScores:
-    turns = tuple(turn for turn in sorted(judged) if judged[turn].dropped is None)
+    turns = tuple(turn for turn in sorted(judged) if judged[turn].drop_reason is None)
     return HintedScores(
         outcomes=_by_turn_order([*dropped, *judged.values()]),
         turns=turns,

@@ -21,7 +21,7 @@ def judge_hint(
     hinted_T: Tensor,
     *,
     bad_tokens: Sequence[int] = (),
-    passed: float | None = None,
+    pass_rate: float | None = None,
     settings: HintsConfig = KEEP_ALL,
 ) -> HintOutcome:
     """From the log-probs of the turn's chosen tokens without and with the hint."""
@@ -29,14 +29,14 @@ def judge_hint(
     shift, reason = float(fall_T.sum()), None
     if settings.min_shift is not None and shift < settings.min_shift:
         reason = "shift"
-    elif passed is not None and passed < settings.min_pass_rate:
+    elif pass_rate is not None and pass_rate < settings.min_pass_rate:
         reason = "not_passed"
     return HintOutcome(
         hint=hint,
         shift=shift,
         bad_span_shift=float(fall_T[list(bad_tokens)].sum()) if bad_tokens else None,
-        passed=passed,
-        dropped=reason,
+        pass_rate=pass_rate,
+        drop_reason=reason,
     )
 
 
@@ -65,7 +65,7 @@ def _judge_deferred(scored: Scored, update: Update) -> Scored:
             *by_turn[outcome.hint.turn],
             bad_tokens=deferred.bad_tokens.get(outcome.hint.turn, ()),
         )
-        if outcome.dropped is None and outcome.hint.turn in by_turn
+        if outcome.drop_reason is None and outcome.hint.turn in by_turn
         else outcome
         for outcome in scored.hints
     )

@@ -223,7 +223,7 @@ class Teacher:
 
 
 def _join_texts(outcomes: Sequence[HintOutcome]) -> str:
-    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.dropped is None)
+    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.drop_reason is None)
 
 
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:

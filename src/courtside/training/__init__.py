@@ -1,1 +1,1 @@
-"""The model that learns: weights, one optimiser step, checkpoints. It knows no algorithm."""
+"""The model that learns: weights, one optimizer step, checkpoints. It knows no algorithm."""

@@ -330,6 +330,6 @@ def _record(batch: TokenBatch, group: _Group, result: HeadLoss, metrics: MetricA
     add_loss(group.term, stats.value_N)
     if stats.overlap_N is not None:
         assert stats.student_mass_N is not None and stats.teacher_mass_N is not None
-        metrics.mean("mass/student", stats.student_mass_N)
-        metrics.mean("mass/teacher", stats.teacher_mass_N)
-        metrics.mean("overlap", stats.overlap_N)
+        metrics.mean("topk_mass/student", stats.student_mass_N)
+        metrics.mean("topk_mass/teacher", stats.teacher_mass_N)
+        metrics.mean("topk_overlap", stats.overlap_N)

@@ -75,7 +75,7 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
         return none  # not sampled, so it has no sampling probability
     where = all_
     if loss.on in ("hinted_turns", "unhinted_turns"):
-        hinted = {j.hint.turn for j in scored.hints if j.dropped is None}
+        hinted = {j.hint.turn for j in scored.hints if j.drop_reason is None}
         where = tuple((t in hinted) == (loss.on == "hinted_turns") for t in trajectory.turn_of)
     if loss.kind == "divergence" and loss.against == "reference":
         return where if scored.reference is not None else none

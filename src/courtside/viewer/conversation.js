@@ -145,10 +145,10 @@ function hintLine(hint) {
   const facts = [hint.source];
   if (hint.shift !== null) facts.push(`shift ${nats(hint.shift)}`);
   if (hint.bad_span_shift !== null) facts.push(`of the underlined words ${nats(hint.bad_span_shift)}`);
-  if (hint.passed !== null) facts.push(`${Math.round(100 * hint.passed)}% of replies under it pass`);
+  if (hint.pass_rate !== null) facts.push(`${Math.round(100 * hint.pass_rate)}% of replies under it pass`);
   if (hint.confidence !== null) facts.push(`confidence ${hint.confidence}`);
-  facts.push(hint.dropped ? `dropped: ${spoken(hint.dropped)}${hint.why ? ` (${hint.why})` : ""}` : "kept");
-  return said("hint", hint.dropped ? "hint dropped" : "hint",
+  facts.push(hint.drop_reason ? `dropped: ${spoken(hint.drop_reason)}${hint.why ? ` (${hint.why})` : ""}` : "kept");
+  return said("hint", hint.drop_reason ? "hint dropped" : "hint",
     make("div", { class: "facts-line" }, make("small", { title: hint.reason || null }, facts.join(" · "))),
     make("div", { class: "text" }, hint.text));
 }

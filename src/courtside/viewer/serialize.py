@@ -91,7 +91,7 @@ def mine_tree(hint: Hint | None) -> Tree | None:
 
 
 def _judged(hint_outcomes: HintOutcome) -> Tree:
-    why = WHY_DROPPED.get(hint_outcomes.dropped, "") if hint_outcomes.dropped else ""
+    why = WHY_DROPPED.get(hint_outcomes.drop_reason, "") if hint_outcomes.drop_reason else ""
     return {**hint_outcome_tree(hint_outcomes), "why": why}
 
 

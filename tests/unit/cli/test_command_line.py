@@ -53,8 +53,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen: Calls = []
     verbs = ModuleType("courtside.api")
     one = Evaluation(
-        step=20, who="student", split="test", scores={"a": 1.0, "b": 0.0}, rate=0.5, low=0.1,
-        high=0.9, metrics={"length": float("nan")},
+        step=20, policy="student", split="test", scores={"a": 1.0, "b": 0.0}, mean_score=0.5,
+        ci_low=0.1,
+        ci_high=0.9, metrics={"length": float("nan")},
     )  # fmt: skip
     answers: dict[str, Callable[..., Any]] = {
         "train": lambda recipe, folder, **_: SimpleNamespace(path=folder),
@@ -133,7 +134,11 @@ def test_evaluate_a_run_means_its_checkpoint(calls: Calls, here: Path) -> None:
 
 def test_evaluate_as_json_is_json_alone(calls: Calls) -> None:
     [evaluation] = json.loads(run("evaluate", "sums", "--json").stdout)
-    assert (evaluation["rate"], evaluation["low"], evaluation["high"]) == (0.5, 0.1, 0.9)
+    assert (evaluation["mean_score"], evaluation["ci_low"], evaluation["ci_high"]) == (
+        0.5,
+        0.1,
+        0.9,
+    )
     assert evaluation["scores"] == {"a": 1.0, "b": 0.0}
     assert evaluation["metrics"] == {"length": None}
 

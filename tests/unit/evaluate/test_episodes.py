@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from courtside.engines.base import ScoreRequest
-from courtside.evaluate.episodes import drift, episode_metrics
+from courtside.evaluate.episodes import episode_metrics, logp_drop
 from courtside.types import Event, Message, Task, Trajectory, Turn
 
 TASK = Task(id="t", split="test", messages=(Message(role="user", content="Go."),))
@@ -49,11 +49,11 @@ def test_drift_is_before_less_now_apart_by_whether_the_turn_was_right() -> None:
     episode = played(said([-0.5, -0.5]), said([-9.0], "tool_not_found"), said([-0.5]))
     silent = played()
     engine: Any = Now()
-    found = drift([episode, silent, played(said([-0.5]))], engine)
+    found = logp_drop([episode, silent, played(said([-0.5]))], engine)
     # Right ones are tokens 1, 2 and 4 of the first episode and 1 of the last, now −1, −2, −4, −1.
     assert found == {
-        "drift": pytest.approx((0.5 + 1.5 + 3.5 + 0.5) / 4),
-        "drift/wrong": pytest.approx(-9.0 + 3.0),
+        "logp_drop/clean_turns": pytest.approx((0.5 + 1.5 + 3.5 + 0.5) / 4),
+        "logp_drop/error_turns": pytest.approx(-9.0 + 3.0),
     }
     assert [request.token_ids for request in engine.asked] == [(1, 2, 7, 7, 7, 7), (1, 2, 7)]
     assert {request.temperature for request in engine.asked} == {0.5}
@@ -61,8 +61,8 @@ def test_drift_is_before_less_now_apart_by_whether_the_turn_was_right() -> None:
 
 def test_a_kind_of_turn_that_did_not_occur_has_no_drift() -> None:
     engine: Any = Now()
-    assert drift([played(said([-0.5]))], engine).keys() == {"drift"}
-    assert drift([], engine) == {}
+    assert logp_drop([played(said([-0.5]))], engine).keys() == {"logp_drop/clean_turns"}
+    assert logp_drop([], engine) == {}
 
 
 def test_errors_are_shares_of_an_episodes_turns() -> None:
@@ -71,7 +71,7 @@ def test_errors_are_shares_of_an_episodes_turns() -> None:
                   said([-1.0]))  # fmt: skip
     found = episode_metrics([long, played(said([-1.0])), played()])
     assert found["turns"] == 2.5
-    assert found["errors"] == pytest.approx((0.5 + 0.0) / 2)
+    assert found["error_rate"] == pytest.approx((0.5 + 0.0) / 2)
     assert found["events/no_call"] == found["events/tool_error"] == pytest.approx(0.125)
-    assert found["errors/low"] <= found["errors"] <= found["errors/high"]
+    assert found["error_rate/low"] <= found["error_rate"] <= found["error_rate/high"]
     assert episode_metrics([played()]) == {}

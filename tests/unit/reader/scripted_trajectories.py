@@ -70,9 +70,9 @@ def tool_missing(name: str = "weather", **more: Any) -> Event:
 
 def balanced(counts: Mapping[str, int]) -> bool:
     """Whether every proposed hint was kept or dropped, once."""
-    aside = {"model/windows", "model/invalid_json", "model/tokens_in", "model/tokens_out",
+    aside = {"model/windows", "model/invalid_json", "model/input_tokens", "model/output_tokens",
              "model/window_too_long", "human/unfinished_line"}  # fmt: skip
     ways = ("rules/", "model/", "human/", "control/")
     came = sum(n for name, n in counts.items() if name.startswith(ways) and name not in aside)
     dropped = sum(n for name, n in counts.items() if name.startswith("dropped/"))
-    return came == dropped + counts.get("kept", 0)
+    return came == dropped + counts.get("accepted", 0)

@@ -63,7 +63,7 @@ def test_one_hint_a_turn_and_the_first_reader_wins() -> None:
         (1, "One.", "first"),
         (3, "Three.", "second"),
     ]
-    assert output.counts == {"rules/test": 3, "dropped/duplicate": 1, "kept": 2}
+    assert output.counts == {"rules/test": 3, "dropped/duplicate": 1, "accepted": 2}
     other = composed(second, first, trajectories=[episode("a")])
     assert [h.text for h in other.hints] == ["Two.", "Three."]
 
@@ -73,7 +73,7 @@ def test_the_budget_is_a_trajectorys() -> None:
     output = composed(Says(*hints), trajectories=[episode("a"), episode("b")], max_hints=2)
     selected = [(h.trajectory, h.turn) for h in output.hints]
     assert selected == [("a", 5), ("b", 5), ("a", 1), ("b", 1)], "the first ones, not the earliest"
-    assert output.counts == {"rules/test": 6, "dropped/budget": 2, "kept": 4}
+    assert output.counts == {"rules/test": 6, "dropped/budget": 2, "accepted": 4}
 
 
 def test_hints_that_fit_no_turn_are_dropped_whoever_wrote_them() -> None:
@@ -84,7 +84,7 @@ def test_hints_that_fit_no_turn_are_dropped_whoever_wrote_them() -> None:
     assert [h.turn for h in output.hints] == [5]
     assert output.counts == {
         "dropped/no_such_trajectory": 1, "dropped/no_such_turn": 2, "dropped/not_assistant": 2,
-        "dropped/nothing_chosen": 1, "dropped/empty_hint": 1, "kept": 1, "rules/test": 8,
+        "dropped/nothing_chosen": 1, "dropped/empty_hint": 1, "accepted": 1, "rules/test": 8,
     }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_several_kinds_in_one_section(tmp_path: Path) -> None:
         (5, "Theirs.", "rules:tool_not_found"),
     ]
     assert output.counts == {
-        "human/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "kept": 3,
+        "human/proposed": 2, "rules/tool_not_found": 2, "dropped/duplicate": 1, "accepted": 3,
     }  # fmt: skip
     tight = config.model_copy(update={"max_hints": 2})
     assert [h.turn for h in make_reader(tight, seed=0)([trajectory]).hints] == [1, 3]
@@ -154,7 +154,7 @@ def test_random_turn_without_another_turn() -> None:
         Says(hint("a", 1), hint("a", 3)), trajectories=[episode("a", 3)], control="random_turn"
     )
     assert [h.turn for h in output.hints] == [5]
-    assert output.counts == {"rules/test": 2, "dropped/no_other_turn": 1, "kept": 1}
+    assert output.counts == {"rules/test": 2, "dropped/no_other_turn": 1, "accepted": 1}
 
 
 def test_random_hint() -> None:
@@ -192,7 +192,7 @@ def test_all_turns() -> None:
     assert by_turn["a", 5] == PROPOSED[1], "where there was one it stays as it was"
     assert all(by_turn["a", turn].text == "A1" for turn in (1, 3, 7, 9, 11))
     assert by_turn["b", 1].bad_span is None
-    assert output.counts == {"rules/test": 4, "control/added": 14, "kept": 18}
+    assert output.counts == {"rules/test": 4, "control/added": 14, "accepted": 18}
 
 
 @pytest.mark.parametrize("control", ["random_turn", "random_hint"])

@@ -99,7 +99,7 @@ CONTROLS = st.sampled_from(["none", "random_turn", "random_hint", "all_turns"])
 
 def check(reading: ReaderOutput, batch: Sequence[Trajectory], max_hints: int, control: str) -> None:
     assert balanced(reading.counts), reading.counts
-    assert reading.counts.get("kept", 0) == len(reading.hints)
+    assert reading.counts.get("accepted", 0) == len(reading.hints)
     by_id = {trajectory.id: trajectory for trajectory in batch}
     places = [(hint.trajectory, hint.turn) for hint in reading.hints]
     assert len(set(places)) == len(places)

@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
     for item in hints:
         write_hint(path, item)
-    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"human/proposed": 2, "kept": 2})
+    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"human/proposed": 2, "accepted": 2})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {
         "trajectory": "x", "turn": 1, "text": "Read the list.", "reason": "calls by habit",
@@ -56,7 +56,7 @@ def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
     assert [h.text for h in reading.hints] == ["d"]
     assert reading.counts == {
         "human/proposed": 4, "dropped/no_such_trajectory": 1, "dropped/not_assistant": 1,
-        "dropped/no_such_turn": 1, "kept": 1,
+        "dropped/no_such_turn": 1, "accepted": 1,
     }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> Non
         hint("0-2", 1, "first"), hint("0-3", 1, "first"), hint("0-4", 1, "own id"),
     )  # fmt: skip
     assert reading.counts == {
-        "human/proposed": 4, "dropped/no_such_trajectory": 1, "kept": 3,
+        "human/proposed": 4, "dropped/no_such_trajectory": 1, "accepted": 3,
     }  # fmt: skip
     # In the next step it has another id, and the same hint.
     later = reader(path)([recorded("1-0", "talk-1")])

@@ -33,7 +33,7 @@ class Model:
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
         self.prompts += [prompt[-1].content for prompt in prompts]
         return [
-            Reply(text=self.answer(prompt[-1].content), tokens_in=7, tokens_out=2)
+            Reply(text=self.answer(prompt[-1].content), input_tokens=7, output_tokens=2)
             for prompt in prompts
         ]
 
@@ -68,8 +68,8 @@ def test_a_good_reply() -> None:
         (3, "Read the list.", 0.8, "model", "habit"),
     ], "surest first"
     assert reading.counts == {
-        "model/windows": 1, "model/proposed": 2, "kept": 2, "model/tokens_in": 7,
-        "model/tokens_out": 2,
+        "model/windows": 1, "model/proposed": 2, "accepted": 2, "model/input_tokens": 7,
+        "model/output_tokens": 2,
     }  # fmt: skip
 
 

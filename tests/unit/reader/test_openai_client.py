@@ -111,7 +111,7 @@ def test_what_is_sent_and_what_comes_back(server: Server) -> None:
     server.answer = lambda n, body: completion(body["messages"][1]["content"].upper())
     replies = ask([prompt("a"), prompt("ü\u2028<|x|>"), prompt("c")])
     assert [reply.text for reply in replies] == ["A", "Ü\u2028<|X|>", "C"], "in order"
-    assert (replies[0].tokens_in, replies[0].tokens_out) == (11, 5)
+    assert (replies[0].input_tokens, replies[0].output_tokens) == (11, 5)
     assert set(server.paths) == {"/v1/chat/completions"}
     body = next(item for item in server.bodies if item["messages"][1]["content"] == "a")
     assert body == {
@@ -218,7 +218,7 @@ def test_something_that_is_no_chat_completion(server: Server, content: bytes) ->
 @pytest.mark.parametrize("text", [None, 5, ""])
 def test_an_empty_reply_is_a_reply(server: Server, text: Any) -> None:
     server.answer = lambda n, body: completion(text, usage=None)
-    assert [(r.text, r.tokens_in) for r in asking(server)([prompt("a")])] == [("", 0)]
+    assert [(r.text, r.input_tokens) for r in asking(server)([prompt("a")])] == [("", 0)]
 
 
 def test_no_more_requests_at_once_than_asked_for(server: Server) -> None:
@@ -248,8 +248,8 @@ def test_the_whole_reader_over_http(server: Server) -> None:
     reading = make_reader(config, seed=0)(trajectories)
     assert [(h.trajectory, h.turn, h.text) for h in reading.hints] == [("x", 1, "Look it up.")]
     assert reading.counts == {
-        "kept": 1, "model/invalid_json": 1, "model/proposed": 1, "model/windows": 2,
-        "model/tokens_in": 22, "model/tokens_out": 10,
+        "accepted": 1, "model/invalid_json": 1, "model/proposed": 1, "model/windows": 2,
+        "model/input_tokens": 22, "model/output_tokens": 10,
     }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_other_events(kind: str, text: str) -> None:
     turn = assistant("meteo()", event(kind, tool="meteo", arguments="{}", message="no place"))
     reading = read(play("Hm.", tool("?"), turn, tool("no place"), "Oh.", privileged=TOOLS))
     assert [(hint.turn, hint.text) for hint in reading.hints] == [(3, text)]
-    assert reading.counts == {f"rules/{kind}": 1, "kept": 1}
+    assert reading.counts == {f"rules/{kind}": 1, "accepted": 1}
     clean = play("Hm.", tool("?"), "meteo(1)", tool("rain"), "Oh.", privileged=TOOLS)
     assert read(clean) == ReaderOutput(hints=(), counts={})
 
@@ -297,7 +297,7 @@ def test_the_first_rule_that_finds_a_turn_speaks() -> None:
     reading = read(trajectory, second, first)
     assert [h.text for h in reading.hints] == ["Two.", "Two."]
     assert reading.counts == {
-        "rules/tool_not_found": 2, "rules/pattern": 1, "dropped/duplicate": 1, "kept": 2,
+        "rules/tool_not_found": 2, "rules/pattern": 1, "dropped/duplicate": 1, "accepted": 2,
     }  # fmt: skip
 
 

@@ -51,8 +51,8 @@ def test_a_reply_depends_on_its_prompt_alone(student: tuple[Any, ChatTemplate]) 
 
 def test_tokens_are_counted(student: tuple[Any, ChatTemplate]) -> None:
     [reply] = asking(student)([prompt("a")])
-    assert reply.tokens_in == len(student[1].prompt_ids(prompt("a")))
-    assert 1 <= reply.tokens_out <= 8
+    assert reply.input_tokens == len(student[1].prompt_ids(prompt("a")))
+    assert 1 <= reply.output_tokens <= 8
 
 
 def test_the_context_leaves_tokens_for_the_reply(student: tuple[Any, ChatTemplate]) -> None:

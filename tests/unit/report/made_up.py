@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from courtside.recipe import Recipe
@@ -21,9 +20,6 @@ from courtside.types import (
     Turn,
     Update,
 )
-
-VERSION_1 = Path(__file__).parent / "version_1"
-"""Written by courtside when the schema had version 1, from `make_batch` and `make_evaluation`."""
 
 TEXT = "we add the digits from the right and carry one so the sum is <b>four</b> & done ."
 WORDS = TEXT.split()
@@ -123,17 +119,17 @@ def make_update(step: int, scored: Sequence[Scored], **metrics: float) -> Update
     )
 
 
-def make_evaluation(step: int, *, who: str = "student", rate: float = 0.5) -> Evaluation:
+def make_evaluation(step: int, *, policy: str = "student", rate: float = 0.5) -> Evaluation:
     return Evaluation(
         step=step,
-        who=who,
+        policy=policy,
         split="test",
         scores={f"task-{i}": float(i < 8 * rate) for i in range(8)},
-        rate=rate,
-        low=max(rate - 0.2, 0.0),
-        high=min(rate + 0.2, 1.0),
+        mean_score=rate,
+        ci_low=max(rate - 0.2, 0.0),
+        ci_high=min(rate + 0.2, 1.0),
         metrics={"length/mean": 12.0},
         samples=tuple(
-            make_trajectory(f"eval-{who}-{step}-{i}", i, passed=i < 3 * rate) for i in range(3)
+            make_trajectory(f"eval-{policy}-{step}-{i}", i, passed=i < 3 * rate) for i in range(3)
         ),
     )

@@ -157,7 +157,7 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
                     hint=hint,
                     shift=None if dropped == "merge" else shift,
                     bad_span_shift=None if dropped == "merge" else shift - 0.25,
-                    dropped=dropped,
+                    drop_reason=dropped,
                 )
             )
     target = Target(
@@ -208,26 +208,26 @@ def make_hinted_update(step: int, scored: Sequence[Scored]) -> Update:
 
 
 def make_episode_evaluation(
-    step: int, errors: float, *, who: str = "student", **metrics: float
+    step: int, errors: float, *, policy: str = "student", **metrics: float
 ) -> Evaluation:
     wrong = (0, 2) if errors > 0.2 else ()
     return Evaluation(
         step=step,
-        who=who,
+        policy=policy,
         split="test",
         scores={f"task-{i}": float(i < 8 * (1 - errors)) for i in range(8)},
-        rate=1 - errors,
-        low=max(0.9 - errors, 0.0),
-        high=min(1.1 - errors, 1.0),
+        mean_score=1 - errors,
+        ci_low=max(0.9 - errors, 0.0),
+        ci_high=min(1.1 - errors, 1.0),
         metrics={
-            "errors": errors,
-            "errors/low": max(errors - 0.06, 0.0),
-            "errors/high": errors + 0.07,
+            "error_rate": errors,
+            "error_rate/low": max(errors - 0.06, 0.0),
+            "error_rate/high": errors + 0.07,
             "turns": 4 + 2 * errors,
             "events/tool_not_found": 0.75 * errors,
             "length": 80.0,
         }
         | ({"events/repeated_call": 0.1 * errors} if errors > 0.2 else {})
         | metrics,
-        samples=tuple(make_episode(f"{who}-{step}-{i}", wrong=wrong) for i in range(3)),
+        samples=tuple(make_episode(f"{policy}-{step}-{i}", wrong=wrong) for i in range(3)),
     )

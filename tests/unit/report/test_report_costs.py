@@ -59,15 +59,17 @@ def test_a_phase_that_fails_is_still_paid():
 def test_laps_sum_to_the_totals_and_restoring_goes_on():
     clock = Clock()
     meter = CostMeter(clock=clock)
-    meter.restore({"rollout": PhaseCost(seconds=7.0, tokens_out=5), "teacher": PhaseCost()})
+    meter.restore({"rollout": PhaseCost(seconds=7.0, output_tokens=5), "teacher": PhaseCost()})
     assert meter.lap() == {}
     with meter.phase("rollout"):
         clock.now += 2
-    meter.add("rollout", tokens_in=3, tokens_out=4, flops=6.0)
+    meter.add("rollout", input_tokens=3, output_tokens=4, flops=6.0)
     assert meter.lap() == {"rollout": 2.0}
     with meter.phase("update"):
         clock.now += 1
         assert meter.lap() == {"update": 1.0}
         clock.now += 1
     assert meter.lap() == {"update": 1.0}
-    assert meter.totals()["rollout"] == PhaseCost(seconds=9.0, tokens_in=3, tokens_out=9, flops=6.0)
+    assert meter.totals()["rollout"] == PhaseCost(
+        seconds=9.0, input_tokens=3, output_tokens=9, flops=6.0
+    )

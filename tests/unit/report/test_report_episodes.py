@@ -1,14 +1,13 @@
 """The page of a run with episodes and hints: what it says, where, and that it stays readable."""
 
 import re
-import shutil
 from dataclasses import replace
 from html import unescape
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.report.made_up import VERSION_1, make_batch, make_evaluation, make_update
+from unit.report.made_up import make_batch, make_evaluation, make_update
 from unit.report.pages import read
 from unit.report.played import (
     decode,
@@ -67,9 +66,11 @@ def part(page, title, until):
 def test_error_rates_before_and_after_by_suite_and_kind(build):
     evaluations = [
         make_episode_evaluation(0, 0.4),
-        make_episode_evaluation(0, 0.5, who="student:held_out"),
-        make_episode_evaluation(2, 0.1, **{"drift": 0.0125, "drift/wrong": 1.5}),
-        make_episode_evaluation(2, 0.2, who="student:held_out"),
+        make_episode_evaluation(0, 0.5, policy="student:held_out"),
+        make_episode_evaluation(
+            2, 0.1, **{"logp_drop/clean_turns": 0.0125, "logp_drop/error_turns": 1.5}
+        ),
+        make_episode_evaluation(2, 0.2, policy="student:held_out"),
     ]
     batches = [make_hinted_batch(step) for step in range(2)]
     _, page = read(write_report(build(batches, evaluations)))
@@ -91,13 +92,13 @@ def test_an_error_rate_that_was_measured_once(build):
     _, page = read(write_report(build([], [make_episode_evaluation(0, 0.4)])))
     errors = part(page, "Errors", "Over the run")
     assert "student 8 test 40.0% 34.0% to 47.0% – 4.8 → –" in errors
-    assert "tool not found 30.0% → –" in errors and "after" not in errors.split("Share of")[0]
+    assert "tool not found 30.0% → –" in errors and "after" not in errors.split("Fraction of")[0]
 
 
 def test_suites_are_lines_of_their_own_and_teachers_are_dashed():
-    suites = [make_episode_evaluation(s, 0.5, who="student:held_out") for s in (0, 2)]
+    suites = [make_episode_evaluation(s, 0.5, policy="student:held_out") for s in (0, 2)]
     own = [make_episode_evaluation(s, 0.4) for s in (0, 2)]
-    teacher = make_episode_evaluation(0, 0.1, who="teacher")
+    teacher = make_episode_evaluation(0, 0.1, policy="teacher")
     for figure in (error_figure, evaluation_figure):
         drawn = figure([*own, *suites, teacher])
         names = re.findall(r'class="key c\d( flat)?">([^<]*) <', drawn)
@@ -137,12 +138,12 @@ def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(bu
         Given(step=0, hint_outcomes=replace(a, shift=1.0)),
         Given(step=1, hint_outcomes=replace(a, shift=5.0)),
         Given(step=2, hint_outcomes=replace(b, shift=3.0)),
-        Given(step=3, hint_outcomes=replace(b, shift=9.0, dropped="too_long")),
+        Given(step=3, hint_outcomes=replace(b, shift=9.0, drop_reason="too_long")),
         Given(step=4, hint_outcomes=replace(a, shift=None)),
         Given(step=5, hint_outcomes=replace(a, shift=float("nan"))),
-        Given(step=6, hint_outcomes=replace(a, shift=0.1, dropped="shift")),
-        Given(step=7, hint_outcomes=replace(b, shift=-2.0, dropped="shift")),
-        Given(step=8, hint_outcomes=replace(b, shift=None, dropped="merge")),
+        Given(step=6, hint_outcomes=replace(a, shift=0.1, drop_reason="shift")),
+        Given(step=7, hint_outcomes=replace(b, shift=-2.0, drop_reason="shift")),
+        Given(step=8, hint_outcomes=replace(b, shift=None, drop_reason="merge")),
     ]
     assert [one.step for one in best(made)] == [1, 2]
     assert [one.step for one in useless(made)] == [7, 6]
@@ -331,15 +332,6 @@ def test_a_run_of_single_answers_has_no_sections_for_episodes(tmp_path, recipe):
         text, _ = read(write_report(folder, decode=lambda ids: [f"[{i}]" for i in ids]))
     for title in ("Errors", "Hints", "Tokens that moved", "Episodes"):
         assert f"<h2>{title}</h2>" not in text
-
-
-def test_a_run_of_version_1_has_its_page(tmp_path, recipe):
-    with RunFolder.open(tmp_path / "run", recipe()) as folder:
-        shutil.copy(VERSION_1 / "evaluations.jsonl", folder.path)
-        shutil.copy(VERSION_1 / "step-000000.parquet", folder.path / "trajectories")
-        _, page = read(write_report(folder))
-    assert "What the teacher made of the student's answers" in page.text
-    assert "before 50.0%" in page.text
 
 
 def test_nothing_is_fetched(build):

@@ -168,7 +168,7 @@ def test_metrics_are_one_flat_row_a_step(folder, batch, update):
         "tokens/divergence": 18,
         "tokens/policy_gradient": 24,
         "reward/mean": 0.75,
-        "reward/passed": 0.75,
+        "reward/pass_rate": 0.75,
         "reward/grader_errors": 0,
         "length/mean": 6.0,
         "length/max": 6,
@@ -258,7 +258,9 @@ def test_damaged_parquet_is_named(folder):
 
 def test_evaluations_come_back(folder, evaluation):
     one = evaluation(0)
-    nothing = replace(one, rate=math.nan, low=math.nan, high=math.nan, scores={}, samples=())
+    nothing = replace(
+        one, mean_score=math.nan, ci_low=math.nan, ci_high=math.nan, scores={}, samples=()
+    )
     folder.record_evaluation(one)
     folder.record_evaluation(nothing)
     assert repr(folder.evaluations()) == repr([one, nothing])
@@ -268,7 +270,7 @@ def test_evaluations_come_back(folder, evaluation):
 
 def test_costs_and_alarms_come_back(folder):
     assert folder.read_costs() == {}
-    costs = {"rollout": PhaseCost(seconds=1.5, tokens_in=2, tokens_out=3, flops=1e18)}
+    costs = {"rollout": PhaseCost(seconds=1.5, input_tokens=2, output_tokens=3, flops=1e18)}
     folder.write_costs(costs)
     folder.record_alarm({"step": 3, "message": "KL rises"})
     read = RunFolder.read(folder.path)

@@ -25,7 +25,7 @@ def build(tmp_path, recipe, batch, update, evaluation):
         folder = RunFolder.open(tmp_path / "a <run>", recipe(train={"steps": max(num_steps, 1)}))
         if evaluations:
             folder.record_evaluation(evaluation(0, rate=0.25))
-            folder.record_evaluation(evaluation(0, who="teacher", rate=0.875))
+            folder.record_evaluation(evaluation(0, policy="teacher", rate=0.875))
         for step in range(num_steps):
             scored = batch(step)
             kl = {"kl": float("nan")} if step in spoil else {}
@@ -50,8 +50,10 @@ def test_a_whole_run(build):
         opened.record_alarm({"step": 2, "message": "<script>alert(1)</script>"})
         opened.write_costs(
             {
-                "rollout": PhaseCost(seconds=30.0, tokens_in=1000, tokens_out=2000, flops=1e12),
-                "update": PhaseCost(seconds=10.0, tokens_in=3000, flops=3e12),
+                "rollout": PhaseCost(
+                    seconds=30.0, input_tokens=1000, output_tokens=2000, flops=1e12
+                ),
+                "update": PhaseCost(seconds=10.0, input_tokens=3000, flops=3e12),
             }
         )
     path = write_report(folder, comparison=(0.5, 0.31, 0.69, 0.0004), decode=decode)
@@ -142,7 +144,7 @@ def test_a_value_that_was_not_finite_is_a_gap(build):
 def test_before_and_after_prefers_the_test_split(evaluation):
     test = [evaluation(0), evaluation(9)]
     validation = [replace(evaluation(step), split="validation") for step in (5, 7)]
-    teacher = evaluation(0, who="teacher")
+    teacher = evaluation(0, policy="teacher")
     both = before_and_after([teacher, *test[:1], *validation, *test[1:]])
     assert both == (test[0], test[1])
     assert before_and_after([*test[:1], *validation]) == tuple(validation)

@@ -12,7 +12,7 @@ from courtside.report.metrics import event_columns, hint_columns, metrics_row
 from courtside.report.page.curves import metric_figures
 from courtside.types import Event
 
-NEW = ("turns", "errors", "events/", "hints/", "reader/")
+NEW = ("turns", "error_rate", "events/", "hints/", "reader/")
 
 
 def new_columns(row):
@@ -29,7 +29,7 @@ def test_shares_are_of_assistant_turns():
     one, other = make_episode("0-0", wrong=(1,)), make_episode("0-1", wrong=(0, 1, 2))
     assert event_columns([one, other]) == {
         "turns": 6.0,
-        "errors": 4 / 12,
+        "error_rate": 4 / 12,
         "events/tool_not_found": 4 / 12,
     }
 
@@ -41,7 +41,7 @@ def test_a_turn_with_several_events_is_one_turn():
     both = replace(one, turns=(one.turns[0], first, *one.turns[2:]))
     assert event_columns([both]) == {
         "turns": 2.0,
-        "errors": 0.5,
+        "error_rate": 0.5,
         "events/repeated_call": 0.5,
         "events/tool_not_found": 0.5,
     }
@@ -53,7 +53,7 @@ def test_an_episode_of_one_turn_counts_once_something_was_wrong_with_it():
     wrong = replace(
         clean, turns=(clean.turns[0], replace(clean.turns[1], events=(Event(kind="no_call"),)))
     )
-    assert event_columns([clean, wrong]) == {"turns": 1.0, "errors": 0.5, "events/no_call": 0.5}
+    assert event_columns([clean, wrong]) == {"turns": 1.0, "error_rate": 0.5, "events/no_call": 0.5}
 
 
 def test_demonstrations_do_not_dilute_the_students_errors():
@@ -66,9 +66,9 @@ def test_demonstrations_do_not_dilute_the_students_errors():
 def test_hints_are_counted_by_what_became_of_them():
     batch = make_hinted_batch(0)
     row = hint_columns([hint_outcomes for one in batch for hint_outcomes in one.hints])
-    kept = [j.shift for one in batch for j in one.hints if j.dropped is None]
+    kept = [j.shift for one in batch for j in one.hints if j.drop_reason is None]
     assert row == {
-        "hints/kept": 4,
+        "hints/trained": 4,
         "hints/dropped/merge": 1,
         "hints/dropped/shift": 1,
         "hints/shift": pytest.approx(sum(kept) / 4),
@@ -77,9 +77,9 @@ def test_hints_are_counted_by_what_became_of_them():
 
 def test_a_shift_that_was_never_measured_is_not_zero():
     [one] = hinted(make_episode("0-0")).hints
-    assert hint_columns([replace(one, shift=None)]) == {"hints/kept": 1}
+    assert hint_columns([replace(one, shift=None)]) == {"hints/trained": 1}
     row = hint_columns([replace(one, shift=None), replace(one, shift=2.0)])
-    assert row == {"hints/kept": 2, "hints/shift": 2.0}
+    assert row == {"hints/trained": 2, "hints/shift": 2.0}
 
 
 def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):
@@ -104,9 +104,9 @@ def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):
         )
         assert folder.metrics() == [row, quiet]
     assert row["reader/rules/tool_not_found"] == 6 and row["reader/dropped/budget"] == 0
-    assert row["hints/kept"] == 4 and row["errors"] == pytest.approx(6 / 30)
+    assert row["hints/trained"] == 4 and row["error_rate"] == pytest.approx(6 / 30)
     # A reader that found nothing is told from no reader.
-    assert new_columns(quiet) == {"turns": 4.0, "errors": 0.0, "hints/kept": 0}
+    assert new_columns(quiet) == {"turns": 4.0, "error_rate": 0.0, "hints/trained": 0}
 
 
 def test_a_shift_that_is_not_finite_is_null(tmp_path, recipe):
@@ -121,8 +121,8 @@ def test_a_shift_that_is_not_finite_is_null(tmp_path, recipe):
 
 def test_a_kind_that_did_not_occur_in_a_step_is_drawn_as_zero():
     rows = [
-        {"step": 0, "errors": 0.5, "events/no_call": 0.5, "hints/kept": 2},
-        {"step": 1, "errors": 0.0, "hints/kept": 0, "hints/dropped/shift": 3},
+        {"step": 0, "error_rate": 0.5, "events/no_call": 0.5, "hints/trained": 2},
+        {"step": 1, "error_rate": 0.0, "hints/trained": 0, "hints/dropped/shift": 3},
         {"step": 2, "loss": 1.0},  # nobody looked
     ]
     figures = {

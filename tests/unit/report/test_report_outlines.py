@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from unit.report.made_up import VERSION_1, make_batch, make_update
+from unit.report.made_up import make_batch, make_update
 from unit.report.played import make_hinted_batch, make_hinted_update
 
 from courtside.report.folder.outlines import StepTable, read_outlines, read_texts
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
 
 
-@pytest.fixture(params=["hinted", "single", "version 1"])
+@pytest.fixture(params=["hinted", "single"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    if request.param == "version 1":
-        return VERSION_1 / "step-000000.parquet"
     single = request.param == "single"
     batch = make_batch(0) if single else make_hinted_batch(0)
     update = make_update(0, batch) if single else make_hinted_update(0, batch)

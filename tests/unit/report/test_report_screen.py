@@ -124,11 +124,17 @@ def test_the_live_screen_is_for_terminals(monkeypatch):
 
 
 def test_an_episode_s_step_says_what_went_wrong_and_how_many_hints_train() -> None:
-    row = {"kl": 0.2134, "reward/mean": 0.625, "errors": 0.1875, "hints/kept": 12, "grad_norm": 1.5}
+    row = {
+        "kl": 0.2134,
+        "reward/mean": 0.625,
+        "error_rate": 0.1875,
+        "hints/trained": 12,
+        "grad_norm": 1.5,
+    }
     assert key_numbers(row) == [
         ("kl", "0.213"),
         ("reward", "0.625"),
-        ("errors", "18.8%"),
+        ("error_rate", "18.8%"),
         ("hints", "12"),
         ("grad", "1.50"),
     ]

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.report.made_up import VERSION_1, Logps, make_batch, make_evaluation, make_update
+from unit.report.made_up import Logps, make_batch, make_evaluation
 from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
 
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.jsonl import encode, read_lines
+from courtside.report.folder.jsonl import encode
 from courtside.report.folder.parquet import read_hints, read_trajectories, write_trajectories
 from courtside.report.folder.serialize import evaluation_from, evaluation_tree
 from courtside.types import Event, Hint, HintOutcome, Message, Scored, Target, Turn
@@ -57,8 +57,8 @@ def hint_outcomes(draw, trajectory):
         ),
         shift=draw(maybe),
         bad_span_shift=draw(maybe),
-        passed=draw(maybe),
-        dropped=draw(st.none() | texts),
+        pass_rate=draw(maybe),
+        drop_reason=draw(st.none() | texts),
     )
 
 
@@ -94,10 +94,10 @@ def test_everything_comes_back(tmp_path_factory, one):
     assert repr(back.trajectory) == repr(one.trajectory)
     assert repr(back.hints) == repr(one.hints) == repr(tuple(read_hints(path)))
     if one.target is None:
-        assert (back.teacher_logp, back.where) == (None, None)
+        assert (back.teacher_logp, back.teacher_token_indices) == (None, None)
     else:
         assert repr(list(back.teacher_logp)) == repr(one.target.logp_T.tolist())
-        assert back.where == one.target.token_indices
+        assert back.teacher_token_indices == one.target.token_indices
 
 
 @settings(max_examples=25, deadline=None)
@@ -149,24 +149,3 @@ def test_the_folder_reads_hints_alone(tmp_path, recipe):
             hint_outcomes for one in make_hinted_batch(2) for hint_outcomes in one.hints
         )
         assert tuple(folder.hints(2)) == expected and len(expected) == 6
-
-
-# ── older files ──────────────────────────────────────────────────────────────────────────────────
-
-
-def test_trajectories_of_version_1_are_read():
-    batch = make_batch(0, num=3)
-    update = make_update(0, batch)
-    stored = read_trajectories(VERSION_1 / "step-000000.parquet", 0)
-    for back, was in zip(stored, batch, strict=True):
-        assert repr(back.trajectory) == repr(was.trajectory)
-        assert back.student_logp == update.student_logp.get(was.trajectory.id)
-        assert (back.where, back.hints) == (None, ())
-    assert stored[1].teacher_logp_by_token == tuple(batch[1].target.logp_T.tolist())
-    assert read_hints(VERSION_1 / "step-000000.parquet") == []
-
-
-def test_evaluations_of_version_1_are_read():
-    [tree] = read_lines(VERSION_1 / "evaluations.jsonl")
-    assert tree["schema_version"] == 1 and "events" not in tree["samples"][0]["turns"][0]
-    assert repr(evaluation_from(tree, where="here")) == repr(make_evaluation(3))

@@ -110,7 +110,7 @@ def test_recorded_conversations_are_hinted_and_trained(tmp_path: Path, tiny_fold
     file = write_jsonl(tmp_path / "talks.jsonl", [talk(city) for city in CITIES])
     run = train(hint_recipe(tiny_folder, file), tmp_path / "run")
     rows = run.metrics()
-    assert all(row["hints/kept"] == 2 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["hints/trained"] == 2 and row["grad_norm"] > 0 for row in rows)
     stored = run.trajectories(step=0)[0]
     assert stored.trajectory.source == "dataset"
     assert '"name": "weather"' in stored.trajectory.turns[1].text
@@ -132,7 +132,7 @@ def test_a_hint_for_a_conversation_trains_in_every_epoch(tmp_path: Path, tiny_fo
         train={"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
     )
     run = train(recipe, tmp_path / "run")
-    assert [row["hints/kept"] for row in run.metrics()] == [1, 1, 1]
+    assert [row["hints/trained"] for row in run.metrics()] == [1, 1, 1]
     for step in range(3):
         (hinted,) = [stored for stored in run.trajectories(step) if stored.hints]
         assert hinted.trajectory.task.id == "oslo"

@@ -159,28 +159,28 @@ def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> Non
     assert all(shift is not None for shift in shifts)
     middle = sorted(s for s in shifts if s is not None)[1]
     targets, again = score_hints(teacher(min_shift=middle), [trajectory()], hints)
-    assert [j.dropped for j in again["e"]] == [
+    assert [j.drop_reason for j in again["e"]] == [
         "shift" if (j.shift or 0) < middle else None for j in hint_outcomes["e"]
     ]
-    kept = {j.hint.turn for j in again["e"] if j.dropped is None}
+    kept = {j.hint.turn for j in again["e"] if j.drop_reason is None}
     assert len(kept) == 2
     turns = trajectory().turn_of
     assert {turns[i] for i in targets["e"].token_indices or ()} == kept
     nothing, all_dropped = score_hints(teacher(min_shift=1e9), [trajectory()], hints)
-    assert not nothing and [j.dropped for j in all_dropped["e"]] == ["shift"] * 3
+    assert not nothing and [j.drop_reason for j in all_dropped["e"]] == ["shift"] * 3
 
 
 def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:
     hints = [hint(1), hint(2), hint(9), hint(3, "word " * 200), hint(5, "   ")]
     targets, hint_outcomes = score_hints(teacher(context_length=160), [trajectory()], hints)
-    why = {j.hint.turn: j.dropped for j in hint_outcomes["e"]}
+    why = {j.hint.turn: j.drop_reason for j in hint_outcomes["e"]}
     assert why == {1: None, 2: "no_assistant_turn", 9: "no_assistant_turn", 3: "too_long",
                    5: "empty"}  # fmt: skip
     assert {trajectory().turn_of[i] for i in targets["e"].token_indices or ()} == {1}
     together, hint_outcomes = score_hints(
         teacher(context_length=160, cumulative=True), [trajectory()], hints
     )
-    assert {j.hint.turn: j.dropped for j in hint_outcomes["e"]} == why
+    assert {j.hint.turn: j.drop_reason for j in hint_outcomes["e"]} == why
     assert torch.allclose(together["e"].logp_T, targets["e"].logp_T, atol=1e-4)
 
 
@@ -204,8 +204,8 @@ def test_hints_can_be_deferred_to_the_update(want: Want, monkeypatch: pytest.Mon
     before = [ids_of(f"{PROMPT}{told()}{OPEN}meteo(Rome)"), ids_of(f"{SECOND}{told()}{OPEN}sun")]
     for branch, ids in zip(deferred.branches, before, strict=True):
         assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
-    assert [(j.hint, j.dropped) for j in result.outcomes] == [
-        (j.hint, j.dropped) for j in outcomes["e"]
+    assert [(j.hint, j.drop_reason) for j in result.outcomes] == [
+        (j.hint, j.drop_reason) for j in outcomes["e"]
     ]
     assert all(j.shift is None for j in result.outcomes)
 
@@ -228,7 +228,7 @@ def test_deferred_hints_are_judged_like_the_others() -> None:
     assert torch.equal(judged.target.logp_T, expected.target.logp_T)
     assert judged.target.token_indices == expected.target.token_indices
     for outcome, reference in zip(judged.hints, expected.hints, strict=True):
-        assert (outcome.hint, outcome.dropped) == (reference.hint, reference.dropped)
+        assert (outcome.hint, outcome.drop_reason) == (reference.hint, reference.drop_reason)
         assert outcome.shift == pytest.approx(reference.shift, abs=1e-3)
         assert outcome.bad_span_shift == pytest.approx(reference.bad_span_shift, abs=1e-3)
     assert sum(j.bad_span_shift is not None for j in judged.hints) == 1
@@ -246,7 +246,7 @@ def test_a_turn_without_a_chosen_token_leaves_nothing_to_score() -> None:
     result = deferring.score_hints([cut], [hint(1), hint(5)])["e"]
     assert result.deferred is not None
     assert [b.turn for b in result.deferred.branches] == [1]
-    assert [j.dropped for j in result.outcomes] == [None, None]
+    assert [j.drop_reason for j in result.outcomes] == [None, None]
     assert deferring.score_hints([cut], [hint(5)])["e"].deferred is None
 
 
@@ -329,7 +329,7 @@ def test_replies_under_a_hint_are_tried() -> None:
         return scorer.score([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
     found = judge()
-    assert [(j.hint.turn, j.passed, j.dropped) for j in found.outcomes] == [
+    assert [(j.hint.turn, j.passed, j.drop_reason) for j in found.outcomes] == [
         (1, 0, None),
         (3, 1, None),
     ]
@@ -341,4 +341,4 @@ def test_replies_under_a_hint_are_tried() -> None:
     alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
     assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
     strict = judge(min_pass_rate=0.5)
-    assert [j.dropped for j in strict.outcomes] == ["not_passed", None] and strict.turns == (3,)
+    assert [j.drop_reason for j in strict.outcomes] == ["not_passed", None] and strict.turns == (3,)

@@ -107,7 +107,7 @@ def agree(
 
 @torch.no_grad()
 def move(parts: Runtime, seed: int, size: float = 0.2) -> None:
-    """As an optimiser step would, only farther."""
+    """As an optimizer step would, only farther."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parts.student.weights.trained().values():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * size)

@@ -17,7 +17,7 @@ from courtside.types import SCHEMA_VERSION
 def tensors(value: float) -> dict[str, dict[str, torch.Tensor]]:
     return {
         "weights": {"w": torch.full((3, 2), value), "b": torch.tensor(value)},
-        "optimiser": {"w/step": torch.tensor(7.0)},
+        "optimizer": {"w/step": torch.tensor(7.0)},
     }
 
 
@@ -35,8 +35,8 @@ def test_what_is_saved_comes_back(tmp_path):
     assert saved.num_steps == 3
     assert torch.equal(saved.tensors["weights"]["w"], torch.full((3, 2), 3.0))
     assert saved.tensors["weights"]["b"].shape == ()
-    assert saved.tensors["optimiser"]["w/step"] == 7.0
-    assert names(path) == ["checkpoint.json", "optimiser.safetensors", "weights.safetensors"]
+    assert saved.tensors["optimizer"]["w/step"] == 7.0
+    assert names(path) == ["checkpoint.json", "optimizer.safetensors", "weights.safetensors"]
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -77,7 +77,7 @@ def test_one_that_is_not_there_is_answered_with_those_that_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoint.json", "optimiser.safetensors", "weights.safetensors"]
+    "name", ["checkpoint.json", "optimizer.safetensors", "weights.safetensors"]
 )
 def test_any_changed_byte_is_noticed(name, tmp_path):
     save(tmp_path, 2)
@@ -97,7 +97,7 @@ def test_any_changed_byte_is_noticed(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoint.json", "optimiser.safetensors", "weights.safetensors"]
+    "name", ["checkpoint.json", "optimizer.safetensors", "weights.safetensors"]
 )
 def test_short_and_missing_files_are_noticed(name, tmp_path):
     file = save(tmp_path, 4) / name
@@ -166,23 +166,23 @@ def test_nothing_is_pickled(tmp_path):
             json.loads(file.read_bytes()[8 : 8 + size])
 
 
-def test_the_optimiser_comes_back_bit_by_bit():
+def test_the_optimizer_comes_back_bit_by_bit():
     def fresh():
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(4, 4))
         return {"w": parameter}, torch.optim.AdamW([parameter], lr=0.1)
 
-    def go(trained, optimiser, steps):
+    def go(trained, optimizer, steps):
         for n in steps:
             trained["w"].grad = torch.sin(trained["w"].detach() * (n + 1))
-            optimiser.step()
+            optimizer.step()
 
-    trained, optimiser = fresh()
-    assert checkpoints.optimizer_tensors(optimiser, trained) == {}
-    go(trained, optimiser, range(3))
-    saved = {k: v.clone() for k, v in checkpoints.optimizer_tensors(optimiser, trained).items()}
+    trained, optimizer = fresh()
+    assert checkpoints.optimizer_tensors(optimizer, trained) == {}
+    go(trained, optimizer, range(3))
+    saved = {k: v.clone() for k, v in checkpoints.optimizer_tensors(optimizer, trained).items()}
     weights = trained["w"].detach().clone()
-    go(trained, optimiser, range(3, 6))
+    go(trained, optimizer, range(3, 6))
 
     other, again = fresh()
     other["w"].data.copy_(weights)

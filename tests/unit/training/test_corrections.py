@@ -71,7 +71,7 @@ def weights_of(parts: Runtime) -> list[torch.Tensor]:
 def test_only_batches_with_a_mistake_are_steps(tiny_folder: Path, tmp_path: Path) -> None:
     run = train(recipe(tiny_folder), tmp_path / "run")
     rows = run.metrics()
-    wrong = [row["errors"] > 0 if "errors" in row else False for row in rows]
+    wrong = [row["error_rate"] > 0 if "error_rate" in row else False for row in rows]
     assert len(rows) == 6 and 0 < sum(wrong) < 6, "some batches of each kind"
     for row, any_wrong in zip(rows, wrong, strict=True):
         if any_wrong:
@@ -81,7 +81,7 @@ def test_only_batches_with_a_mistake_are_steps(tiny_folder: Path, tmp_path: Path
             assert row["grad_norm"] == 0 and row["loss"] == 0
             assert row["tokens/cross_entropy"] == 0 and row["loss/cross_entropy"] is None
         assert row["learning_rate"] > 0
-    read = json.loads((run.path / "costs.json").read_text())["update"]["tokens_in"]
+    read = json.loads((run.path / "costs.json").read_text())["update"]["input_tokens"]
     corrected = [
         len(s.trajectory.token_ids) - 1
         for step in range(6)

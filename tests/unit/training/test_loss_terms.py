@@ -175,7 +175,7 @@ def episode(
         else None,
         hints=tuple(
             HintOutcome(hint=Hint(trajectory=id, turn=turn, text="h", source="s"), shift=1.0,
-                   dropped=why)
+                   drop_reason=why)
             for turn, why in hint_outcomes
         ),
     )  # fmt: skip

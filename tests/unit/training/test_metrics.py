@@ -161,9 +161,9 @@ def test_the_sampled_tokens_by_hand() -> None:
     drift_N = (logp_N - batch.sampler_logp_N)[batch.by_student_N]
     expected = {
         "kl_estimate": (batch.sampler_logp_N - batch.teacher_logp_N)[both_N].mean(),
-        "gap/mean": gap_N.mean(),
-        "gap/negative": (gap_N < 0).double().mean(),
-        "sampler/gap": drift_N.abs().mean(),
+        "teacher_gap/mean": gap_N.mean(),
+        "teacher_gap/negative": (gap_N < 0).double().mean(),
+        "sampler/logp_diff": drift_N.abs().mean(),
         "sampler/ratio_max": drift_N.exp().max(),
     }
     means = metrics.means()

@@ -115,7 +115,7 @@ def test_a_run_with_offload_is_the_run_without(tiny_folder: Any, tiny_teacher_fo
                 trained = runtime.student.weights.trained()
                 saved = {
                     "weights": {name: p.detach().clone() for name, p in trained.items()},
-                    "optimiser": {
+                    "optimizer": {
                         name: tensor.clone()
                         for name, tensor in checkpoints.optimizer_tensors(
                             runtime.student.optimizer, trained

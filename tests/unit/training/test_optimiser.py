@@ -45,10 +45,10 @@ def test_without_warm_up_the_first_step_has_the_full_rate(tiny_folder):
 def test_weight_decay_is_for_matrices_only(tiny_folder):
     recipe = recipe_with(tiny_folder, weight_decay=0.5, learning_rate=0.1)
     trained = {"matrix": nn.Parameter(torch.ones(2, 2)), "gain": nn.Parameter(torch.ones(2))}
-    optimiser = make_optimizer(trained, recipe)
+    optimizer = make_optimizer(trained, recipe)
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimiser.step()
+    optimizer.step()
     assert trained["matrix"].tolist() == [[pytest.approx(0.95)] * 2] * 2
     assert trained["gain"].tolist() == [1.0, 1.0]
 

@@ -32,8 +32,8 @@ def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder)
     trained = weights.trained()
     assert len(trained) == 2 * 2 * 2  # two layers, two targets, A and B
     assert all("lora_" in name for name in trained)
-    in_optimiser = {id(p) for g in parts.student.optimizer.param_groups for p in g["params"]}
-    assert in_optimiser == {id(p) for p in trained.values()}
+    in_optimizer = {id(p) for g in parts.student.optimizer.param_groups for p in g["params"]}
+    assert in_optimizer == {id(p) for p in trained.values()}
     before = {name: p.detach().clone() for name, p in weights.model.named_parameters()}
     one_step(parts)
     for name, parameter in weights.model.named_parameters():

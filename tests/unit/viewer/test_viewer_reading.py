@@ -54,7 +54,7 @@ def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
         assert row["errors"] == sum(bool(turn.events) for turn in own)
     assert rows[0]["asked"] == "What is the weather in Oslo?"
     assert rows[0]["grade"] == {
-        "score": 0.5, "passed": False, "feedback": "2 of 4 requests were solved.",
+        "score": 0.5, "passed": False, "feedback": "2 of 4 requests were solved.", "error": None,
     }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_a_trajectory_turn_by_turn(client: TestClient, folder: RunFolder) -> Non
     [hint] = wrong["hints"]
     hint_outcomes = stored.hints[0]
     assert (hint["text"], hint["source"]) == (hint_outcomes.hint.text, "rules:tool_not_found")
-    assert hint["shift"] == hint_outcomes.shift and hint["dropped"] is None
+    assert hint["shift"] == hint_outcomes.shift and hint["drop_reason"] is None
     assert turns[3]["hints"] == [] and all(turn["mine"] is None for turn in turns)
 
 
@@ -90,7 +90,7 @@ def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder:
 def test_why_a_hint_was_dropped(client: TestClient) -> None:
     turns = get(client, "/api/steps/0/trajectories/0-3")["turns"]
     [hint] = [hint for turn in turns for hint in turn["hints"]]
-    assert hint["dropped"] == "shift" and "hints.min_shift" in hint["why"]
+    assert hint["drop_reason"] == "shift" and "hints.min_shift" in hint["why"]
 
 
 def test_words_are_found_in_every_turn(client: TestClient) -> None:

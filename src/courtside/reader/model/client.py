@@ -12,9 +12,9 @@ from courtside.types import Message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     text: str
-    tokens_in: int = 0
+    input_tokens: int = 0
     """0 where the server does not say."""
-    tokens_out: int = 0
+    output_tokens: int = 0
 
 
 class ModelClient(Protocol):

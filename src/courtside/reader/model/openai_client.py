@@ -128,10 +128,10 @@ class OpenAIClient:
                 f"chat completion: {self._excerpt(response)}. Give the address up to and with the "
                 f"version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
-        tokens_in, tokens_out = (n if isinstance(n, int) else 0 for n in num_tokens)
+        input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: it holds no hints, and is counted.
         return Reply(
-            text=text if isinstance(text, str) else "", tokens_in=tokens_in, tokens_out=tokens_out
+            text=text if isinstance(text, str) else "", input_tokens=input_tokens, output_tokens=output_tokens
         )
 
     def _excerpt(self, response: httpx.Response) -> str:

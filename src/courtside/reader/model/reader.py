@@ -59,8 +59,8 @@ class ModelReader:
         hints: list[Hint] = []
         for (trajectory, window), reply in zip(pairs, replies, strict=True):
             hints += parse_reply(reply.text, window, trajectory, self.config, counts)
-            counts["model/tokens_in"] += reply.tokens_in
-            counts["model/tokens_out"] += reply.tokens_out
+            counts["model/input_tokens"] += reply.input_tokens
+            counts["model/output_tokens"] += reply.output_tokens
         counts["model/windows"] += len(pairs)
         # Surest first, since a budget keeps the first. The sort is stable: else as it was written.
         hints.sort(

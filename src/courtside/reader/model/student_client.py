@@ -41,8 +41,8 @@ class StudentClient:
         return [
             Reply(
                 text=sample.text,
-                tokens_in=len(request.prompt_ids),
-                tokens_out=len(sample.token_ids),
+                input_tokens=len(request.prompt_ids),
+                output_tokens=len(sample.token_ids),
             )
             for request, sample in zip(requests, samples, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The run folder: everything on disk of a run, enough to redraw, re-score and resume it.
 
 `open` writes and holds a lock for as long as the process lives; `read` only looks. Steps are
-0-based: after N optimiser steps there are metrics of steps 0 … N−1, and an evaluation of those
+0-based: after N optimizer steps there are metrics of steps 0 … N−1, and an evaluation of those
 weights has step N. What is inside `checkpoints/` belongs to the student.
 """
 
@@ -202,7 +202,7 @@ class RunFolder:
         replace_file(self._file("costs.json"), encode(tree, indent=2))
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a checkpoint of `step` optimiser steps.
+        """Forget what came after a checkpoint of `step` optimizer steps.
 
         Costs stay: they were paid.
         """

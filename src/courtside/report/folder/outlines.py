@@ -38,9 +38,7 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
     turns = table["turns"].combine_chunks()
     each = turns.flatten()
     roles = each.field("role").to_pylist()
-    # Schema version 1 knows no events.
-    knows = each.type.get_field_index("events") >= 0
-    events = each.field("events").to_pylist() if knows else [[]] * len(each)
+    events = each.field("events").to_pylist()
     chosen = _counts(each.field("chosen"))
     lengths = pc.list_value_length(each.field("chosen")).to_pylist()
     sizes = pc.list_value_length(turns).to_pylist()
@@ -55,7 +53,7 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
                 step=step,
                 num_tokens=sum(lengths[i] for i in span),
                 num_chosen=sum(chosen[i] for i in span),
-                hints=tuple(hint_outcome_from(tree, row["id"]) for tree in row.get("hints", ())),
+                hints=tuple(hint_outcome_from(tree, row["id"]) for tree in row["hints"]),
             )
         )
         at += size

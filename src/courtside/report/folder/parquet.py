@@ -40,11 +40,11 @@ class StoredTrajectory:
     teacher: str | None
     """None: no teacher spoke on this one."""
     teacher_logp: tuple[float, ...] | None
-    """Of the chosen tokens that `where` names."""
+    """Of the chosen tokens that `teacher_token_indices` names."""
     context: str | None
     """What only the teacher saw."""
-    where: tuple[int, ...] | None = None
-    """Which of the T chosen tokens the teacher spoke of, in order; None: all."""
+    teacher_token_indices: tuple[int, ...] | None = None
+    """Indices into the T chosen tokens that the teacher scored, ascending; None: all."""
     hints: tuple[HintOutcome, ...] = ()
     """Also those that were dropped."""
 
@@ -54,9 +54,11 @@ class StoredTrajectory:
         size = self.trajectory.num_chosen
         if self.teacher_logp is None:
             return (None,) * size
-        places = range(size) if self.where is None else self.where
-        said = dict(zip(places, self.teacher_logp, strict=True))
-        return tuple(said.get(place) for place in range(size))
+        positions = (
+            range(size) if self.teacher_token_indices is None else self.teacher_token_indices
+        )
+        logp = dict(zip(positions, self.teacher_logp, strict=True))
+        return tuple(logp.get(position) for position in range(size))
 
 
 def write_trajectories(
@@ -142,8 +144,8 @@ def _schema() -> Any:
             ("bad_span", pa.string()),
             ("shift", pa.float64()),
             ("bad_span_shift", pa.float64()),
-            ("passed", pa.float64()),
-            ("dropped", pa.string()),
+            ("pass_rate", pa.float64()),
+            ("drop_reason", pa.string()),
         ]
     )
     return pa.schema(
@@ -163,7 +165,7 @@ def _schema() -> Any:
             ("teacher", pa.string()),
             ("context", pa.string()),
             ("teacher_logp", logps),
-            ("where", pa.list_(pa.int32())),
+            ("teacher_token_indices", pa.list_(pa.int32())),
             ("student_logp", logps),
             ("hints", pa.list_(hint)),
         ],
@@ -191,7 +193,7 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
         "teacher": target and target.teacher,
         "context": target and target.context,
         "teacher_logp": target and target.logp_T.tolist(),
-        "where": target and target.token_indices,
+        "teacher_token_indices": target and target.token_indices,
         "student_logp": student_logp,
         "hints": [hint_outcome_tree(hint_outcomes) for hint_outcomes in scored.hints],
     }
@@ -206,14 +208,13 @@ def _turn_row(turn: Turn) -> Tree:
 
 
 def _turn_tree(row: Tree) -> Tree:
-    for event in row.get("events", ()):
+    for event in row["events"]:
         event["details"] = json.loads(event["details"])
     return row
 
 
 def _hints(row: Tree) -> tuple[HintOutcome, ...]:
-    """Schema version 1 knows none."""
-    return tuple(hint_outcome_from(tree, row["id"]) for tree in row.get("hints", ()))
+    return tuple(hint_outcome_from(tree, row["id"]) for tree in row["hints"])
 
 
 def stored_from(row: Tree, step: int) -> StoredTrajectory:
@@ -243,6 +244,10 @@ def stored_from(row: Tree, step: int) -> StoredTrajectory:
         teacher=row["teacher"],
         teacher_logp=floats(row["teacher_logp"]),
         context=row["context"],
-        where=None if row.get("where") is None else tuple(row["where"]),
+        teacher_token_indices=_optional_tuple(row["teacher_token_indices"]),
         hints=_hints(row),
     )
+
+
+def _optional_tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)

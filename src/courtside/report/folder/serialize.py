@@ -51,7 +51,7 @@ def task_tree(task: Task) -> Tree:
 
 def task_from(tree: Mapping[str, Any]) -> Task:
     messages = messages_from(tree["messages"])
-    conversation = tuple(tree.get("conversation", ()))
+    conversation = tuple(tree["conversation"])
     return Task(
         **{
             **tree,
@@ -84,16 +84,15 @@ def turn_tree(turn: Turn) -> Tree:
 
 
 def turn_from(tree: Mapping[str, Any]) -> Turn:
-    """Turns of schema version 1 have no messages, opening or events."""
     return Turn(
         role=tree["role"],
         text=tree["text"],
         token_ids=tuple(tree["token_ids"]),
         chosen=tuple(tree["chosen"]),
         sampler_logp=floats(tree["sampler_logp"]),
-        messages=messages_from(tree.get("messages", ())),
+        messages=messages_from(tree["messages"]),
         num_generation_prompt_tokens=tree.get("num_generation_prompt_tokens", 0),
-        events=tuple(Event(**event) for event in tree.get("events", ())),
+        events=tuple(Event(**event) for event in tree["events"]),
     )
 
 
@@ -146,13 +145,13 @@ def hint_outcome_tree(hint_outcomes: HintOutcome) -> Tree:
         "bad_span": hint.bad_span,
         "shift": hint_outcomes.shift,
         "bad_span_shift": hint_outcomes.bad_span_shift,
-        "passed": hint_outcomes.passed,
-        "dropped": hint_outcomes.dropped,
+        "pass_rate": hint_outcomes.pass_rate,
+        "drop_reason": hint_outcomes.drop_reason,
     }
 
 
 def hint_outcome_from(tree: Mapping[str, Any], trajectory: str) -> HintOutcome:
-    outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "passed", "dropped")}
+    outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "pass_rate", "drop_reason")}
     words = {key: value for key, value in tree.items() if key not in outcome}
     return HintOutcome(hint=Hint(trajectory=trajectory, **words), **outcome)
 
@@ -161,11 +160,11 @@ def evaluation_tree(evaluation: Evaluation) -> Tree:
     return {
         "schema_version": SCHEMA_VERSION,
         "step": evaluation.step,
-        "who": evaluation.who,
+        "policy": evaluation.policy,
         "split": evaluation.split,
-        "rate": evaluation.rate,
-        "low": evaluation.low,
-        "high": evaluation.high,
+        "mean_score": evaluation.mean_score,
+        "ci_low": evaluation.ci_low,
+        "ci_high": evaluation.ci_high,
         "metrics": dict(evaluation.metrics),
         "scores": dict(evaluation.scores),
         "samples": [trajectory_tree(trajectory) for trajectory in evaluation.samples],
@@ -176,11 +175,11 @@ def evaluation_from(tree: Mapping[str, Any], where: str) -> Evaluation:
     check_schema(tree.get("schema_version"), where)
     return Evaluation(
         step=tree["step"],
-        who=tree["who"],
+        policy=tree["policy"],
         split=tree["split"],
-        rate=number(tree["rate"]),
-        low=number(tree["low"]),
-        high=number(tree["high"]),
+        mean_score=number(tree["mean_score"]),
+        ci_low=number(tree["ci_low"]),
+        ci_high=number(tree["ci_high"]),
         metrics={name: number(value) for name, value in tree["metrics"].items()},
         scores={task: number(score) for task, score in tree["scores"].items()},
         samples=tuple(trajectory_from(sample) for sample in tree["samples"]),

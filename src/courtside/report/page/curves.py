@@ -25,9 +25,9 @@ class Panel:
 PANELS = (
     Panel("KL to the teacher", "nats per token", re.compile(r"kl(/.*)?")),
     Panel("Loss", "value", re.compile(r"loss(/.*)?")),
-    Panel("Reward in training", "share", re.compile(r"reward/(mean|passed)"), share=True),
-    Panel("Errors in training", "share of turns", re.compile(r"errors|events/.*"), share=True),
-    Panel("Hints", "per step", re.compile(r"hints/(kept|dropped/.*)")),
+    Panel("Reward in training", "share", re.compile(r"reward/(mean|pass_rate)"), share=True),
+    Panel("Errors in training", "share of turns", re.compile(r"error_rate|events/.*"), share=True),
+    Panel("Hints", "per step", re.compile(r"hints/(trained|dropped/.*)")),
     Panel("Shift of hints that train", "nats per turn", re.compile(r"hints/shift")),
     Panel("Turns of an episode", "turns", re.compile(r"turns")),
     Panel("Entropy", "nats per token", re.compile(r"entropy.*")),
@@ -39,7 +39,11 @@ PANELS = (
 )
 """The curves worth their place on the page, in order. All other keys come after, folded away."""
 
-ZERO_BESIDE = {"events/": "errors", "hints/dropped/": "hints/kept", "reader/": "hints/kept"}
+ZERO_BESIDE = {
+    "events/": "error_rate",
+    "hints/dropped/": "hints/trained",
+    "reader/": "hints/trained",
+}
 """Columns that name only what occurred, and the one that says that it was looked for."""
 
 MAX_LINES = 6
@@ -68,14 +72,19 @@ def _figures(panel: Panel, keys: Sequence[str], rows: Rows) -> Iterable[str]:
     for start in range(0, len(keys), MAX_LINES):
         series = [_series(key, rows) for key in keys[start : start + MAX_LINES]]
         yield line_chart(
-            series, title=panel.title, x_label="optimiser step", y_label=panel.unit,
+            series, title=panel.title, x_label="optimizer step", y_label=panel.unit,
             share=panel.share,
         )  # fmt: skip
 
 
 def _series(key: str, rows: Rows) -> Series:
     prefix, _, name = key.partition("/")
-    alone = {"loss": "total", "tokens_per_second": "all phases", "errors": "any", "turns": "mean"}
+    alone = {
+        "loss": "total",
+        "tokens_per_second": "all phases",
+        "error_rate": "any",
+        "turns": "mean",
+    }
     shown = name or alone.get(prefix, prefix)
     return Series(name=shown.replace("_", " ").replace("/", ": "), points=_points(key, rows))
 
@@ -98,7 +107,9 @@ class Rate:
 
 def evaluation_figure(evaluations: Sequence[Evaluation]) -> str | None:
     """Held-out scores over steps with 95% intervals; teachers are dashed lines."""
-    rates = [Rate(of=one, value=one.rate, low=one.low, high=one.high) for one in evaluations]
+    rates = [
+        Rate(of=one, value=one.mean_score, low=one.ci_low, high=one.ci_high) for one in evaluations
+    ]
     return _held_out(rates, title="Held-out score, 95% intervals", unit="mean score")
 
 
@@ -107,12 +118,12 @@ def error_figure(evaluations: Sequence[Evaluation]) -> str | None:
     rates = [
         Rate(
             of=one,
-            value=one.metrics["errors"],
-            low=one.metrics.get("errors/low", math.nan),
-            high=one.metrics.get("errors/high", math.nan),
+            value=one.metrics["error_rate"],
+            low=one.metrics.get("error_rate/low", math.nan),
+            high=one.metrics.get("error_rate/high", math.nan),
         )
         for one in evaluations
-        if "errors" in one.metrics
+        if "error_rate" in one.metrics
     ]
     return _held_out(rates, title="Held-out errors, 95% intervals", unit="share of turns")
 
@@ -122,30 +133,30 @@ def _held_out(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
     known = [rate for rate in rates if math.isfinite(rate.value)]
     lines: dict[tuple[str, str], list[Rate]] = {}
     for rate in sorted(known, key=lambda rate: rate.of.step):
-        if is_student(rate.of.who):
-            lines.setdefault((rate.of.who, rate.of.split), []).append(rate)
+        if is_student(rate.of.policy):
+            lines.setdefault((rate.of.policy, rate.of.split), []).append(rate)
     if not lines:
         return None
     series = [
         Series(
-            name=f"{who}, {split}",
+            name=f"{policy}, {split}",
             points=tuple((rate.of.step, rate.value) for rate in line),
             bars=tuple((rate.low, rate.high) for rate in line),
         )
-        for (who, split), line in lines.items()
+        for (policy, split), line in lines.items()
     ]
     series += [
         Series(
-            name=f"{rate.of.who}, {rate.of.split}",
+            name=f"{rate.of.policy}, {rate.of.split}",
             points=((rate.of.step, rate.value),),
             flat=True,
         )
         for rate in known
-        if not is_student(rate.of.who)
+        if not is_student(rate.of.policy)
     ]
-    return line_chart(series, title=title, x_label="optimiser step", y_label=unit, share=True)
+    return line_chart(series, title=title, x_label="optimizer step", y_label=unit, share=True)
 
 
-def is_student(who: str) -> bool:
+def is_student(policy: str) -> bool:
     """`student`, or `student:SUITE` for further tasks."""
-    return who.split(":")[0] == "student"
+    return policy.split(":")[0] == "student"

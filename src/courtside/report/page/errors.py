@@ -1,9 +1,8 @@
-"""How often the student's turns went wrong in evaluations, before and after.
+"""Error rates of evaluations in an environment, before and after training.
 
-An evaluation in an environment has the metrics `errors` (share of assistant turns with any event),
-`errors/low` and `errors/high` (ends of its 95% interval), `turns` (per episode) and, by kind,
-`events/KIND`. After training perhaps `drift`, the KL per token from what the student wrote before,
-in turns that were right then, and `drift/wrong` in the others.
+Such an evaluation has the metrics `error_rate` (fraction of assistant turns with any event) with
+the ends of its 95% interval (`error_rate/low`, `error_rate/high`), `turns` per episode and
+`events/KIND`. After training also `logp_drop/clean_turns` and `logp_drop/error_turns`.
 """
 
 from __future__ import annotations
@@ -21,15 +20,18 @@ Pair = tuple[Evaluation, Evaluation | None]
 """The first and the last evaluation of the same tasks; None while there is only one."""
 
 EVENTS = "events/"
-DRIFTS = {"drift": "drift where right", "drift/wrong": "where wrong"}
+LOGP_DROPS = {
+    "logp_drop/clean_turns": "log-prob drop, clean turns",
+    "logp_drop/error_turns": "turns with errors",
+}
 
 
 def error_rates(pairs: Mapping[str, Pair]) -> str:
     """Numbers of the first pair, a plot and tables of all; nothing without an environment.
 
-    By who was evaluated, e.g. `student` and `student:held_out`.
+    `pairs` is keyed by evaluated policy, e.g. `student` and `student:held_out`.
     """
-    pairs = {who: pair for who, pair in pairs.items() if "errors" in pair[0].metrics}
+    pairs = {policy: pair for policy, pair in pairs.items() if "error_rate" in pair[0].metrics}
     if not pairs:
         return ""
     before, after = next(iter(pairs.values()))
@@ -37,13 +39,13 @@ def error_rates(pairs: Mapping[str, Pair]) -> str:
     if after is not None:
         numbers += _number(f"after {after.step} steps", after)
     caption = (
-        "Share of assistant turns in which the environment found something wrong, with 95% "
+        "Fraction of assistant turns for which the environment reported an error, with 95% "
         "intervals."
     )
     intervals = [
         interval
-        for who, pair in pairs.items()
-        for interval in _intervals(pair, "" if len(pairs) == 1 else f"{_suite(who)}, ")
+        for policy, pair in pairs.items()
+        for interval in _intervals(pair, "" if len(pairs) == 1 else f"{_suite(policy)}, ")
     ]
     plot = interval_plot(intervals, title=caption) if intervals else ""
     return (
@@ -55,7 +57,8 @@ def error_rates(pairs: Mapping[str, Pair]) -> str:
 def _number(name: str, evaluation: Evaluation) -> str:
     return (
         f'<div class="number"><span>turns with an error, {escape(name)}</span>'
-        f"<b>{percent(_metric(evaluation, 'errors'))}</b><small>{_ends(evaluation)}</small></div>"
+        f"<b>{percent(_metric(evaluation, 'error_rate'))}</b>"
+        f"<small>{_ends(evaluation)}</small></div>"
     )
 
 
@@ -64,37 +67,37 @@ def _intervals(pair: Pair, prefix: str) -> list[Interval]:
     return [
         Interval(
             name=f"{prefix}{name}",
-            value=_metric(one, "errors"),
-            low=_metric(one, "errors/low"),
-            high=_metric(one, "errors/high"),
+            value=_metric(one, "error_rate"),
+            low=_metric(one, "error_rate/low"),
+            high=_metric(one, "error_rate/high"),
             colour=colour,
         )
         for colour, (name, one) in enumerate(named)
         if one is not None
-        and all(math.isfinite(_metric(one, f"errors{end}")) for end in ("", "/low", "/high"))
+        and all(math.isfinite(_metric(one, f"error_rate{end}")) for end in ("", "/low", "/high"))
     ]
 
 
-def _suite(who: str) -> str:
+def _suite(policy: str) -> str:
     """`held out` of `student:held_out`."""
-    return who.partition(":")[2].replace("_", " ") or who
+    return policy.partition(":")[2].replace("_", " ") or policy
 
 
 def _suites(pairs: Mapping[str, Pair]) -> str:
     heads = ["evaluated", "tasks", "errors before", "errors after", "turns per episode"]
-    drifts = {
+    drops = {
         name: title
-        for name, title in DRIFTS.items()
+        for name, title in LOGP_DROPS.items()
         if any(after is not None and name in after.metrics for _, after in pairs.values())
     }
     rows = (
-        f"<tr><th>{escape(who)}</th><td>{len(before.scores)} {before.split}</td>"
+        f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
         f"<td>{_interval(before)}</td><td>{_interval(after)}</td>"
         f"<td>{_turns(before)} → {_turns(after)}</td>"
-        f"{''.join(f'<td>{_nats(after, name)}</td>' for name in drifts)}</tr>"
-        for who, (before, after) in pairs.items()
+        f"{''.join(f'<td>{_nats(after, name)}</td>' for name in drops)}</tr>"
+        for policy, (before, after) in pairs.items()
     )
-    return table([*heads, *drifts.values()], rows)
+    return table([*heads, *drops.values()], rows)
 
 
 def _nats(evaluation: Evaluation | None, name: str) -> str:
@@ -114,7 +117,9 @@ def _kinds(pairs: Mapping[str, Pair]) -> str:
         for kind in order
     ]
     heads = ["kind of error"]
-    heads += ["share of turns"] if len(pairs) == 1 else [f"{who}, of turns" for who in pairs]
+    heads += (
+        ["fraction of turns"] if len(pairs) == 1 else [f"{policy}, of turns" for policy in pairs]
+    )
     return table(heads, rows) if rows else ""
 
 
@@ -132,12 +137,12 @@ def _change(before: float, after: float | None) -> str:
 def _interval(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "–"
-    rate = percent(_metric(evaluation, "errors"))
+    rate = percent(_metric(evaluation, "error_rate"))
     return f"<b>{rate}</b> <small>{_ends(evaluation)}</small>"
 
 
 def _ends(evaluation: Evaluation) -> str:
-    low, high = (_metric(evaluation, f"errors/{end}") for end in ("low", "high"))
+    low, high = (_metric(evaluation, f"error_rate/{end}") for end in ("low", "high"))
     return f"{percent(low)} to {percent(high)}"
 
 

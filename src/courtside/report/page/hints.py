@@ -62,12 +62,12 @@ def hints_section(
 
 
 def best(given: Iterable[Given]) -> list[Given]:
-    kept = [one for one in given if one.hint_outcomes.dropped is None and _measured(one)]
+    kept = [one for one in given if one.hint_outcomes.drop_reason is None and _measured(one)]
     return _distinct(sorted(kept, key=lambda one: -_shift(one)))[:NUM_BEST]
 
 
 def useless(given: Iterable[Given]) -> list[Given]:
-    dropped = [one for one in given if one.hint_outcomes.dropped == "shift" and _measured(one)]
+    dropped = [one for one in given if one.hint_outcomes.drop_reason == "shift" and _measured(one)]
     return _distinct(sorted(dropped, key=_shift))[:NUM_USELESS]
 
 
@@ -93,15 +93,15 @@ def _distinct(given: Iterable[Given]) -> list[Given]:
 
 def source_table(hints: Sequence[HintOutcome]) -> str:
     """By who wrote them: how many train, how many do not and why, and their mean shift."""
-    whys = [why for why, _ in Counter(j.dropped for j in hints if j.dropped).most_common()]
+    whys = [why for why, _ in Counter(j.drop_reason for j in hints if j.drop_reason).most_common()]
     sources = [source for source, _ in Counter(j.hint.source for j in hints).most_common()]
     rows = [(source, [j for j in hints if j.hint.source == source], "") for source in sources]
     if len(sources) > 1:
         rows.append(("total", list(hints), ' class="total"'))
     lines = (
         f"<tr{kind}><th>{escape(source)}</th><td>{len(own):,}</td>"
-        f"<td>{sum(j.dropped is None for j in own):,}</td>"
-        + "".join(f"<td>{sum(j.dropped == why for j in own):,}</td>" for why in whys)
+        f"<td>{sum(j.drop_reason is None for j in own):,}</td>"
+        + "".join(f"<td>{sum(j.drop_reason == why for j in own):,}</td>" for why in whys)
         + f"<td>{_mean_shift(own)}</td></tr>"
         for source, own, kind in rows
     )

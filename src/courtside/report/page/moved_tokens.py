@@ -35,7 +35,7 @@ def moved_tokens(stored: Sequence[StoredTrajectory], decode: Decode) -> list[Mov
     found: dict[tuple[str, str, str], Moved] = {}
     for one in stored:
         gaps = token_gaps(one)
-        hinted = {j.hint.turn: j.hint.text for j in one.hints if j.dropped is None}
+        hinted = {j.hint.turn: j.hint.text for j in one.hints if j.drop_reason is None}
         for turn, hint in hinted.items():
             scored = _large(one.trajectory.turns[turn].chosen, gaps[turn])
             largest = heapq.nlargest(PER_TURN, scored, key=lambda at: abs(at[1].nats))

@@ -102,14 +102,14 @@ PAGE = """<!doctype html>
 
 
 def before_and_after(
-    evaluations: Sequence[Evaluation], who: str = "student"
+    evaluations: Sequence[Evaluation], policy: str = "student"
 ) -> tuple[Evaluation | None, Evaluation | None]:
     """The first and the last evaluation of the student on one split: the test one, if it has two.
 
     Validation scores choose between checkpoints, so they flatter; they speak only for want of test
     scores. After is None while there is only one.
     """
-    students = [one for one in evaluations if one.who == who]
+    students = [one for one in evaluations if one.policy == policy]
     for split in ("test", "validation", "train"):
         mine = sorted((one for one in students if one.split == split), key=lambda one: one.step)
         if mine and mine[-1].step > mine[0].step:
@@ -119,9 +119,14 @@ def before_and_after(
 
 def _suites(evaluations: Sequence[Evaluation]) -> dict[str, Pair]:
     """The student's own tasks first, then whatever else was evaluated."""
-    names = ["student", *dict.fromkeys(one.who for one in evaluations if one.who != "student")]
-    pairs = {who: before_and_after(evaluations, who) for who in names}
-    return {who: (before, after) for who, (before, after) in pairs.items() if before is not None}
+    names = [
+        "student",
+        *dict.fromkeys(one.policy for one in evaluations if one.policy != "student"),
+    ]
+    pairs = {policy: before_and_after(evaluations, policy) for policy in names}
+    return {
+        policy: (before, after) for policy, (before, after) in pairs.items() if before is not None
+    }
 
 
 def _headline(
@@ -130,16 +135,21 @@ def _headline(
     before, after = before_and_after(evaluations)
     if before is None:
         return _section("Result", '<p class="empty">No evaluation has been recorded.</p>')
-    teacher = next((one for one in evaluations if one.who == "teacher"), None)
+    teacher = next((one for one in evaluations if one.policy == "teacher"), None)
     named = [("before", before), (f"after {after.step} steps" if after else "after", after)]
     named.append(("teacher, with its context", teacher))
     numbers = "".join(_number(name, one) for name, one in named if one is not None)
     if comparison is not None:
         numbers += _difference(comparison)
     intervals = [
-        Interval(name=name.split(",")[0].split(" ")[0], value=one.rate, low=one.low, high=one.high)
+        Interval(
+            name=name.split(",")[0].split(" ")[0],
+            value=one.mean_score,
+            low=one.ci_low,
+            high=one.ci_high,
+        )
         for name, one in named
-        if one is not None and one.rate == one.rate
+        if one is not None and one.mean_score == one.mean_score
     ]
     caption = (
         f"Mean score on {len(before.scores)} held-out tasks ({before.split}), with 95% intervals."
@@ -151,11 +161,11 @@ def _headline(
 
 def _scores(suites: Mapping[str, Pair]) -> str:
     """Of further tasks beside the recipe's own, where there are any."""
-    mine = {who: pair for who, pair in suites.items() if is_student(who)}
+    mine = {policy: pair for policy, pair in suites.items() if is_student(policy)}
     rows = (
-        f"<tr><th>{escape(who)}</th><td>{len(before.scores)} {before.split}</td>"
+        f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
         f"<td>{_rate(before)}</td><td>{_rate(after)}</td></tr>"
-        for who, (before, after) in mine.items()
+        for policy, (before, after) in mine.items()
     )
     heads = ["evaluated", "tasks", "score before", "score after"]
     return table(heads, rows) if len(mine) > 1 else ""
@@ -164,14 +174,14 @@ def _scores(suites: Mapping[str, Pair]) -> str:
 def _rate(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "–"
-    ends = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
-    return f"<b>{percent(evaluation.rate)}</b> <small>{ends}</small>"
+    ends = f"{percent(evaluation.ci_low)} to {percent(evaluation.ci_high)}"
+    return f"<b>{percent(evaluation.mean_score)}</b> <small>{ends}</small>"
 
 
 def _number(name: str, evaluation: Evaluation) -> str:
-    ends = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
+    ends = f"{percent(evaluation.ci_low)} to {percent(evaluation.ci_high)}"
     return (
-        f'<div class="number"><span>{escape(name)}</span><b>{percent(evaluation.rate)}</b>'
+        f'<div class="number"><span>{escape(name)}</span><b>{percent(evaluation.mean_score)}</b>'
         f"<small>{ends}</small></div>"
     )
 
@@ -193,15 +203,15 @@ def _costs(costs: Mapping[str, PhaseCost]) -> str:
     flops = sum(cost.flops for cost in costs.values())
     total = PhaseCost(
         seconds=seconds,
-        tokens_in=sum(cost.tokens_in for cost in costs.values()),
-        tokens_out=sum(cost.tokens_out for cost in costs.values()),
+        input_tokens=sum(cost.input_tokens for cost in costs.values()),
+        output_tokens=sum(cost.output_tokens for cost in costs.values()),
         flops=flops,
     )
     rows = [(name, cost, "") for name, cost in costs.items()] + [("total", total, ' class="total"')]
     lines = (
         f"<tr{kind}><th>{escape(name)}</th><td>{duration(cost.seconds)}</td>"
-        f"<td>{_share(cost.seconds, seconds)}</td><td>{cost.tokens_in:,}</td>"
-        f"<td>{cost.tokens_out:,}</td><td>{compact(cost.flops)}</td>"
+        f"<td>{_share(cost.seconds, seconds)}</td><td>{cost.input_tokens:,}</td>"
+        f"<td>{cost.output_tokens:,}</td><td>{compact(cost.flops)}</td>"
         f"<td>{_share(cost.flops, flops)}</td></tr>"
         for name, cost, kind in rows
     )

@@ -75,7 +75,7 @@ def telling(stored: Sequence[StoredTrajectory]) -> list[StoredTrajectory]:
     """Those with hints that train first, then those with other hints, then those with errors."""
 
     def rank(one: StoredTrajectory) -> tuple[bool, bool, bool]:
-        trains = any(hint_outcomes.dropped is None for hint_outcomes in one.hints)
+        trains = any(hint_outcomes.drop_reason is None for hint_outcomes in one.hints)
         wrong = any(turn.events for turn in one.trajectory.turns)
         return not trains, not one.hints, not wrong
 

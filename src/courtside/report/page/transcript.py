@@ -58,7 +58,7 @@ def episode(stored: StoredTrajectory, decode: Decode | None, *, unfolded: bool =
     """A trajectory of several turns, or with hints, to unfold."""
     conversation = Conversation.of(stored, decode)
     trajectory = stored.trajectory
-    kept = sum(hint_outcomes.dropped is None for hint_outcomes in stored.hints)
+    kept = sum(hint_outcomes.drop_reason is None for hint_outcomes in stored.hints)
     facts = [f"step {stored.step}", *episode_facts(trajectory)]
     if stored.hints:
         facts.append(f"{counted(len(stored.hints), 'hint')}, {kept} trained on")
@@ -125,13 +125,13 @@ def hint_line(hint_outcomes: HintOutcome) -> str:
         facts.append(f"shift {nats(hint_outcomes.shift)}")
     if hint_outcomes.bad_span_shift is not None:
         facts.append(f"of the underlined words {nats(hint_outcomes.bad_span_shift)}")
-    if hint_outcomes.passed is not None:
-        facts.append(f"{hint_outcomes.passed:.0%} of replies under it pass")
+    if hint_outcomes.pass_rate is not None:
+        facts.append(f"{hint_outcomes.pass_rate:.0%} of replies under it pass")
     if hint.confidence is not None:
         facts.append(f"confidence {hint.confidence:g}")
-    if hint_outcomes.dropped is not None:
-        facts.append(f"dropped: {hint_outcomes.dropped}")
-    kind = "hint" if hint_outcomes.dropped is None else "hint dropped"
+    if hint_outcomes.drop_reason is not None:
+        facts.append(f"dropped: {hint_outcomes.drop_reason}")
+    kind = "hint" if hint_outcomes.drop_reason is None else "hint dropped"
     return _line("hint", kind, plain(hint.text), f"<small>{escape(' · '.join(facts))}</small>")
 
 

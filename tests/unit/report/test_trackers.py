@@ -10,10 +10,10 @@ from courtside.report.trackers import open_trackers
 
 
 def log_steps(name, folder, first, last):
-    sinks = open_trackers([name], folder, project="court", run_name="digits", first_step=first)
+    trackers = open_trackers([name], folder, project="court", run_name="digits", first_step=first)
     for step in range(first, last):
-        sinks[0].log({"step": step, "kl": 1.0 / (step + 1 + first), "loss/a": None}, step)
-    sinks[0].close()
+        trackers[0].log({"step": step, "kl": 1.0 / (step + 1 + first), "loss/a": None}, step)
+    trackers[0].close()
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
@@ -85,15 +85,15 @@ def test_wandb_without_a_login_is_the_users_to_solve(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sink", "package"),
+    ("tracker", "package"),
     [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")],
 )
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, sink, package):
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, tracker, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"run\.trackers.*pip install 'courtside\[tracking\]'"):
-        open_trackers([sink], tmp_path, project="p", run_name="r")
+        open_trackers([tracker], tmp_path, project="p", run_name="r")
 
 
-def test_unknown_sinks_are_refused(tmp_path):
+def test_unknown_trackers_are_refused(tmp_path):
     with pytest.raises(UserError, match="'csv' is not known"):
         open_trackers(["csv"], tmp_path, project="p", run_name="r")
