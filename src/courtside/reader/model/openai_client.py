@@ -131,7 +131,9 @@ class OpenAIClient:
         input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: it holds no hints, and is counted.
         return Reply(
-            text=text if isinstance(text, str) else "", input_tokens=input_tokens, output_tokens=output_tokens
+            text=text if isinstance(text, str) else "",
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
         )
 
     def _excerpt(self, response: httpx.Response) -> str:
