@@ -21,7 +21,13 @@ RATE, KL, ERRORS = 2, 3, 4
 COLUMNS = {"rate": RATE, "kl": KL, "error_rate": ERRORS}
 LESS_IS_BETTER = ("kl", "error_rate")
 
-MEASURES = ("kl_estimate", "forward_kl_estimate", "error_rate", "logp_drop/clean_turns", "logp_drop/error_turns")
+MEASURES = (
+    "kl_estimate",
+    "forward_kl_estimate",
+    "error_rate",
+    "logp_drop/clean_turns",
+    "logp_drop/error_turns",
+)
 """What a table has of an evaluation's metrics, and all `events/…`."""
 
 

@@ -40,7 +40,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
     for item in hints:
         write_hint(path, item)
-    assert read(path) == ReaderOutput(hints=tuple(hints), counts={"human/proposed": 2, "accepted": 2})
+    assert read(path) == ReaderOutput(
+        hints=tuple(hints), counts={"human/proposed": 2, "accepted": 2}
+    )
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {
         "trajectory": "x", "turn": 1, "text": "Read the list.", "reason": "calls by habit",
