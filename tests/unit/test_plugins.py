@@ -168,7 +168,7 @@ def test_the_reader_of_the_page(user_folder: Path) -> None:
     reader = make_reader(config, seed=0)
     output = reader([make_trajectory("a"), make_trajectory("b", "Yes.")])
     assert [(hint.trajectory, hint.turn) for hint in output.hints] == [("a", 1)]
-    assert output.counts == {"custom/proposed": 1, "kept": 1}
+    assert output.counts == {"custom/proposed": 1, "accepted": 1}
 
 
 def test_a_run_with_a_grader_tasks_and_reader_of_the_user(

@@ -329,7 +329,7 @@ def test_replies_under_a_hint_are_tried() -> None:
         return scorer.score([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
     found = judge()
-    assert [(j.hint.turn, j.passed, j.drop_reason) for j in found.outcomes] == [
+    assert [(j.hint.turn, j.pass_rate, j.drop_reason) for j in found.outcomes] == [
         (1, 0, None),
         (3, 1, None),
     ]
