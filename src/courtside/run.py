@@ -259,7 +259,9 @@ class Run:
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
-                self.meter.add("teacher", input_tokens=total, flops=forward_flops(teacher_size, total))
+                self.meter.add(
+                    "teacher", input_tokens=total, flops=forward_flops(teacher_size, total)
+                )
             if s.reference is not None:
                 self.meter.add("teacher", input_tokens=length, flops=forward_flops(size, length))
             num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
