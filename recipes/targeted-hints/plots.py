@@ -93,7 +93,7 @@ def errors_after(results: Mapping[str, Any]) -> str:
 
 
 def what_moved(results: Mapping[str, Any]) -> str:
-    """(c) KL(before ‖ after) per token on turns that were right before, and on the others."""
+    """(c) Log-prob drop per token on turns without an error before, and on the others."""
 
     def points_of(row: Mapping[str, Any]) -> Any:
         return [
@@ -106,7 +106,7 @@ def what_moved(results: Mapping[str, Any]) -> str:
         results,
         [
             Column(
-                title="KL(before ‖ after), nats a token",
+                title="log-prob drop, nats a token",
                 low=-0.1,
                 high=0.8,
                 points_of=points_of,
@@ -115,7 +115,7 @@ def what_moved(results: Mapping[str, Any]) -> str:
             )
         ],
         title="What else moved",
-        note="on turns that were right before (full), on the others (hollow)",
+        note="on turns without an error before training (full), on the others (hollow)",
     )
 
 
@@ -258,7 +258,7 @@ def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
 PICTURES = {
     "errors-after.svg": errors_after,
     "errors-along-training.svg": along_training,
-    "drift.svg": what_moved,
+    "logp-drop.svg": what_moved,
 }
 
 

@@ -322,7 +322,7 @@ def _describe_errors(evaluation: Evaluation) -> str:
     if "error_rate" not in metrics:
         return ""
     low, high = metrics["error_rate/low"], metrics["error_rate/high"]
-    return f"; errors in {metrics['errors']:.1%} ({low:.1%} to {high:.1%}) of turns"
+    return f"; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
 def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
