@@ -50,4 +50,4 @@ run = courtside.train(recipe, "runs/own-tasks")
 for row in run.metrics():
     print(f"step {row['step']}: KL {row['kl']:.3f}, passed {row['reward/pass_rate']:.0%}")
 for e in run.evaluations():
-    print(f"{e.policy} after {e.step} steps: {e.rate:.1%} ({e.low:.1%} to {e.high:.1%})")
+    print(f"{e.policy} {e.step}: {e.mean_score:.1%} [{e.ci_low:.1%}, {e.ci_high:.1%}]")
