@@ -67,8 +67,8 @@ divergences/kl_terms.py
 + 0.0
 - return mixed_TV.masked_fill(excluded_TV, -math.inf)
 + return mixed_TV
-- first_TV.masked_fill(excluded_TV, 0.0).logaddexp(
-+ first_TV.logaddexp(
+- (first_TV == -math.inf) & (second_TV == -math.inf)
++ first_TV != first_TV
 
 divergences/reverse_kl.py
 - terms=kl_terms,
