@@ -83,7 +83,7 @@ class GpuRun(TimedRun):
             num_device_allocs=self.peaks.take_allocs(),
             num_sampled_tokens=sum(s.trajectory.num_chosen for s in scored),
             num_hints=sum(
-                hint_outcomes.dropped is None for s in scored for hint_outcomes in s.hints
+                hint_outcomes.drop_reason is None for s in scored for hint_outcomes in s.hints
             ),
         )
         # Looking at memory is no part of the next step.

@@ -257,7 +257,7 @@ def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
 
     def call() -> None:
         (scored,) = score([one], given)
-        assert len(scored.hints) == hints and not any(j.dropped for j in scored.hints)
+        assert len(scored.hints) == hints and not any(j.drop_reason for j in scored.hints)
 
     # Of the trajectory alone, which is the same for any number of hints.
     counts = {"operations": parts.operations([len(one.token_ids)])}

@@ -128,7 +128,7 @@ class Job:
 
     def score(self) -> list[Scored]:
         scored = self.scoring([self.trajectory], self.hints)
-        dropped = [j.dropped for s in scored for j in s.hints if j.dropped is not None]
+        dropped = [j.drop_reason for s in scored for j in s.hints if j.drop_reason is not None]
         if dropped:
             raise SystemExit(f"hints were dropped ({dropped}): nothing to measure")
         return scored

@@ -57,7 +57,7 @@ def assert_same_run(recipe: Recipe, folder: Path) -> Runtime:
         for ours, theirs in pairs:
             assert ours.trajectory.token_ids == theirs.trajectory.token_ids
             assert ours.trajectory.policy_version == theirs.trajectory.policy_version == step
-            assert [o.dropped for o in ours.hints] == [o.dropped for o in theirs.hints]
+            assert [o.drop_reason for o in ours.hints] == [o.drop_reason for o in theirs.hints]
             shifts = [[o.shift for o in side.hints] for side in (ours, theirs)]
             assert shifts[0] == pytest.approx(shifts[1], abs=1e-3)
     assert remote.engine.version == recipe.train.steps
