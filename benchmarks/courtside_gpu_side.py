@@ -37,8 +37,8 @@ from workload import (
 )
 
 import courtside
-from courtside import assemble as assembling
 from courtside.assemble import assemble
+from courtside.assemble import models as assembling
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.loop import train_loop
 from courtside.recipe import Recipe

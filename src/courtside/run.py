@@ -161,7 +161,7 @@ class Run:
             trained = student.weights.trained()
             tensors: dict[str, Any] = {
                 "weights": {name: p.data for name, p in trained.items()},
-                "optimiser": checkpoints.optimizer_tensors(student.optimizer, trained),
+                "optimizer": checkpoints.optimizer_tensors(student.optimizer, trained),
             }
             for name, average in sorted(self.parts.averages.items()):
                 tensors[f"average-{_file_name(name)}"] = average.shadow
@@ -337,7 +337,7 @@ def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None)
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
     trained = restore_weights(parts.student.weights, saved)
-    checkpoints.restore_optimizer(parts.student.optimizer, trained, saved.tensors["optimiser"])
+    checkpoints.restore_optimizer(parts.student.optimizer, trained, saved.tensors["optimizer"])
     for name, average in parts.averages.items():
         _copy_into(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
     parts.engine.load_weights(saved.num_steps)

@@ -237,9 +237,9 @@ def add_support(watched: dict[str, Any], p_MV: Tensor, q_MV: Tensor, support: An
         chosen = {"student": student, "teacher": teacher, "joint": student | teacher}[support.of]
         for who, x_V in (("student", p_V), ("teacher", q_V)):
             mass = x_V[sorted(chosen)].exp().sum()
-            watched.setdefault(f"mass/{who}", []).append(mass[None])
+            watched.setdefault(f"topk_mass/{who}", []).append(mass[None])
         share = torch.tensor([len(student & teacher) / support.k], dtype=torch.float64)
-        watched.setdefault("overlap", []).append(share)
+        watched.setdefault("topk_overlap", []).append(share)
 
 
 # ── equality ─────────────────────────────────────────────────────────────────────────────────────

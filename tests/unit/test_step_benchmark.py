@@ -228,5 +228,5 @@ def test_the_side_plays_whole_turns_and_trains_on_the_hinted_ones(
         assert [hint.turn for hint in hints] == [i for i, turn in enumerate(turns) if turn.events]
         hinted = {hint.turn for hint in hints}
         taught = [i for i, turn in enumerate(one.trajectory.turn_of) if turn in hinted]
-        assert one.where == tuple(taught)
+        assert one.teacher_token_indices == tuple(taught)
         assert {hint.text for hint in hints} == {advice[one.trajectory.task.messages[0].content]}

@@ -27,7 +27,7 @@ from courtside.training.offloaded_adamw import OffloadedAdamW
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""Group (weights, optimiser, average-…) → name → tensor."""
+"""Group (weights, optimizer, average-…) → name → tensor."""
 
 NAME = re.compile(r"step-(\d+)")
 """A checkpoint's folder; others, such as a user's renamed copy, are ignored."""
