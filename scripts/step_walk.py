@@ -58,6 +58,12 @@ OLDER_FIELDS = {
 }
 """What trees whose recipe is in `config/` call these fields."""
 
+HELPER_MODULES = {
+    "save_tiny": ("support.tiny_model", "tiny"),
+    "small_recipe": ("support.small_runs", "small_runs"),
+}
+"""Modules of `tests/` that define a helper: this tree's, and that of trees without `support/`."""
+
 
 class Call(NamedTuple):
     caller_file: str
@@ -105,8 +111,10 @@ def main() -> None:
 
 def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
     sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
-    tiny, small_runs = (importlib.import_module(name) for name in ("tiny", "small_runs"))
     courtside, loop = (importlib.import_module(name) for name in ("courtside", "courtside.loop"))
+    save_tiny, small_recipe = (
+        import_helper(tree / "tests", function) for function in ("save_tiny", "small_recipe")
+    )
     calls: Counter[Call] = Counter()
     train_step = loop.train_step
 
@@ -115,7 +123,7 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
             train_step(parts, run, step)
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        models = [tiny.save_tiny(Path(folder) / str(seed), seed=seed) for seed in (0, 1)]
+        models = [save_tiny(Path(folder) / str(seed), seed=seed) for seed in (0, 1)]
         sections = sections | {
             "train": {"steps": TRACED_STEP + 2, "prompts_per_step": 2, "learning_rate": 1e-3},
             "evaluate": {"num_tasks": 2},
@@ -123,13 +131,19 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
         }
         if (tree / "src" / "courtside" / "config").is_dir():
             sections = with_older_fields(sections)
-        recipe = small_runs.small_recipe(*models[: 1 if "teacher" in sections else 2], **sections)
+        recipe = small_recipe(*models[: 1 if "teacher" in sections else 2], **sections)
         loop.train_step = traced_step
         try:
             courtside.train(recipe, Path(folder) / "run")
         finally:
             loop.train_step = train_step
     return summarize(calls, property_codes())
+
+
+def import_helper(tests: Path, function: str) -> Any:
+    module, older_module = HELPER_MODULES[function]
+    has_module = (tests / f"{module.replace('.', '/')}.py").exists()
+    return getattr(importlib.import_module(module if has_module else older_module), function)
 
 
 def with_older_fields(section: Any) -> Any:

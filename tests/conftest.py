@@ -26,7 +26,7 @@ def any_cpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The student of most tests."""
-    from tiny import save_tiny
+    from support.tiny_model import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
@@ -34,7 +34,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model with the same words, one layer deeper."""
-    from tiny import save_tiny
+    from support.tiny_model import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny-teacher"), seed=1, layers=3)
 
@@ -42,7 +42,7 @@ def tiny_teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As the tiny one, with room for an episode."""
-    from tiny import save_tiny
+    from support.tiny_model import save_tiny
 
     folder = save_tiny(tmp_path_factory.mktemp("long"))
     config = json.loads((folder / "config.json").read_text())
@@ -53,7 +53,7 @@ def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def roomy_teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The teacher of the same vocabulary, with the same context."""
-    from tiny import save_tiny
+    from support.tiny_model import save_tiny
 
     folder = save_tiny(tmp_path_factory.mktemp("long-teacher"), seed=1, layers=3)
     config = json.loads((folder / "config.json").read_text())

@@ -8,8 +8,8 @@ import warnings
 from typing import Any
 
 import torch
-from gpu_models import qwen3
-from tiny import tiny_tokenizer
+from support.gpu_models import qwen3
+from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.generation.steps import DecodeStep

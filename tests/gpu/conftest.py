@@ -21,8 +21,8 @@ if DEVICE == "cuda":
     # Compiled kernels, where the CPU tests set Triton's interpreter.
     interpret = os.environ.pop("TRITON_INTERPRET", "0")
     assert interpret != "1" or "triton" not in sys.modules, "Triton interprets already: too late"
-# For `gpu_models`, and for the references of the numerics.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
+# For `cold_start_cases`.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import NUM_WORDS, saved
-from small_runs import small_recipe
+from support.gpu_models import NUM_WORDS, saved
+from support.small_runs import small_recipe
 from torch import Tensor
 
 from courtside.assemble import assemble

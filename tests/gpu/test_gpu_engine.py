@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import in_float64, qwen3
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_tokenizer
+from support.gpu_models import in_float64, qwen3
+from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
 from courtside.engines.generation import kv_cache

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import off
-from linear_divergence_reference import (
+from support.gpu_models import off
+from support.linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import NUM_WORDS, in_float64, off, saved
-from small_runs import small_recipe
-from textbook import naive_loss
+from support.gpu_models import NUM_WORDS, in_float64, off, saved
+from support.small_runs import small_recipe
+from support.textbook import naive_loss
 from torch import Tensor
 
 from courtside.assemble import assemble

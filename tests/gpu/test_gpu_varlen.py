@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import NUM_WORDS, in_float64, off, qwen3
+from support.gpu_models import NUM_WORDS, in_float64, off, qwen3
 from torch import Tensor
 
 from courtside.engines.forward.forward import ForwardPasses, probe_packing, probe_prefix_sharing

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import contents, small_recipe, small_tree, write_jsonl
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import contents, small_recipe, small_tree, write_jsonl
+from support.tiny_model import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner, Result
 
 from courtside.api import train

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
-from textbook import double
+from support.small_runs import small_recipe
+from support.textbook import double
 from torch import Tensor
 
 from courtside.api import rescore, train

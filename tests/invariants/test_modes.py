@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe, write_jsonl
+from support.small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
 from courtside.chat.privileged_context import insert_context

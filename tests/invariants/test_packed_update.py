@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe, write_jsonl
-from textbook import double, naive_loss
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import small_recipe, write_jsonl
+from support.textbook import double, naive_loss
+from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

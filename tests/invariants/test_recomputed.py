@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_kinds import qwen
-from small_runs import small_recipe
-from tiny import tiny_tokenizer
+from support.architectures import qwen
+from support.small_runs import small_recipe
+from support.tiny_model import tiny_tokenizer
 
 from courtside.api import train
 from courtside.assemble import assemble

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
 from support.remote_engine import RemoteEngine
+from support.small_runs import small_recipe
 
 from courtside.assemble import assemble, in_process
 from courtside.engines.base import Engine

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from run_server import RunServer
-from small_runs import contents, digest, small_tree, write_jsonl
+from support.run_server import RunServer
+from support.small_runs import contents, digest, small_tree, write_jsonl
 
 from courtside.api import train
 from courtside.recipe.load import recipe_from

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import gradients
-from small_runs import digest, small_recipe
+from support.gradients import gradients
+from support.small_runs import digest, small_recipe
 
 from courtside.api import evaluate_student, rescore, train
 from courtside.assemble import assemble

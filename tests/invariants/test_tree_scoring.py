@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import make_branch
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
+from support.varlen import make_branch
 from torch import Tensor
 from transformers.cache_utils import Cache
 

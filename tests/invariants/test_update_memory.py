@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import batch_of, gradients
-from small_runs import small_recipe
+from support.gradients import batch_of, gradients
+from support.small_runs import small_recipe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

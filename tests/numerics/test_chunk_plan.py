@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_divergence_reference import FULL, ON_SUPPORT, make_case, zero_gradient
+from support.linear_divergence_reference import FULL, ON_SUPPORT, make_case, zero_gradient
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_kinds import made_of, olmo2, phi3, qwen
 from peft import LoraConfig, inject_adapter_in_model
+from support.architectures import made_of, olmo2, phi3, qwen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_divergence_reference import (
+from support.linear_divergence_reference import (
     ENDS,
     FULL,
     ON_SUPPORT,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from linear_divergence_reference import divergence_by_hand
 from pydantic import TypeAdapter
+from support.linear_divergence_reference import divergence_by_hand
 from torch import Tensor, nn
 from torch.testing import assert_close
 

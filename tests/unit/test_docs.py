@@ -355,7 +355,7 @@ def test_every_error_has_a_word_on_it() -> None:
 @pytest.fixture(scope="module")
 def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `runs/mine`, of a recipe whose losses log whatever there is to log."""
-    from small_runs import small_recipe, write_jsonl
+    from support.small_runs import small_recipe, write_jsonl
 
     folder = tmp_path_factory.mktemp("docs")
     common = {

@@ -174,7 +174,7 @@ def test_the_reader_of_the_page(user_folder: Path) -> None:
 def test_a_run_with_a_grader_tasks_and_reader_of_the_user(
     user_folder: Path, tiny_folder: Path
 ) -> None:
-    from small_runs import small_recipe
+    from support.small_runs import small_recipe
 
     import courtside
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.chat.template import ChatTemplate

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe, write_jsonl
+from support.small_runs import small_recipe, write_jsonl
 
 from courtside.api import train
 from courtside.assemble import assemble

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from support.tiny_model import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest

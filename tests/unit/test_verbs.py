@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import contents, small_recipe
+from support.small_runs import contents, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from courtside.api import evaluate_student, export, rescore, train

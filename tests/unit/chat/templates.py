@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tiny import TEMPLATE
+from support.tiny_model import TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

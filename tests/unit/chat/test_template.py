@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TEMPLATE, tiny_tokenizer
+from support.tiny_model import TEMPLATE, tiny_tokenizer
 
 from courtside.chat.template import ChatTemplate
 from courtside.errors import ModelError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from support.tiny_model import tiny_tokenizer
 
 from courtside.chat.trajectories import make_trajectory
 from courtside.types import Grade, Message, Sample, Source, Task

@@ -15,7 +15,7 @@ def make_engine() -> Callable[..., LocalEngine]:
     def make(
         model: Any = None, *, eos: tuple[int, ...] = (1,), seed: int = 0, **options: Any
     ) -> LocalEngine:
-        from tiny import tiny_model, tiny_tokenizer
+        from support.tiny_model import tiny_model, tiny_tokenizer
 
         model = model if model is not None else tiny_model(seed=seed)
         model.generation_config.eos_token_id = list(eos)

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from engine_cases import REQUESTS, assert_equal_samples, make_engine
-from tiny import tiny_model
+from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
+from support.tiny_model import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.generation import kv_cache

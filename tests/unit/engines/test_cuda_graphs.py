@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import REQUESTS, assert_equal_samples, make_engine
+from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 
 from courtside.engines.base import Sampling
 from courtside.engines.generation.cuda_graphs import WARMUP_STEPS, CudaGraphs, StepGraph

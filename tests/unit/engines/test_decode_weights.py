@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import REQUESTS, assert_equal_samples, make_engine
-from model_kinds import lora, lora_head, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
-from tiny import tiny_model
+from support.architectures import lora, lora_head, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
+from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
+from support.tiny_model import tiny_model
 from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3

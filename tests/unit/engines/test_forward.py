@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import (
+from peft import LoraConfig, get_peft_model
+from support.textbook import double
+from support.tiny_model import tiny_model
+from support.varlen import (
     KERNEL_BACKENDS,
     MODELS,
     first_key_kernel,
@@ -17,9 +20,6 @@ from packed_models import (
     make_branch,
     qwen3,
 )
-from peft import LoraConfig, get_peft_model
-from textbook import double
-from tiny import tiny_model
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_model
+from support.tiny_model import tiny_model
 
 from courtside.engines.patches.gqa_cpu import NAME, use_gqa_attention
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from support.tiny_model import tiny_model
 from torch import Tensor, nn
 
 from courtside.engines.lm_head import find_lm_head

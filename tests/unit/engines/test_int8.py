@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
+from support.tiny_model import tiny_model
 from torch import nn
 
 from courtside.engines.int8 import Int8Linear, quantize_linear_layers

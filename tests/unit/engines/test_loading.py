@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import digest
-from tiny import save_tiny, tiny_model
+from support.small_runs import digest
+from support.tiny_model import save_tiny, tiny_model
 
 from courtside.engines import loading
 from courtside.engines.base import SampleRequest, Sampling

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
+from support.tiny_model import tiny_model
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest

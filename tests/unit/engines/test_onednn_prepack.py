@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as LoraLinear
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine

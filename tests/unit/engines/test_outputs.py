@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import Sampling
 from courtside.engines.generation.outputs import SampleBuffer

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import nn
 
 from courtside.engines.local import LocalEngine

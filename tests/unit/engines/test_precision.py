@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
-from textbook import logp_of, naive_loss
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import small_recipe
+from support.textbook import logp_of, naive_loss
+from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.assemble import assemble

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from support.tiny_model import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.generation.sampler import uniforms_for

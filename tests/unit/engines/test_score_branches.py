@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packed_models import make_branch
-from tiny import tiny_model
+from support.tiny_model import tiny_model
+from support.varlen import make_branch
 from torch import Tensor
 
 from courtside.engines.base import BranchRequest, BranchScores
@@ -267,7 +267,7 @@ def test_with_lora(make_engine: Make, adapter: str) -> None:
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_in_16_bits(autocast: torch.dtype | None) -> None:
-    from tiny import tiny_tokenizer
+    from support.tiny_model import tiny_tokenizer
 
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
     engine = LocalEngine(model, tiny_tokenizer(), name="tiny", autocast=autocast)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling

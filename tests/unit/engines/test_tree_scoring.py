@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import (
+from support.tiny_model import tiny_model
+from support.varlen import (
     KERNEL_BACKENDS,
     MODELS,
     first_key_kernel,
@@ -14,7 +15,6 @@ from packed_models import (
     make_branch,
     qwen3,
 )
-from tiny import tiny_model
 from torch import Tensor
 
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, probe_packing

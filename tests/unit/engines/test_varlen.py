@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import (
+from peft import LoraConfig, get_peft_model
+from support.tiny_model import tiny_model
+from support.varlen import (
     KERNEL_BACKENDS,
     MODELS,
     SHAPE,
@@ -18,8 +20,6 @@ from packed_models import (
     reference_gqa_kernel,
     reference_kernel,
 )
-from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode

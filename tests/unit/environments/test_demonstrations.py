@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_tokenizer
+from support.tiny_model import tiny_tokenizer
 
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.hint_splicing import splice_hint, splice_hints_cumulatively

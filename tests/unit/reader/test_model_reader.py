@@ -329,7 +329,7 @@ def test_a_fooled_model_can_only_write_a_hint() -> None:
 
 
 def test_the_own_model_reads_special_tokens_as_text() -> None:
-    from tiny import tiny_tokenizer
+    from support.tiny_model import tiny_tokenizer
 
     from courtside.chat.template import ChatTemplate
 

@@ -19,7 +19,7 @@ CONTEXT_LENGTH = 3500
 
 @pytest.fixture(scope="module")
 def student() -> tuple[Any, ChatTemplate]:
-    from tiny import tiny_model, tiny_tokenizer
+    from support.tiny_model import tiny_model, tiny_tokenizer
 
     from courtside.engines.local import LocalEngine
 

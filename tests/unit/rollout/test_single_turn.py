@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest

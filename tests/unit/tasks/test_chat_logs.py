@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe, write_jsonl
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import small_recipe, write_jsonl
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.api import train
 from courtside.engines.base import SampleRequest, Sampling

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_recipe, small_tree
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import small_recipe, small_tree
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.api import evaluate_student
 from courtside.assemble import assemble

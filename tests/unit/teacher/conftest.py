@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from support.tiny_model import tiny_tokenizer
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest, Scores, Want

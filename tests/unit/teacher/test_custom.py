@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 import courtside
 from courtside.assemble import assemble

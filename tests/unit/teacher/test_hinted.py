@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
-from tiny import tiny_model
+from support.small_runs import small_recipe
+from support.tiny_model import tiny_model
 
 from courtside.assemble import assemble
 from courtside.engines.forward.batching import default_pass_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import contents
+from support.small_runs import contents
 
 from courtside.errors import CheckpointError, UserError
 from courtside.training import checkpoints

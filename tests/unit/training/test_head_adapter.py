@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
-from textbook import double
-from tiny import tiny_model, tiny_tokenizer
+from support.small_runs import small_recipe
+from support.textbook import double
+from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.assemble import assemble

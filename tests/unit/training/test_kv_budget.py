@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.engines.loading import load_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 from torch import Tensor, nn
 
 from courtside.assemble import assemble

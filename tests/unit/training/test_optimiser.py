@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 from torch import nn
 
 from courtside.assemble import assemble

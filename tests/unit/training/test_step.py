@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError

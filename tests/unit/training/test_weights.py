@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import small_recipe
+from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import ModelError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tiny import tiny_model, tiny_tokenizer
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest
 from courtside.engines.local import LocalEngine
