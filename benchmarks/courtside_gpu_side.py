@@ -81,7 +81,7 @@ class GpuRun(TimedRun):
             phases=phases,
             gpu_peaks=self.peaks.take(),
             num_device_allocs=self.peaks.take_allocs(),
-            num_sampled_tokens=sum(s.trajectory.num_chosen for s in scored),
+            num_sampled_tokens=sum(s.trajectory.num_completion_tokens for s in scored),
             num_hints=sum(
                 hint_outcomes.drop_reason is None for s in scored for hint_outcomes in s.hints
             ),

@@ -206,7 +206,9 @@ def update(parts: Parts, *, sequences: int, length: int) -> Work:
 
     def call() -> None:
         done = parts.student.step(0, scored)
-        assert sum(done.num_tokens.values()) == sum(s.trajectory.num_chosen for s in scored)
+        assert sum(done.num_tokens.values()) == sum(
+            s.trajectory.num_completion_tokens for s in scored
+        )
 
     # The backward pass is twice as much again, of both.
     counts = {"operations": parts.operations([length] * sequences)}

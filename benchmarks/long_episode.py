@@ -217,8 +217,8 @@ def main() -> None:
     trajectory = job.trajectory
     num_read = len(trajectory.token_ids)
     print(
-        f"{args.model}: {num_read} tokens, {trajectory.num_chosen} of them chosen, {args.turns} "
-        f"turns, {args.hints} hints",
+        f"{args.model}: {num_read} tokens, {trajectory.num_completion_tokens} of them in "
+        f"completions, {args.turns} turns, {args.hints} hints",
         flush=True,
     )
     steps = []
@@ -250,7 +250,7 @@ def main() -> None:
         "seed": SEED,
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "num_tokens": num_read,
-        "num_chosen": trajectory.num_chosen,
+        "num_completion_tokens": trajectory.num_completion_tokens,
         "num_branch_tokens": target.num_context_tokens,
         "num_trained": dict(update.num_tokens),
         "arithmetic": str(job.weights.autocast or torch.float32),

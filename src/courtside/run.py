@@ -252,8 +252,8 @@ class Run:
             teacher_size = self.parts.teacher_sizes[s.target.teacher] if s.target else size
             if s.trajectory.source != "dataset" and not self.recipe.tasks.is_recorded:
                 writer_size = size if s.trajectory.source == "student" else teacher_size
-                self.meter.add("rollout", input_tokens=length - s.trajectory.num_chosen,
-                               output_tokens=s.trajectory.num_chosen,
+                self.meter.add("rollout", input_tokens=length - s.trajectory.num_completion_tokens,
+                               output_tokens=s.trajectory.num_completion_tokens,
                                flops=forward_flops(writer_size, length))  # fmt: skip
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
@@ -330,8 +330,8 @@ def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None)
     trained = [i for i, logp in enumerate(logps or ()) if logp == logp]
     if not trained:
         return 0
-    chosen = [i for i, chosen in enumerate(trajectory.chosen) if chosen]
-    return chosen[trained[-1]]
+    positions = [i for i, is_completion in enumerate(trajectory.completion_mask) if is_completion]
+    return positions[trained[-1]]
 
 
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:

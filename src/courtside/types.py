@@ -122,11 +122,11 @@ class Turn:
     """For people. Training uses `token_ids`."""
     token_ids: tuple[int, ...]
     """Exactly the ids in the model's context; never re-tokenized from text."""
-    chosen: tuple[bool, ...]
+    completion_mask: tuple[bool, ...]
     """True where the turn's author chose the token. Only these can train."""
     sampler_logp: tuple[float, ...] | None = None
     """Per token, under the distribution it was sampled from (temperature and truncation applied).
-    None: not sampled by us. NaN where `chosen` is False."""
+    None: not sampled by us. NaN where `completion_mask` is False."""
     messages: tuple[Message, ...] = ()
     """The environment's messages of this turn; a prompt's are those of its task."""
     num_generation_prompt_tokens: int = 0
@@ -135,7 +135,7 @@ class Turn:
     """Errors of an assistant turn."""
 
     def __post_init__(self) -> None:
-        assert len(self.chosen) == len(self.token_ids) >= self.num_generation_prompt_tokens
+        assert len(self.completion_mask) == len(self.token_ids) >= self.num_generation_prompt_tokens
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
 
 
@@ -147,7 +147,7 @@ class Trajectory:
     task: Task
     turns: tuple[Turn, ...]
     source: Source
-    """Who chose the chosen tokens."""
+    """Who chose the completion tokens."""
     policy_version: int | None
     """Optimizer steps of the student that sampled it, the oldest if there were several; None: not
     sampled by the student."""
@@ -163,34 +163,36 @@ class Trajectory:
         return tuple(i for turn in self.turns for i in turn.token_ids)
 
     @property
-    def chosen(self) -> tuple[bool, ...]:
-        return tuple(c for turn in self.turns for c in turn.chosen)
+    def completion_mask(self) -> tuple[bool, ...]:
+        return tuple(c for turn in self.turns for c in turn.completion_mask)
 
     @property
-    def num_chosen(self) -> int:
-        return sum(sum(turn.chosen) for turn in self.turns)
+    def num_completion_tokens(self) -> int:
+        return sum(sum(turn.completion_mask) for turn in self.turns)
 
     @property
-    def chosen_ids(self) -> tuple[int, ...]:
-        """T ids, T = num_chosen: the tokens that can train, in order."""
-        return tuple(i for t in self.turns for i, c in zip(t.token_ids, t.chosen, strict=True) if c)
+    def completion_ids(self) -> tuple[int, ...]:
+        """T ids, T = num_completion_tokens: the tokens that can train, in order."""
+        return tuple(
+            i for t in self.turns for i, c in zip(t.token_ids, t.completion_mask, strict=True) if c
+        )
 
     @property
     def turn_of(self) -> tuple[int, ...]:
-        """Of each of the T chosen tokens: the index of its turn."""
-        return tuple(i for i, turn in enumerate(self.turns) for c in turn.chosen if c)
+        """Of each of the T completion tokens: the index of its turn."""
+        return tuple(i for i, turn in enumerate(self.turns) for c in turn.completion_mask if c)
 
     @property
     def sampler_logp(self) -> tuple[float, ...] | None:
-        """T log-probs of the chosen tokens; None unless every chosen token was sampled by us."""
+        """T log-probs of the completion tokens; None unless every one was sampled by us."""
         logps: list[float] = []
         for turn in self.turns:
-            if not any(turn.chosen):
+            if not any(turn.completion_mask):
                 continue
             if turn.sampler_logp is None:
                 return None
-            pairs = zip(turn.sampler_logp, turn.chosen, strict=True)
-            logps.extend(logp for logp, chosen in pairs if chosen)
+            pairs = zip(turn.sampler_logp, turn.completion_mask, strict=True)
+            logps.extend(logp for logp, is_completion in pairs if is_completion)
         return tuple(logps)
 
     @property
@@ -255,7 +257,7 @@ class Branch:
     token_ids: tuple[int, ...]
     """The hint, the generation prompt, then the turn's ids verbatim."""
     scored: tuple[bool, ...]
-    """True on the ids of the turn that were chosen."""
+    """True on the completion ids of the turn."""
 
     def __post_init__(self) -> None:
         assert len(self.scored) == len(self.token_ids)
@@ -263,7 +265,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A teacher's scores of the chosen tokens of one trajectory.
+    """A teacher's scores of the completion tokens of one trajectory.
 
     The teacher's distributions are `head` of `hidden_TD` or, where its engine has no hidden states,
     the K likeliest tokens; neither, where the losses need only `logp_T`.
@@ -274,7 +276,7 @@ class Target:
     context: str | None
     """The privileged text in the teacher's context; None: the same context as the student."""
     logp_T: Tensor
-    """Log-probability of each chosen token, at the trajectory's temperature."""
+    """Log-probability of each completion token, at the trajectory's temperature."""
     hidden_TD: Tensor | None = None
     """Last hidden states."""
     head: Any = None
@@ -285,8 +287,8 @@ class Target:
     num_context_tokens: int = 0
     """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
-    """Which of the trajectory's chosen tokens are scored, in order; None: all. The tensors have one
-    row for each."""
+    """Which of the trajectory's completion tokens are scored, in order; None: all. The tensors
+    have one row for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,9 +303,9 @@ class DeferredTarget:
     branches: tuple[Branch, ...]
     """One for each hinted turn, in order."""
     token_indices: tuple[int, ...]
-    """Which of the trajectory's chosen tokens the branches score, in order."""
+    """Which of the trajectory's completion tokens the branches score, in order."""
     bad_tokens: Mapping[int, tuple[int, ...]]
-    """By turn: which of its chosen tokens `hint.bad_span` covers, where it names any."""
+    """By turn: which of its completion tokens `hint.bad_span` covers, where it names any."""
     num_context_tokens: int
     needs_hidden: bool
     """Whether the losses need whole distributions."""
@@ -339,13 +341,13 @@ class Scored:
 
     @property
     def target_mask(self) -> tuple[bool, ...]:
-        """True for those of the trajectory's chosen tokens that a teacher scores."""
+        """True for those of the trajectory's completion tokens that a teacher scores."""
         scored = self.target or self.deferred
-        num_chosen = self.trajectory.num_chosen
+        num_completion_tokens = self.trajectory.num_completion_tokens
         if scored is None or scored.token_indices is None:
-            return (scored is not None,) * num_chosen
+            return (scored is not None,) * num_completion_tokens
         indices = set(scored.token_indices)
-        return tuple(i in indices for i in range(num_chosen))
+        return tuple(i in indices for i in range(num_completion_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +364,7 @@ class Update:
     num_tokens: Mapping[str, int]
     """Trained tokens of each component in this step."""
     student_logp: Mapping[str, tuple[float, ...]]
-    """By trajectory id: log-probs of its chosen tokens under the student just before the step."""
+    """By trajectory id: log-probs of its completion tokens under the student before the step."""
     teacher_logp: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By trajectory id: the `logp_T` of deferred targets, which the update scored."""
 

@@ -51,8 +51,8 @@ def make_trajectory(parts: Runtime, number: int) -> Trajectory:
     def answer() -> Turn:
         words = ids(draw.randint(3, 25))
         logps = tuple(draw.uniform(-7, -4) for _ in words)
-        return Turn(role="assistant", text="", token_ids=words, chosen=(True,) * len(words),
-                    sampler_logp=logps)  # fmt: skip
+        return Turn(role="assistant", text="", token_ids=words,
+                    completion_mask=(True,) * len(words), sampler_logp=logps)  # fmt: skip
 
     task = Task(
         id=f"task{number % 3}",
@@ -64,9 +64,9 @@ def make_trajectory(parts: Runtime, number: int) -> Trajectory:
         id=f"t{number}",
         task=task,
         turns=(
-            Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
+            Turn(role="prompt", text="", token_ids=prompt, completion_mask=(False,) * len(prompt)),
             answer(),
-            Turn(role="environment", text="", token_ids=between, chosen=(False,) * 4),
+            Turn(role="environment", text="", token_ids=between, completion_mask=(False,) * 4),
             answer(),
         ),
         source="student",

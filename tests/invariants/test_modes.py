@@ -202,8 +202,8 @@ def test_a_mix_has_the_shares_that_it_says(tiny_folder, tiny_teacher_folder, sho
         by_student = [t for t in trajectories if t.source == "student"]
         by_data = [t for t in trajectories if t.source == "dataset"]
         assert len(by_student) == 2 * own and len(by_data) == 8 - own
-        assert update.num_tokens["divergence"] == sum(t.num_chosen for t in by_student)
-        assert update.num_tokens["cross_entropy"] == sum(t.num_chosen for t in by_data)
+        assert update.num_tokens["divergence"] == sum(t.num_completion_tokens for t in by_student)
+        assert update.num_tokens["cross_entropy"] == sum(t.num_completion_tokens for t in by_data)
 
 
 def test_one_prompt_many_times(tiny_folder, tiny_teacher_folder, short_tasks):
@@ -219,7 +219,7 @@ def test_one_prompt_many_times(tiny_folder, tiny_teacher_folder, short_tasks):
     done = train(parts, 20)
     assert len({t.task.id for trajectories, _ in done for t in trajectories}) == 1
     # Not the same samples, though: each draws its own random numbers.
-    assert len({t.chosen_ids for t in done[0][0]}) > 4
+    assert len({t.completion_ids for t in done[0][0]}) > 4
     kls = [update.metrics["kl"] for _, update in done]
     assert sum(kls[-3:]) < 0.5 * sum(kls[:3])
 

@@ -56,7 +56,7 @@ def written(parts: Runtime, step: int = 0) -> list[Trajectory]:
 
 def rescored(parts: Runtime, trajectories: list[Trajectory]) -> list[list[float]]:
     requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
         for t in trajectories
     ]
     return [scores.logp_T.tolist() for scores in parts.engine.score(requests)]

@@ -140,8 +140,8 @@ def check(
     trunk = tuple(i for turn in trajectory.turns[: hint.turn + 1] for i in turn.token_ids)
     sequence = trajectory.token_ids[: twig.splice] + twig.token_ids
     assert sequence[len(sequence) - num_target :] == target.token_ids
-    assert twig.scored[len(twig.scored) - num_target :] == target.chosen
-    assert sum(twig.scored) == sum(target.chosen)
+    assert twig.scored[len(twig.scored) - num_target :] == target.completion_mask
+    assert sum(twig.scored) == sum(target.completion_mask)
     if place == "system":
         later = trunk[len(trajectory.turns[0].token_ids) :]
         assert twig.splice == 0 and sequence[len(sequence) - len(later) :] == later

@@ -98,7 +98,7 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
     run = train(recipe, tmp_path / "again")
     played = {one.trajectory.id: one.trajectory for one in first.trajectories(0)}
     hinted = expected_turns(first)
-    sizes = [sum(played[id].turns[turn].chosen) for id, turn, _ in hinted]
+    sizes = [sum(played[id].turns[turn].completion_mask) for id, turn, _ in hinted]
     for step, row in enumerate(run.metrics()):  # an epoch is a step here
         stored = run.trajectories(step)
         assert {one.trajectory.id: one.trajectory for one in stored} == {

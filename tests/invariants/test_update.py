@@ -60,11 +60,11 @@ def make_trajectory(
         id=f"{number:03d}-{preference or source}",
         task=task,
         turns=(
-            Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
-            Turn(role="assistant", text="", token_ids=first, chosen=(True,) * len(first),
+            Turn(role="prompt", text="", token_ids=prompt, completion_mask=(False,) * len(prompt)),
+            Turn(role="assistant", text="", token_ids=first, completion_mask=(True,) * len(first),
                  sampler_logp=logps(len(first))),
-            Turn(role="environment", text="", token_ids=between, chosen=(False,) * 3),
-            Turn(role="assistant", text="", token_ids=second, chosen=(True,) * len(second),
+            Turn(role="environment", text="", token_ids=between, completion_mask=(False,) * 3),
+            Turn(role="assistant", text="", token_ids=second, completion_mask=(True,) * len(second),
                  sampler_logp=logps(len(second))),
         ),
         source=source,  # type: ignore[arg-type]

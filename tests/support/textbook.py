@@ -18,7 +18,7 @@ from courtside.types import Scored, Trajectory
 def logp_of(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
     """(log-probs over all words, of the chosen word) at each chosen position."""
     ids = torch.tensor(trajectory.token_ids)
-    at = torch.tensor([i for i, chosen in enumerate(trajectory.chosen) if chosen])
+    at = torch.tensor([i for i, chosen in enumerate(trajectory.completion_mask) if chosen])
     logits_LV = model(input_ids=ids[None]).logits[0]
     logp_TV = (logits_LV[at - 1] / trajectory.temperature).log_softmax(-1)
     return logp_TV, logp_TV[range(len(at)), ids[at]]

@@ -118,8 +118,8 @@ def make_task(**changes: Any) -> Task:
 
 def make_trajectory(id: str = "a", text: str = "Sorry, no.") -> Trajectory:
     turns = (
-        Turn(role="prompt", text="Hi", token_ids=(1,), chosen=(False,)),
-        Turn(role="assistant", text=text, token_ids=(2, 3), chosen=(True, True)),
+        Turn(role="prompt", text="Hi", token_ids=(1,), completion_mask=(False,)),
+        Turn(role="assistant", text=text, token_ids=(2, 3), completion_mask=(True, True)),
     )
     return Trajectory(
         id=id, task=make_task(), turns=turns, source="student", policy_version=0, temperature=1.0,

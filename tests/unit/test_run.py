@@ -347,7 +347,7 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
     assert teacher_size > size
     stored = [s.trajectory for step in (0, 1) for s in folder.trajectories(step)]
     length = sum(len(t.token_ids) for t in stored)
-    written = sum(t.num_chosen for t in stored)
+    written = sum(t.num_completion_tokens for t in stored)
     costs = folder.read_costs()
     assert costs["rollout"].output_tokens == written
     assert costs["rollout"].input_tokens == length - written
@@ -374,8 +374,8 @@ def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folde
         train(recipe, tmp_path / "run", screen=Recorder(stop))
     paid = RunFolder.read(tmp_path / "run").read_costs()
     folder = train(recipe, tmp_path / "run")
-    once = sum(t.trajectory.num_chosen for s in range(5) for t in folder.trajectories(s))
-    again = sum(t.trajectory.num_chosen for t in folder.trajectories(2))
+    once = sum(t.trajectory.num_completion_tokens for s in range(5) for t in folder.trajectories(s))
+    again = sum(t.trajectory.num_completion_tokens for t in folder.trajectories(2))
     assert folder.read_costs()["rollout"].output_tokens == once + again
     assert folder.read_costs()["rollout"].seconds > paid["rollout"].seconds
 

@@ -47,7 +47,7 @@ class SplicedTrajectory:
     trajectory: str
     token_ids: tuple[int, ...]
     scored: tuple[tuple[int, tuple[int, ...]], ...]
-    """(turn, positions of its chosen ids in `token_ids`) for each hinted turn."""
+    """(turn, positions of its completion ids in `token_ids`) for each hinted turn."""
 
 
 def splice_hint(
@@ -82,7 +82,7 @@ def splice_hint(
         turn=hint.turn,
         splice=splice,
         token_ids=context + target.token_ids,
-        scored=(False,) * len(context) + target.chosen,
+        scored=(False,) * len(context) + target.completion_mask,
     )
 
 
@@ -114,7 +114,7 @@ def splice_hints_cumulatively(
             )
             del ids[len(ids) - num_replaced :]
             ids += context
-            chosen = (len(ids) + i for i, chosen in enumerate(turn.chosen) if chosen)
+            chosen = (len(ids) + i for i, chosen in enumerate(turn.completion_mask) if chosen)
             scored.append((index, tuple(chosen)))
         ids += turn.token_ids
     return SplicedTrajectory(trajectory=trajectory.id, token_ids=tuple(ids), scored=tuple(scored))

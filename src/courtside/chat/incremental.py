@@ -105,7 +105,7 @@ class IncrementalTemplate:
             role="assistant",
             text=sample.text,
             token_ids=sample.token_ids,
-            chosen=(True,) * len(sample.token_ids),
+            completion_mask=(True,) * len(sample.token_ids),
             sampler_logp=sample.logp or None,
             events=tuple(events),
         )
@@ -247,7 +247,7 @@ def _make_turn(
         role=role,
         text=format_messages(messages),
         token_ids=ids,
-        chosen=(False,) * len(ids),
+        completion_mask=(False,) * len(ids),
         messages=tuple(messages),
         num_generation_prompt_tokens=span.num_generation_prompt_tokens,
     )

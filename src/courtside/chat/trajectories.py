@@ -25,13 +25,13 @@ def make_trajectory(
         role="prompt",
         text=format_messages(task.messages),
         token_ids=prompt_ids,
-        chosen=(False,) * len(prompt_ids),
+        completion_mask=(False,) * len(prompt_ids),
     )
     answer = Turn(
         role="assistant",
         text=sample.text,
         token_ids=sample.token_ids,
-        chosen=(True,) * len(sample.token_ids),
+        completion_mask=(True,) * len(sample.token_ids),
         sampler_logp=None if source == "dataset" else sample.logp,
     )
     return Trajectory(

@@ -44,9 +44,9 @@ def logp_drop(before: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
     `logp_drop/error_turns` the others; a group without turns is omitted. Over all turns together
     the mean would estimate KL(before ‖ now). Each group alone does not: it is selected by outcome.
     """
-    sampled = [t for t in before if t.num_chosen]
+    sampled = [t for t in before if t.num_completion_tokens]
     requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
         for t in sampled
     ]
     drops: dict[str, list[float]] = {"logp_drop/clean_turns": [], "logp_drop/error_turns": []}

@@ -89,7 +89,7 @@ class Suite:
             metrics={
                 "num_tasks": len(self.tasks),
                 "samples": self.samples,
-                "length": sum(t.num_chosen for t in trajectories) / len(trajectories),
+                "length": sum(t.num_completion_tokens for t in trajectories) / len(trajectories),
                 "truncated": sum(t.stop == "length" for t in trajectories) / len(trajectories),
                 **metrics,
             },
@@ -126,7 +126,7 @@ def reverse_kl(own: Sequence[Trajectory], targets: Mapping[str, Target]) -> dict
 def forward_kl(theirs: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
     """KL(teacher ‖ student) per token, estimated on the teacher's answers."""
     requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
         for t in theirs
     ]
     gaps = [

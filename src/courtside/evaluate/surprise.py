@@ -22,7 +22,7 @@ def surprise(trajectories: Sequence[Trajectory], engine: InProcessEngine) -> flo
     text that the student sampled, whatever it is unsure of.
     """
     requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=t.temperature)
+        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
         for t in trajectories
     ]
     total, count = 0.0, 0

@@ -56,9 +56,11 @@ class NoReader(ReaderStage):
 
 
 def hintable_turns(trajectory: Trajectory) -> tuple[int, ...]:
-    """Indices of turns that can get a hint: assistant turns with chosen tokens."""
+    """Indices of turns that can get a hint: assistant turns with completion tokens."""
     return tuple(
-        i for i, t in enumerate(trajectory.turns) if t.role == "assistant" and any(t.chosen)
+        i
+        for i, t in enumerate(trajectory.turns)
+        if t.role == "assistant" and any(t.completion_mask)
     )
 
 
@@ -71,8 +73,8 @@ def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str 
         return "no_such_turn"
     if turns[hint.turn].role != "assistant":
         return "not_assistant"
-    if not any(turns[hint.turn].chosen):
-        return "nothing_chosen"
+    if not any(turns[hint.turn].completion_mask):
+        return "no_completion"
     return None if hint.text.strip() else "empty_hint"
 
 

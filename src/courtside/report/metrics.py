@@ -17,7 +17,7 @@ def metrics_row(
 ) -> Row:
     """The update, the trajectories' lengths, grades, events and hints, and the phases' seconds."""
     trajectories = [one.trajectory for one in scored]
-    lengths = [trajectory.num_chosen for trajectory in trajectories]
+    lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
     row |= {f"loss/{name}": value for name, value in update.components.items()}

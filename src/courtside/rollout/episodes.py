@@ -131,7 +131,7 @@ class EpisodeRollout:
             if not texts:
                 continue
             context = tuple(
-                replace(t, chosen=(False,) * len(t.token_ids), sampler_logp=None)
+                replace(t, completion_mask=(False,) * len(t.token_ids), sampler_logp=None)
                 for t in trajectory.turns[:index]
             )
             ids = self.template.renderer.completion_ids((PROBE_PROMPT,), texts[0])

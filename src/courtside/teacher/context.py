@@ -60,4 +60,4 @@ def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str
         and other.grade is not None
         and other.grade.passed
     ]
-    return min(passing, key=lambda t: (t.num_chosen, t.id)).response if passing else ""
+    return min(passing, key=lambda t: (t.num_completion_tokens, t.id)).response if passing else ""

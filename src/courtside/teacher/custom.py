@@ -65,13 +65,13 @@ class CustomTeacher:
 
     def _check(self, trajectory: Trajectory, target: Target) -> None:
         indices = target.token_indices
-        size = trajectory.num_chosen if indices is None else len(indices)
+        size = trajectory.num_completion_tokens if indices is None else len(indices)
         columns = (target.logp_T, target.hidden_TD, target.top_ids_TK, target.top_logp_TK)
         if any(column is not None and len(column) != size for column in columns):
             self._refuse(
                 f"has {len(target.logp_T)} log-probs for {trajectory.id!r}, which has {size} "
-                "tokens to score: return a row for each of trajectory.chosen_ids, or name them in "
-                "token_indices"
+                "tokens to score: return a row for each of trajectory.completion_ids, or name them "
+                "in token_indices"
             )
         if target.hidden_TD is not None and target.head is not None:
             return

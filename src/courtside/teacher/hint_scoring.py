@@ -55,7 +55,7 @@ class HintedScores:
     turns: tuple[int, ...] = ()
     """Those whose hints train, in order."""
     scores: Scores | None = None
-    """Of the chosen tokens of `turns`, under their hints; None: no hint trains."""
+    """Of the completion tokens of `turns`, under their hints; None: no hint trains."""
     num_tokens: int = 0
     """Tokens that were scored in addition to the trajectory."""
 
@@ -128,11 +128,11 @@ class HintScorer:
         return {trajectory.id: self._splice(trajectory, hints) for trajectory, hints in hinted}
 
     def bad_tokens(self, trajectory: Trajectory, hint: Hint) -> tuple[int, ...]:
-        """Which of the turn's chosen tokens `hint.bad_span` covers."""
+        """Which of the turn's completion tokens `hint.bad_span` covers."""
         if not hint.bad_span:
             return ()
         turn = trajectory.turns[hint.turn]
-        ids = [i for i, chosen in zip(turn.token_ids, turn.chosen, strict=True) if chosen]
+        ids = [i for i, chosen in zip(turn.token_ids, turn.completion_mask, strict=True) if chosen]
         return tokens_of_span(self.template.renderer.pieces(ids), hint.bad_span)
 
     # ── each hint alone ──────────────────────────────────────────────────────────────────────────
@@ -317,18 +317,18 @@ def _split_scores(scores: Scores, whole: SplicedTrajectory) -> dict[int, Scores]
 
 
 def _mask_turns(trajectory: Trajectory, turns: Mapping[int, Any]) -> tuple[bool, ...]:
-    """True for the chosen ids of these turns, among all ids of the trajectory."""
+    """True for the completion ids of these turns, among all ids of the trajectory."""
     return tuple(
         chosen and index in turns
         for index, turn in enumerate(trajectory.turns)
-        for chosen in turn.chosen
+        for chosen in turn.completion_mask
     )
 
 
 def _split_by_turn(
     trajectory: Trajectory, turns: Mapping[int, Any], values_T: Tensor
 ) -> dict[int, Tensor]:
-    """Values of the chosen tokens of these turns, by turn."""
+    """Values of the completion tokens of these turns, by turn."""
     indices = sorted(turns)
-    sizes = [sum(trajectory.turns[index].chosen) for index in indices]
+    sizes = [sum(trajectory.turns[index].completion_mask) for index in indices]
     return dict(zip(indices, torch.split(values_T, sizes), strict=True))

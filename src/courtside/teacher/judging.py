@@ -24,7 +24,7 @@ def judge_hint(
     pass_rate: float | None = None,
     settings: HintsConfig = KEEP_ALL,
 ) -> HintOutcome:
-    """From the log-probs of the turn's chosen tokens without and with the hint."""
+    """From the log-probs of the turn's completion tokens without and with the hint."""
     fall_T = plain_T - hinted_T
     shift, reason = float(fall_T.sum()), None
     if settings.min_shift is not None and shift < settings.min_shift:

@@ -151,7 +151,7 @@ class Teacher:
             waiting = [HintOutcome(hint=hint, shift=None) for hint, _ in inserted.values()]
             outcomes = (*spliced[trajectory.id].dropped, *waiting)
             outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.hint.turn))
-            # A turn without a chosen token trains nothing, and the update may end before it.
+            # A turn without a completion token trains nothing, and the update may end before it.
             branches = tuple(branch for _, branch in inserted.values() if any(branch.scored))
             turns = [branch.turn for branch in branches]
             deferred = DeferredTarget(
@@ -206,7 +206,8 @@ class Teacher:
             prompt_ids = self.renderer.prompt_ids(messages)
         return ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
-            scored=(False,) * len(prompt_ids) + tuple(c for turn in turns for c in turn.chosen),
+            scored=(False,) * len(prompt_ids)
+            + tuple(c for turn in turns for c in turn.completion_mask),
             temperature=trajectory.temperature,
         )
 
@@ -227,5 +228,5 @@ def _join_texts(outcomes: Sequence[HintOutcome]) -> str:
 
 
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:
-    """Which of the chosen tokens are in these turns."""
+    """Which of the completion tokens are in these turns."""
     return tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in turns)

@@ -25,12 +25,12 @@ class LossTerm:
     name: str
     loss: Loss
     weight: Mapping[str, tuple[float, ...]]
-    """By trajectory id: weight of each chosen token in this loss's mean, 0 where it does not train.
-    Trajectories without trained tokens are left out."""
+    """By trajectory id: weight of each completion token in this loss's mean, 0 where it does not
+    train. Trajectories without trained tokens are left out."""
     denominator: int
     """Trained tokens over the whole step, or turns; for preferences, pairs."""
     advantage: Mapping[str, tuple[float, ...]]
-    """By trajectory id, per chosen token: the advantage from rewards, or a preference's
+    """By trajectory id, per completion token: the advantage from rewards, or a preference's
     coefficient, which `Student` computes."""
 
     @property
@@ -62,9 +62,9 @@ def make_loss_terms(
 
 
 def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
-    """Which chosen tokens of a trajectory the loss trains on: those that have what it needs."""
+    """Which completion tokens of a trajectory the loss trains on: those that have what it needs."""
     trajectory = scored.trajectory
-    none, all_ = ((value,) * trajectory.num_chosen for value in (False, True))
+    none, all_ = ((value,) * trajectory.num_completion_tokens for value in (False, True))
     if loss.kind == "preference":
         return all_ if trajectory.preference is not None else none
     if loss.on in ("student", "teacher", "dataset") and loss.on != trajectory.source:
@@ -103,7 +103,7 @@ def _by_turn(
 
 
 def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]]:
-    """By trajectory id: which chosen tokens any loss trains on. No logits of others are needed."""
+    """By trajectory id: which completion tokens any loss trains on; others need no logits."""
     trained: dict[str, tuple[bool, ...]] = {}
     for term in terms:
         for id, weights in term.weight.items():
@@ -171,7 +171,7 @@ def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str
             (t.id, i): float(bool(turn.events))
             for t in group
             for i, turn in enumerate(t.turns)
-            if any(turn.chosen)
+            if any(turn.completion_mask)
         }
         mean = sum(wrong.values()) / len(wrong)
         penalties |= {turn: -loss.turn_penalty * (error - mean) for turn, error in wrong.items()}

@@ -28,7 +28,7 @@ def weigh_preferences(
 ) -> LossTerm:
     """A preference term with the coefficients of this micro-batch's pairs.
 
-    `hidden`: by trajectory id, the hidden states that predict its chosen tokens.
+    `hidden`: by trajectory id, the hidden states that predict its completion tokens.
     """
     assert term.loss.kind == "preference"
     beta = term.loss.beta
@@ -37,7 +37,7 @@ def weigh_preferences(
         weight = float(dpo_token_weights(*sums, beta=beta))
         # The sign: better tokens rise, worse ones fall.
         for s, coefficient in ((better, -weight), (worse, weight)):
-            coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_chosen
+            coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_completion_tokens
         metrics.add_loss(term.name, dpo(*sums, beta=beta) / term.denominator)
         metrics.mean(f"{term.name}/accuracy", sums[0] - sums[2] > sums[1] - sums[3])
     return replace(term, advantage=coefficients)
@@ -59,8 +59,8 @@ def _pair_log_likelihoods(
 
 
 def _log_likelihood(trajectory: Trajectory, hidden_TD: Tensor, head: LMHead, chunk: int) -> Tensor:
-    """Σ log π of its chosen tokens."""
-    ids_T = tensor_on(trajectory.chosen_ids, dtype=torch.long, device=hidden_TD.device)
+    """Σ log π of its completion tokens."""
+    ids_T = tensor_on(trajectory.completion_ids, dtype=torch.long, device=hidden_TD.device)
     total = hidden_TD.new_zeros((), dtype=torch.float64)
     for part_ND, ids_N in zip(hidden_TD.split(chunk), ids_T.split(chunk), strict=True):
         logp_NV = (head(part_ND) / trajectory.temperature).log_softmax(-1)

@@ -96,7 +96,7 @@ class Student:
         """Add this step's gradients to the weights.
 
         Trajectories without a trained token take no part, nor does what follows the last one.
-        Log-probs of chosen tokens that do not train are NaN.
+        Log-probs of completion tokens that do not train are NaN.
         """
         student: dict[str, Tensor] = {}
         teacher: dict[str, Tensor] = {}
@@ -264,13 +264,13 @@ class Student:
 
 
 TrainedTokens = Mapping[str, tuple[bool, ...]]
-"""By trajectory id: which of its chosen tokens train."""
+"""By trajectory id: which of its completion tokens train."""
 
 
 def _trained_positions(s: Scored, trained: TrainedTokens) -> list[int]:
     """Indices of its trained tokens among all ids of the trajectory."""
-    chosen = (i for i, chosen in enumerate(s.trajectory.chosen) if chosen)
-    return [i for i, trains in zip(chosen, trained[s.trajectory.id], strict=True) if trains]
+    positions = (i for i, is_completion in enumerate(s.trajectory.completion_mask) if is_completion)
+    return [i for i, trains in zip(positions, trained[s.trajectory.id], strict=True) if trains]
 
 
 def _forward_ids(s: Scored, trained: TrainedTokens) -> tuple[int, ...]:
@@ -282,7 +282,7 @@ class LogProbs(NamedTuple):
     """By trajectory id."""
 
     student: dict[str, tuple[float, ...]]
-    """Of the chosen tokens."""
+    """Of the completion tokens."""
     teacher: dict[str, tuple[float, ...]]
     """Of the targets that the update scored itself."""
 

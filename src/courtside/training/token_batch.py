@@ -64,12 +64,12 @@ def make_token_batch(
     """The trained tokens of trajectories with one teacher, in order; `hidden_ND` has only those."""
     device = hidden_ND.device
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-    counts = [s.trajectory.num_chosen for s in group]
+    counts = [s.trajectory.num_completion_tokens for s in group]
     # Columns are made on the host and copied together, without synchronizing with a GPU.
     columns = _columns(group, terms, counts)
     values_KN = tensor_on(list(columns.values()), dtype=dtype, device=device)
     column = dict(zip(columns, values_KN.unbind(), strict=True))
-    ids = [token for s in group for token in s.trajectory.chosen_ids]
+    ids = [token for s in group for token in s.trajectory.completion_ids]
 
     def gather(targets: Sequence[Target | None], name: str, fill: float = 0.0) -> Tensor | None:
         return _gather(targets, counts, name, fill, device)
@@ -80,7 +80,7 @@ def make_token_batch(
 
     targets = [s.target for s in group]
     references = [s.reference for s in group]
-    all_chosen = TokenBatch(
+    tokens = TokenBatch(
         hidden_ND=values_KN.new_empty(len(ids), 0),  # replaced when the trained ones are selected
         ids_N=tensor_on(ids, dtype=torch.long, device=device),
         temperature_N=column["temperature", ""],
@@ -100,14 +100,14 @@ def make_token_batch(
     mask = [is_trained for s in group for is_trained in trained[s.trajectory.id]]
     if not all(mask):
         indices = [i for i, is_trained in enumerate(mask) if is_trained]
-        all_chosen = all_chosen.select(tensor_on(indices, dtype=torch.long, device=device))
-    return replace(all_chosen, hidden_ND=hidden_ND)
+        tokens = tokens.select(tensor_on(indices, dtype=torch.long, device=device))
+    return replace(tokens, hidden_ND=hidden_ND)
 
 
 def _columns(
     group: Sequence[Scored], terms: Sequence[LossTerm], counts: Sequence[int]
 ) -> dict[tuple[str, str], list[float]]:
-    """Numbers of all chosen tokens, by (kind, name of the loss term or "")."""
+    """Numbers of all completion tokens, by (kind, name of the loss term or "")."""
 
     def repeat(values: list[float]) -> list[float]:
         """From one value per trajectory to one per position."""
@@ -144,8 +144,8 @@ def _gather(
     fill: float,
     device: torch.device,
 ) -> Tensor | None:
-    """A tensor of the targets at all chosen tokens, `fill` at those that a target does not score
-    (no loss trains there); None: no target has it."""
+    """A tensor of the targets at all completion tokens, `fill` at those that a target does not
+    score (no loss trains there); None: no target has it."""
     tensors = [None if target is None else getattr(target, name) for target in targets]
     like = next((tensor for tensor in tensors if tensor is not None), None)
     if like is None:

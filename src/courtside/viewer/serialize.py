@@ -43,7 +43,7 @@ def listed(outline: Outline) -> Tree:
         "grade": grade_tree(trajectory.grade),
         "turns": len(own),
         "errors": sum(bool(turn.events) for turn in own),
-        "tokens": outline.num_chosen,
+        "tokens": outline.num_completion_tokens,
         "hints": len(outline.hints),
     }
 
@@ -76,7 +76,7 @@ def conversation(stored: StoredTrajectory, mine: Mapping[int, Hint]) -> Tree:
                     {"kind": event.kind, "message": event.details.get("message", "")}
                     for event in turn.events
                 ],
-                "tokens": sum(turn.chosen),
+                "tokens": sum(turn.completion_mask),
                 "gap": _mean(gaps[number]),
                 "hints": hints.get(number, []),
                 "mine": mine_tree(mine.get(number)),

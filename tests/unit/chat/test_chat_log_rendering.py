@@ -45,7 +45,7 @@ def test_calls_are_written_as_text_where_the_template_has_none() -> None:
     assert call.text == chosen_text
     assert result.messages == (Message(role="tool", content="4<|im_end|>"),)
     assert answer.text == "It is 4."
-    assert all(call.chosen + answer.chosen) and not any(result.chosen)
+    assert all(call.completion_mask + answer.completion_mask) and not any(result.completion_mask)
     assert call.sampler_logp is None and trajectory.sampler_logp is None
     assert (trajectory.source, trajectory.stop, trajectory.policy_version) == (
         "dataset", "dataset", None,
@@ -123,7 +123,7 @@ def test_few_shot_answers_belong_to_the_prompt() -> None:
     talk = [{"role": m.role, "content": m.content} for m in shots]
     trajectory = trajectory_from_chat_log(task, [*talk, TALK[3]], TURNS, id="r")
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant"]
-    assert trajectory.num_chosen == len("It is 4.") + 1
+    assert trajectory.num_completion_tokens == len("It is 4.") + 1
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

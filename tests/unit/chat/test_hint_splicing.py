@@ -160,10 +160,10 @@ def test_tool_results_that_share_a_message_take_the_hint_among_them() -> None:
 @pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
 def test_only_what_was_chosen_is_scored(place: HintPlacement) -> None:
     turn = EPISODE.turns[3]
-    forced = replace(turn, chosen=(False, *turn.chosen[1:]))
+    forced = replace(turn, completion_mask=(False, *turn.completion_mask[1:]))
     trajectory = replace(EPISODE, turns=(*EPISODE.turns[:3], forced, *EPISODE.turns[4:]))
     twig = spliced(trajectory, hint(3), place)
-    assert twig.scored[-len(turn.token_ids) :] == forced.chosen
+    assert twig.scored[-len(turn.token_ids) :] == forced.completion_mask
     assert not any(twig.scored[: -len(turn.token_ids)])
 
 

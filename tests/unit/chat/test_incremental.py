@@ -176,7 +176,7 @@ def test_turns_carry_their_messages_and_opening() -> None:
     event = Event(kind="tool_not_found")
     answer = TURNS.assistant_turn(sample, [event])
     assert (answer.token_ids, answer.sampler_logp) == ((70, END), (-1.0, -0.5))
-    assert answer.chosen == (True, True) and answer.events == (event,)
+    assert answer.completion_mask == (True, True) and answer.events == (event,)
     environment = TURNS.environment_turn([RESULT], add_end_of_turn=False)
     assert environment.role == "environment" and environment.messages == (RESULT,)
     assert environment.token_ids == TURNS.render_continuation([RESULT]).token_ids
@@ -185,7 +185,7 @@ def test_turns_carry_their_messages_and_opening() -> None:
         == prompt.num_generation_prompt_tokens
         == len("s" + "assistant" + "\n")
     )
-    assert not any(prompt.chosen + environment.chosen)
+    assert not any(prompt.completion_mask + environment.completion_mask)
     assert environment.text == "tool: 42."
 
 
@@ -193,7 +193,7 @@ def test_an_answer_that_ran_into_its_limit_is_closed_by_the_environment() -> Non
     assert TURNS.is_ended((70, END)) and not TURNS.is_ended((70,)) and not TURNS.is_ended(())
     closed = TURNS.environment_turn([RESULT], add_end_of_turn=True)
     assert closed.token_ids == (END, *TURNS.render_continuation([RESULT]).token_ids)
-    assert not any(closed.chosen)
+    assert not any(closed.completion_mask)
 
 
 def test_the_end_token_is_the_templates_not_just_any_of_the_models() -> None:

@@ -28,8 +28,8 @@ def test_ids_pass_through_untouched(
         grade=Grade(score=1.0, passed=True, feedback=""),
     )  # fmt: skip
     assert trajectory.token_ids == prompt + sampled
-    assert trajectory.chosen == (False,) * len(prompt) + (True,) * len(sampled)
-    assert trajectory.chosen_ids == sampled
+    assert trajectory.completion_mask == (False,) * len(prompt) + (True,) * len(sampled)
+    assert trajectory.completion_ids == sampled
     assert trajectory.sampler_logp == (None if source == "dataset" else logp)
     assert trajectory.response == "whatever a person reads"
     assert (trajectory.temperature, trajectory.stop, trajectory.policy_version) == (0.7, "eos", 3)

@@ -19,13 +19,13 @@ TASK = Task(id="t", split="test", messages=(Message(role="user", content="Go."),
 def said(logps: Sequence[float], *kinds: str) -> Turn:
     size = len(logps)
     return Turn(
-        role="assistant", text="x", token_ids=(7,) * size, chosen=(True,) * size,
+        role="assistant", text="x", token_ids=(7,) * size, completion_mask=(True,) * size,
         sampler_logp=tuple(logps), events=tuple(Event(kind=kind) for kind in kinds),
     )  # fmt: skip
 
 
 def played(*turns: Turn) -> Trajectory:
-    prompt = Turn(role="prompt", text="", token_ids=(1, 2), chosen=(False, False))
+    prompt = Turn(role="prompt", text="", token_ids=(1, 2), completion_mask=(False, False))
     return Trajectory(
         id="e", task=TASK, turns=(prompt, *turns), source="student", policy_version=0,
         temperature=0.5, stop="eos",

@@ -18,7 +18,11 @@ def tool(*texts: str) -> Turn:
 def environment(*messages: Message) -> Turn:
     text = "\n".join(message.content for message in messages)
     return Turn(
-        role="environment", text=text, token_ids=(7, 8), chosen=(False, False), messages=messages
+        role="environment",
+        text=text,
+        token_ids=(7, 8),
+        completion_mask=(False, False),
+        messages=messages,
     )
 
 
@@ -27,7 +31,7 @@ def assistant(text: str, *events: Event, num_tokens: int = 3) -> Turn:
         role="assistant",
         text=text,
         token_ids=tuple(range(num_tokens)),
-        chosen=(True,) * num_tokens,
+        completion_mask=(True,) * num_tokens,
         events=events,
     )
 
@@ -50,7 +54,7 @@ def play(
     task = Task(
         id=f"task-{id}", split="train", messages=prompt_messages, privileged=privileged or {}
     )
-    opening = Turn(role="prompt", text=prompt, token_ids=(1, 2), chosen=(False, False))
+    opening = Turn(role="prompt", text=prompt, token_ids=(1, 2), completion_mask=(False, False))
     later_turns = tuple(assistant(turn) if isinstance(turn, str) else turn for turn in turns)
     return Trajectory(
         id=id,

@@ -84,7 +84,7 @@ def test_hints_that_fit_no_turn_are_dropped_whoever_wrote_them() -> None:
     assert [h.turn for h in output.hints] == [5]
     assert output.counts == {
         "dropped/no_such_trajectory": 1, "dropped/no_such_turn": 2, "dropped/not_assistant": 2,
-        "dropped/nothing_chosen": 1, "dropped/empty_hint": 1, "accepted": 1, "rules/test": 8,
+        "dropped/no_completion": 1, "dropped/empty_hint": 1, "accepted": 1, "rules/test": 8,
     }  # fmt: skip
 
 

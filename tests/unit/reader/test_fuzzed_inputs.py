@@ -51,7 +51,7 @@ def a_turn(draw: st.DrawFn) -> Turn:
         role=role,  # type: ignore[arg-type]
         text=draw(texts),
         token_ids=tuple(range(num)),
-        chosen=chosen,
+        completion_mask=chosen,
         messages=tuple(draw(st.lists(messages, max_size=2))) if role == "environment" else (),
         events=draw(events) if role == "assistant" else (),
     )
@@ -105,7 +105,7 @@ def check(reading: ReaderOutput, batch: Sequence[Trajectory], max_hints: int, co
     assert len(set(places)) == len(places)
     for hint in reading.hints:
         turn = by_id[hint.trajectory].turns[hint.turn]
-        assert hint.turn >= 0 and turn.role == "assistant" and any(turn.chosen)
+        assert hint.turn >= 0 and turn.role == "assistant" and any(turn.completion_mask)
         assert 0 < len(hint.text) <= 1000 and hint.text == hint.text.strip()
         assert not any(c in hint.text for c in "\x00\ud800\ufdd0\u2028")
         assert hint.bad_span is None or hint.bad_span in turn.text
@@ -202,7 +202,7 @@ def test_windows(
     for trajectory in batch:
         windows = make_windows(trajectory, config)
         hintable = {i for i, t in enumerate(trajectory.turns)
-                    if t.role == "assistant" and any(t.chosen)}  # fmt: skip
+                    if t.role == "assistant" and any(t.completion_mask)}  # fmt: skip
         assert {turn for w in windows for turn in w.turns} == hintable
 
 

@@ -68,13 +68,15 @@ def make_task(number: int) -> Task:
 def make_trajectory(name: str, number: int, *, length: int = 6, passed: bool = True) -> Trajectory:
     draw = random.Random(f"{name} {number}")
     words = [WORDS[(number + i) % len(WORDS)] for i in range(length)]
-    prompt = Turn(role="prompt", text=f"{number} + 4 = ?", token_ids=(1, 2, 3), chosen=(False,) * 3)
+    prompt = Turn(
+        role="prompt", text=f"{number} + 4 = ?", token_ids=(1, 2, 3), completion_mask=(False,) * 3
+    )
     # The last token is the template's, not the student's.
     answer = Turn(
         role="assistant",
         text=" ".join(words),
         token_ids=(*(100 + (number + i) % len(WORDS) for i in range(length)), 0),
-        chosen=(True,) * length + (False,),
+        completion_mask=(True,) * length + (False,),
         sampler_logp=(*(-draw.randrange(1, 24) / 8 for _ in range(length)), math.nan),
     )
     return Trajectory(
@@ -94,7 +96,7 @@ def make_batch(step: int, *, num: int = 4) -> list[Scored]:
     for i in range(num):
         trajectory = make_trajectory(f"{step}-{i}", i, passed=i % 4 != 3)
         draw = random.Random(i)
-        logps = [-draw.randrange(1, 40) / 8 for _ in range(trajectory.num_chosen)]
+        logps = [-draw.randrange(1, 40) / 8 for _ in range(trajectory.num_completion_tokens)]
         target: Any = Target(
             teacher="self:frozen",
             context=f"the sum is {i + 4}",

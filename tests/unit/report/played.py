@@ -69,7 +69,7 @@ def assistant(text: str, draw: random.Random, events: tuple[Event, ...] = ()) ->
         role="assistant",
         text=text,
         token_ids=ids,
-        chosen=(True,) * len(ids),
+        completion_mask=(True,) * len(ids),
         sampler_logp=tuple(-draw.randrange(1, 16) / 32 for _ in ids),
         events=events,
     )
@@ -82,7 +82,7 @@ def told(role: Any, messages: Sequence[Message]) -> Turn:
         role=role,
         text="\n\n".join(f"{m.role}: {m.content}" for m in messages),
         token_ids=ids + opening,
-        chosen=(False,) * (len(ids) + len(opening)),
+        completion_mask=(False,) * (len(ids) + len(opening)),
         messages=tuple(messages),
         num_generation_prompt_tokens=len(opening),
     )
@@ -136,7 +136,7 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
     for place, turn_index in enumerate(trajectory.turn_of):
         turn = trajectory.turns[turn_index]
         if turn.events and dropped is None:
-            piece = decode([trajectory.chosen_ids[place]])[0]
+            piece = decode([trajectory.completion_ids[place]])[0]
             wrong = piece.strip() == turn.events[0].details["tool"]
             where.append(place)
             logps.append(-7.5 - draw.random() if wrong else -draw.randrange(1, 24) / 32)

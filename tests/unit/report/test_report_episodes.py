@@ -195,7 +195,7 @@ def test_tokens_that_moved_are_the_largest_gaps_of_turns_that_train(tmp_path):
     assert moved[0].token == "calculator"
     assert moved[0].before == '<tool_call>{"name": "' and moved[0].behind.startswith('", "arg')
     student, teacher = moved[0].gap.student, moved[0].gap.teacher
-    place = kept.trajectory.chosen_ids.index(_id(kept, "calculator"))
+    place = kept.trajectory.completion_ids.index(_id(kept, "calculator"))
     assert student == kept.trajectory.sampler_logp[place]
     assert teacher == pytest.approx(
         kept.target.logp_T.tolist()[kept.target.token_indices.index(place)]
@@ -206,7 +206,7 @@ def test_tokens_that_moved_are_the_largest_gaps_of_turns_that_train(tmp_path):
 
 
 def _id(scored, piece):
-    return next(i for i in scored.trajectory.chosen_ids if decode([i]) == [piece])
+    return next(i for i in scored.trajectory.completion_ids if decode([i]) == [piece])
 
 
 def test_the_same_words_are_shown_once(tmp_path):
@@ -370,7 +370,7 @@ def test_very_long_texts_are_cut_and_say_so():
     turn = make_episode("0-0", wrong=(), num=1).turns[1]
     size = MAX_TOKENS + 7
     long = replace(
-        turn, token_ids=turn.token_ids[:1] * size, chosen=(True,) * size, sampler_logp=None
+        turn, token_ids=turn.token_ids[:1] * size, completion_mask=(True,) * size, sampler_logp=None
     )
     gaps = [Gap(teacher=-1.0, student=-2.0)] * size
     text = words(long, gaps, decode)

@@ -212,7 +212,7 @@ def test_rare_fields_of_trajectories_come_back_too(folder, batch, update):
         turns=tuple(replace(turn, sampler_logp=None) for turn in first.trajectory.turns),
     )  # fmt: skip
     empty = replace(second.trajectory, turns=(replace(
-        second.trajectory.turns[1], text="", token_ids=(), chosen=(), sampler_logp=()
+        second.trajectory.turns[1], text="", token_ids=(), completion_mask=(), sampler_logp=()
     ),))  # fmt: skip
     scored = [replace(first, trajectory=bare), replace(second, trajectory=empty, target=None)]
     folder.record(

@@ -91,7 +91,7 @@ def test_tokens_are_coloured_by_the_gap(build, batch):
     for s, t in zip(student, teacher, strict=True):
         gap = f"{t - s:+.2f}".replace("-", "−")
         assert f"teacher {t:.2f}, student {s:.2f}, gap {gap}" in titles
-    # Three scored trajectories of six chosen tokens; the template's token is never coloured.
+    # Three scored trajectories of six completion tokens; the template's token is never coloured.
     assert len(titles) == 18
     assert text.count('class="given"') == 3
     assert "not scored by a teacher" in page.text

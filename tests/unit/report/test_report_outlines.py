@@ -25,7 +25,10 @@ def test_outlines_are_those_of_the_trajectories(path: Path) -> None:
     whole, outlines = read_trajectories(path, 3), read_outlines(path, 3)
     for one, outline in zip(whole, outlines, strict=True):
         stored, listed = one.trajectory, outline.trajectory
-        assert outline.num_chosen == stored.num_chosen and outline.hints == one.hints
+        assert (
+            outline.num_completion_tokens == stored.num_completion_tokens
+            and outline.hints == one.hints
+        )
         assert outline.num_tokens == len(stored.token_ids) and outline.step == one.step == 3
         for name in ("id", "task", "source", "policy_version", "stop", "grade", "preference"):
             assert getattr(listed, name) == getattr(stored, name)

@@ -34,7 +34,7 @@ def turns(draw):
         role=draw(st.sampled_from(["prompt", "assistant", "environment"])),
         text=draw(texts),
         token_ids=tuple(draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))),
-        chosen=tuple(draw(st.lists(st.booleans(), min_size=size, max_size=size))),
+        completion_mask=tuple(draw(st.lists(st.booleans(), min_size=size, max_size=size))),
         sampler_logp=draw(st.none() | logps.map(tuple)),
         messages=tuple(draw(messages)),
         num_generation_prompt_tokens=draw(st.integers(0, size)),
@@ -67,7 +67,7 @@ def scored(draw):
     trajectory = replace(
         make_episode("0-0", num=1), turns=tuple(draw(st.lists(turns(), max_size=3)))
     )
-    size = trajectory.num_chosen
+    size = trajectory.num_completion_tokens
     where = draw(st.none() | st.sets(st.integers(0, max(size - 1, 0)), max_size=size))
     where = None if where is None else tuple(sorted(where))
     count = size if where is None else len(where)
@@ -117,7 +117,7 @@ def test_a_teacher_that_spoke_on_some_tokens_is_aligned_with_the_others(tmp_path
     write_trajectories(path, [one], {})
     [back] = read_trajectories(path, 0)
     by_token = back.teacher_logp_by_token
-    assert len(by_token) == one.trajectory.num_chosen
+    assert len(by_token) == one.trajectory.num_completion_tokens
     wrong = {i for i, turn in enumerate(one.trajectory.turns) if turn.events}
     for turn, logp in zip(one.trajectory.turn_of, by_token, strict=True):
         assert (logp is not None) == (turn in wrong)

@@ -99,7 +99,7 @@ def test_an_episode_is_what_was_said() -> None:
     ]
     assert trajectory.grade is not None and trajectory.grade.score == 0.3
     assert (trajectory.source, trajectory.policy_version) == ("student", 7)
-    assert len(trajectory.sampler_logp or ()) == trajectory.num_chosen > 0
+    assert len(trajectory.sampler_logp or ()) == trajectory.num_completion_tokens > 0
 
 
 def test_the_sequence_is_the_templates() -> None:
@@ -123,7 +123,7 @@ def test_sampler_logps_are_those_of_the_whole_sequence() -> None:
 
     for trajectory in run(make_rollout(max_new_tokens=9), 3):
         (score,) = ENGINE.score(
-            [ScoreRequest(token_ids=trajectory.token_ids, scored=trajectory.chosen)]
+            [ScoreRequest(token_ids=trajectory.token_ids, scored=trajectory.completion_mask)]
         )
         assert score.logp_T.tolist() == pytest.approx(list(trajectory.sampler_logp or ()), abs=1e-4)
 
@@ -215,7 +215,10 @@ def test_limits_end_an_episode_and_it_is_graded(limits: Any, stop: str, turns: s
 
 def test_the_clock_ends_an_episode() -> None:
     (trajectory,) = run(make_rollout(limits={"seconds": 1e-9}))
-    assert (trajectory.stop, roles(trajectory)) == ("time", "p") and trajectory.num_chosen == 0
+    assert (trajectory.stop, roles(trajectory)) == (
+        "time",
+        "p",
+    ) and trajectory.num_completion_tokens == 0
 
 
 def test_an_environment_that_raises_is_told_and_goes_on() -> None:
@@ -279,7 +282,7 @@ def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
     for turn, following in zip(trajectory.turns[1:], trajectory.turns[2:], strict=False):
         if turn.role == "assistant" and not TURNS.is_ended(turn.token_ids):
             assert following.token_ids[: len(end_ids)] == end_ids
-            assert not any(following.chosen)
+            assert not any(following.completion_mask)
             return
     pytest.fail("no turn ran into its limit, so this tested nothing")
 
@@ -306,7 +309,7 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
         )
         before = tuple(i for turn in sampled.turns[:index] for i in turn.token_ids)
         ids = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
-        assert trajectory.token_ids == before + ids and trajectory.chosen_ids == ids
+        assert trajectory.token_ids == before + ids and trajectory.completion_ids == ids
 
 
 def test_a_reply_is_checked_in_place_of_a_turn() -> None:

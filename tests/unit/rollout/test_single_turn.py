@@ -88,7 +88,7 @@ def test_on_policy_every_sample_is_the_students_token_by_token() -> None:
         (answer,) = [a for a in answers.values() if a.text == t.response]
         prompt = RENDERER.prompt_ids(t.task.messages)
         assert t.token_ids == prompt + answer.token_ids
-        assert t.chosen == (False,) * len(prompt) + (True,) * len(answer.token_ids)
+        assert t.completion_mask == (False,) * len(prompt) + (True,) * len(answer.token_ids)
         assert t.sampler_logp == answer.logp
         assert (t.source, t.policy_version, t.temperature) == ("student", 5, 0.7)
         assert t.stop == "eos" and t.preference is None
@@ -134,12 +134,12 @@ def test_with_a_model_the_sampler_log_probs_are_those_of_the_tokens() -> None:
         assert t.sampler_logp is not None
         with torch.no_grad():
             logp_LV = (engine.model(torch.tensor([t.token_ids])).logits[0] / 1.4).log_softmax(-1)
-        where = [i for i, chosen in enumerate(t.chosen) if chosen]
+        where = [i for i, chosen in enumerate(t.completion_mask) if chosen]
         expected = [float(logp_LV[i - 1, t.token_ids[i]]) for i in where]
         assert t.sampler_logp == pytest.approx(expected, abs=1e-5)
     scores = engine.score(
         [
-            ScoreRequest(token_ids=t.token_ids, scored=t.chosen, temperature=1.4)
+            ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=1.4)
             for t in trajectories
         ]
     )
@@ -158,8 +158,8 @@ def test_off_policy_every_answer_is_the_data_sets() -> None:
     for t in trajectories:
         assert t.task.completion is not None
         assert t.response == t.task.completion
-        assert t.chosen_ids == RENDERER.completion_ids(t.task.messages, t.task.completion)
-        assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + t.chosen_ids
+        assert t.completion_ids == RENDERER.completion_ids(t.task.messages, t.task.completion)
+        assert t.token_ids == RENDERER.prompt_ids(t.task.messages) + t.completion_ids
         assert t.sampler_logp is None, "nobody sampled it"
         assert (t.source, t.stop, t.policy_version) == ("dataset", "dataset", None)
 

@@ -149,8 +149,8 @@ def test_surprise_is_zero_for_own_words_and_large_for_others() -> None:
 
     def make_trajectory(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Trajectory:
         turns = (
-            Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
-            Turn(role="assistant", text="", token_ids=ids, chosen=(True,) * len(ids)),
+            Turn(role="prompt", text="", token_ids=prompt, completion_mask=(False,) * len(prompt)),
+            Turn(role="assistant", text="", token_ids=ids, completion_mask=(True,) * len(ids)),
         )
         return Trajectory(
             id="x", task=Task(id="t", split="train", messages=()), turns=turns, source="dataset",

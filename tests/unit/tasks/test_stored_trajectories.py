@@ -31,9 +31,9 @@ def make_trajectory(
     prompt = "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n"
     ids = [tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (prompt, text)]
     turns = (
-        Turn(role="prompt", text="", token_ids=ids[0], chosen=(False,) * len(ids[0])),
+        Turn(role="prompt", text="", token_ids=ids[0], completion_mask=(False,) * len(ids[0])),
         Turn(
-            role="assistant", text=text, token_ids=ids[1], chosen=(True,) * len(ids[1]),
+            role="assistant", text=text, token_ids=ids[1], completion_mask=(True,) * len(ids[1]),
             sampler_logp=None if source == "dataset" else (-1.0,) * len(ids[1]),
         ),
     )  # fmt: skip
@@ -252,7 +252,9 @@ def test_they_are_read_as_they_are_and_measured_before(tmp_path: Path, tiny_fold
 def test_another_template_is_told(tmp_path: Path, tiny_folder: Path) -> None:
     odd = make_trajectory("0-0")
     prompt = odd.turns[0].token_ids[1:]
-    prompt_turn = Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt))
+    prompt_turn = Turn(
+        role="prompt", text="", token_ids=prompt, completion_mask=(False,) * len(prompt)
+    )
     other = Trajectory(**{**_fields(odd), "turns": (prompt_turn, odd.turns[1])})
     parts = assemble(recipe(tiny_folder, store(tmp_path / "run", [other])))
     assert any("makes other tokens of the prompt of trajectory 0-0" in n for n in parts.notes)
@@ -275,7 +277,9 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
             r"holds the token 300, and the vocabulary of .* has 258",
         ),
     ):
-        turn = Turn(role="assistant", text="It is.", token_ids=answer, chosen=(True,) * len(answer))
+        turn = Turn(
+            role="assistant", text="It is.", token_ids=answer, completion_mask=(True,) * len(answer)
+        )
         other = Trajectory(**{**_fields(trajectory), "turns": (trajectory.turns[0], turn)})
         run = store(tmp_path / name, [other])
         folder = tmp_path / f"{name}-model"

@@ -97,12 +97,14 @@ def make_trajectory(
             id=id,
             task=task,
             turns=(
-                Turn(role="prompt", text="", token_ids=prompt, chosen=(False,) * len(prompt)),
+                Turn(
+                    role="prompt", text="", token_ids=prompt, completion_mask=(False,) * len(prompt)
+                ),
                 Turn(
                     role="assistant",
                     text=renderer.text(ids) if text is None else text,
                     token_ids=ids,
-                    chosen=(True,) * len(ids),
+                    completion_mask=(True,) * len(ids),
                     sampler_logp=(-1.0,) * len(ids),
                 ),
             ),

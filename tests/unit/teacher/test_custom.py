@@ -23,7 +23,7 @@ import torch
 from courtside.types import Target
 
 def target(t, **changes):
-    fields = dict(teacher="x", context=None, logp_T=torch.full((t.num_chosen,), -2.0))
+    fields = dict(teacher="x", context=None, logp_T=torch.full((t.num_completion_tokens,), -2.0))
     return Target(**{**fields, **changes})
 
 class Teacher:

@@ -127,7 +127,7 @@ def test_a_target_is_the_turn_under_its_hint() -> None:
     assert torch.allclose(target.logp_T, torch.cat([first, third]), atol=1e-4)
     assert target.hidden_TD is not None and target.head is ENGINE.head
     rebuilt = (target.head(target.hidden_TD) / 0.8).log_softmax(-1)
-    chosen = torch.tensor(trajectory().chosen_ids[:30])
+    chosen = torch.tensor(trajectory().completion_ids[:30])
     assert torch.allclose(rebuilt.gather(-1, chosen[:, None])[:, 0], target.logp_T, atol=1e-5)
     was = naive_logps(f"{PROMPT}{OPEN}", "meteo(Rome)")
     assert hint_outcomes["e"][0].shift == pytest.approx(float((was - first).sum()), abs=1e-3)
@@ -240,7 +240,7 @@ def test_deferred_hints_are_judged_like_the_others() -> None:
 def test_a_turn_without_a_chosen_token_leaves_nothing_to_score() -> None:
     """The update may end before it."""
     last = trajectory().turns[-1]
-    silent = replace(last, chosen=(False,) * len(last.chosen))
+    silent = replace(last, completion_mask=(False,) * len(last.completion_mask))
     cut = replace(trajectory(), turns=(*trajectory().turns[:-1], silent))
     deferring = teacher(defers_hints=True)
     result = deferring.score_hints([cut], [hint(1), hint(5)])["e"]

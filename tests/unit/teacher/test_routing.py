@@ -24,7 +24,9 @@ class Stub:
         self.asked.append([t.id for t in trajectories])
         silent = "silent" in self.name
         return {
-            t.id: Target(teacher=self.name, context=None, logp_T=torch.zeros(t.num_chosen))
+            t.id: Target(
+                teacher=self.name, context=None, logp_T=torch.zeros(t.num_completion_tokens)
+            )
             for t in trajectories
             if not silent
         }

@@ -124,7 +124,7 @@ def test_only_chosen_tokens_are_scored_also_between_turns(
     from courtside.types import Turn
 
     t = make_trajectory("a")
-    tool = Turn(role="environment", text="", token_ids=(80, 81), chosen=(False, False))
+    tool = Turn(role="environment", text="", token_ids=(80, 81), completion_mask=(False, False))
     longer = replace(t, turns=(*t.turns, tool, t.turns[1]))
     targets = make_teacher(context=context(kind="system", text="Hm.")).score([longer])
     (request,) = listener.scored

@@ -81,7 +81,7 @@ def naive(model: Any, parts: Runtime, trajectory: Trajectory) -> Tensor:
         f"<|im_start|>system\n{rule}<|im_end|>\n<|im_start|>user\n{ask.content}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )["input_ids"]
-    ids = [*prompt, *trajectory.chosen_ids]
+    ids = [*prompt, *trajectory.completion_ids]
     logits_LV = model(input_ids=torch.tensor([ids])).logits[0].float()
     return torch.log_softmax(logits_LV[len(prompt) - 1 : -1] / trajectory.temperature, -1)
 
@@ -97,7 +97,7 @@ def agree(
     assert found.keys() == {t.id for t in trajectories}
     for t in trajectories:
         target, logp_TV = found[t.id], naive(model, parts, t)[:, :vocab_size].log_softmax(-1)
-        ids_T = torch.tensor(t.chosen_ids)
+        ids_T = torch.tensor(t.completion_ids)
         expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
         torch.testing.assert_close(target.logp_T, expected_T, rtol=0, atol=5e-5)
         assert target.hidden_TD is not None
@@ -274,7 +274,7 @@ def test_padded_heads_are_cut_to_the_words_they_share(
     parts = prepare({"kind": "model", "model": other, "context": CONTEXT}, student={"model": mine})
     assert parts.engine.head.vocab_size == shared
     trajectories = written(parts)
-    assert max(i for t in trajectories for i in t.chosen_ids) < shared
+    assert max(i for t in trajectories for i in t.completion_ids) < shared
     found = targets(parts, trajectories)
     teacher_model = tiny_model(seed=1, vocab_size=of_teacher, layers=3)
     agree(found, teacher_model, parts, trajectories, vocab_size=shared)
@@ -353,7 +353,7 @@ def test_the_reference_is_the_student_before_training_without_context(prepare: A
     move(parts, 0)
     for s in parts.teacher(trajectories):
         logp_TV = _plain(tiny_model(), s.trajectory)
-        ids_T = torch.tensor(s.trajectory.chosen_ids)
+        ids_T = torch.tensor(s.trajectory.completion_ids)
         expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
         assert s.reference is not None and s.reference.context is None
         torch.testing.assert_close(s.reference.logp_T, expected_T, rtol=0, atol=5e-5)
@@ -363,11 +363,11 @@ def test_the_reference_is_the_student_before_training_without_context(prepare: A
 def _plain(model: Any, t: Trajectory) -> Tensor:
     """[T, V] log-probs of a model that reads what the student read."""
     logits_LV = model(input_ids=torch.tensor([t.token_ids])).logits[0] / t.temperature
-    where = [i - 1 for i, chosen in enumerate(t.chosen) if chosen]
+    where = [i - 1 for i, chosen in enumerate(t.completion_mask) if chosen]
     return logits_LV[where].float().log_softmax(-1)
 
 
 def _requests(trajectories: Sequence[Trajectory]) -> Any:
     from courtside.engines.base import ScoreRequest
 
-    return [ScoreRequest(token_ids=t.token_ids, scored=t.chosen) for t in trajectories]
+    return [ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask) for t in trajectories]

@@ -86,17 +86,17 @@ def teacher_logp(parts: Runtime, s: Scored) -> Tensor:
     t = s.trajectory
     system = "<|im_start|>system\nbe brief<|im_end|>\n"
     prompt = parts.renderer.tokenizer(system)["input_ids"] + list(t.turns[0].token_ids)
-    ids = [*prompt, *t.chosen_ids]
+    ids = [*prompt, *t.completion_ids]
     weights = parts.student.weights
     with torch.no_grad():
         if parts.averages:
             (average,) = parts.averages.values()
             with weights.swap_in(average.shadow):
-                return logp(parts, ids, t.num_chosen, t.temperature)
+                return logp(parts, ids, t.num_completion_tokens, t.temperature)
         if parts.recipe.teacher.weights == "frozen":  # type: ignore[union-attr]
             with weights.without_adapter():
-                return logp(parts, ids, t.num_chosen, t.temperature)
-        return logp(parts, ids, t.num_chosen, t.temperature)
+                return logp(parts, ids, t.num_completion_tokens, t.temperature)
+        return logp(parts, ids, t.num_completion_tokens, t.temperature)
 
 
 def naive(p_TV: Tensor, q_TV: Tensor, ids_T: Tensor, loss: dict[str, Any]) -> Tensor:
@@ -143,11 +143,11 @@ def test_every_gradient_is_that_of_pefts_own_forward(
     total, count = torch.zeros((), dtype=torch.float64), 0
     for s in scored:
         t = s.trajectory
-        p_TV = logp(parts, list(t.token_ids), t.num_chosen, t.temperature)
+        p_TV = logp(parts, list(t.token_ids), t.num_completion_tokens, t.temperature)
         q_TV = teacher_logp(parts, s)
         assert teacher == "live" or not torch.allclose(p_TV, q_TV, atol=1e-3)
-        total = total + naive(p_TV, q_TV, torch.tensor(t.chosen_ids), LOSSES[loss])
-        count += t.num_chosen
+        total = total + naive(p_TV, q_TV, torch.tensor(t.completion_ids), LOSSES[loss])
+        count += t.num_completion_tokens
     right = torch.autograd.grad(total / count, list(weights.trained().values()))
     # Advantages come from log-probs that are kept in float32.
     limit = 1e-5 if loss == "sampled" else 1e-9

@@ -32,8 +32,8 @@ def scored(
     preference: str | None = None,
 ) -> Scored:
     turns = (
-        Turn(role="prompt", text="", token_ids=(1,), chosen=(False,)),
-        Turn(role="assistant", text="", token_ids=(2,) * tokens, chosen=(True,) * tokens),
+        Turn(role="prompt", text="", token_ids=(1,), completion_mask=(False,)),
+        Turn(role="assistant", text="", token_ids=(2,) * tokens, completion_mask=(True,) * tokens),
     )
     trajectory = Trajectory(
         id=id,
@@ -145,13 +145,15 @@ def episode(
     reference: bool = False,
 ) -> Scored:
     """Assistant turns at 1, 3, 5…; `wrong`, `hinted` and `dropped` are numbers of turns."""
-    turns = [Turn(role="prompt", text="", token_ids=(1,), chosen=(False,))]
+    turns = [Turn(role="prompt", text="", token_ids=(1,), completion_mask=(False,))]
     for number, size in enumerate(sizes):
         if number:
-            turns.append(Turn(role="environment", text="", token_ids=(9,), chosen=(False,)))
+            turns.append(
+                Turn(role="environment", text="", token_ids=(9,), completion_mask=(False,))
+            )
         events = (Event(kind="bad"),) if len(turns) in wrong else ()
         turns.append(
-            Turn(role="assistant", text="", token_ids=(2,) * size, chosen=(True,) * size,
+            Turn(role="assistant", text="", token_ids=(2,) * size, completion_mask=(True,) * size,
                  events=events)
         )  # fmt: skip
     trajectory = Trajectory(

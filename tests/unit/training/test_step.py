@@ -32,7 +32,7 @@ def weights_of(parts: Runtime) -> list[torch.Tensor]:
 def words(model, trajectory) -> torch.Tensor:
     """Log-probs over all words at the chosen positions, in float64."""
     ids = torch.tensor(trajectory.token_ids)
-    at = torch.tensor([i for i, c in enumerate(trajectory.chosen) if c])
+    at = torch.tensor([i for i, c in enumerate(trajectory.completion_mask) if c])
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0, at - 1].double()
     return (logits / trajectory.temperature).log_softmax(-1)
@@ -51,7 +51,7 @@ def test_the_reported_numbers_by_hand(tiny_folder, tiny_teacher_folder):
     p_NV = torch.cat([words(parts.engine.model, s.trajectory) for s in scored])
     teacher = parts.teacher.teacher.engine.model
     q_NV = torch.cat([words(teacher, s.trajectory) for s in scored])
-    ids_N = torch.tensor([i for s in scored for i in s.trajectory.chosen_ids])
+    ids_N = torch.tensor([i for s in scored for i in s.trajectory.completion_ids])
     p_N, q_N = p_NV[range(len(ids_N)), ids_N], q_NV[range(len(ids_N)), ids_N]
     mu_N = torch.tensor([x for s in scored for x in s.trajectory.sampler_logp]).double()
 
@@ -71,7 +71,7 @@ def test_the_reported_numbers_by_hand(tiny_folder, tiny_teacher_folder):
     assert metrics["sampler/logp_diff"] == pytest.approx(float((p_N - mu_N).abs().mean()), abs=1e-5)
     assert metrics["sampler/ratio_max"] == near(1.0)
     for s in scored:
-        expected = words_before = p_N[: s.trajectory.num_chosen]
+        expected = words_before = p_N[: s.trajectory.num_completion_tokens]
         p_N = p_N[len(words_before) :]
         assert update.student_logp[s.trajectory.id] == near(expected.tolist())
 

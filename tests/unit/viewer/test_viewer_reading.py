@@ -48,7 +48,9 @@ def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
     stored = {one.trajectory.id: one for one in folder.trajectories(1)}
     for row in rows:
         one = stored[row["id"]]
-        assert row["tokens"] == one.trajectory.num_chosen and row["hints"] == len(one.hints)
+        assert row["tokens"] == one.trajectory.num_completion_tokens and row["hints"] == len(
+            one.hints
+        )
         own = [turn for turn in one.trajectory.turns if turn.role == "assistant"]
         assert row["turns"] == len(own)
         assert row["errors"] == sum(bool(turn.events) for turn in own)

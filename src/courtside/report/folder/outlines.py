@@ -16,7 +16,7 @@ COLUMNS = [
     *("id", "task", "source", "policy_version", "temperature", "stop"),
     *("grade_score", "grade_passed", "grade_feedback", "grade_error", "preference"),
     "hints",
-    *(f"{TURN}.role", f"{TURN}.chosen", f"{TURN}.events.list.element.kind"),
+    *(f"{TURN}.role", f"{TURN}.completion_mask", f"{TURN}.events.list.element.kind"),
 ]
 
 
@@ -26,7 +26,7 @@ class Outline:
     """Its turns say who spoke and which events there were; texts and tokens are left out."""
     step: int
     num_tokens: int
-    num_chosen: int
+    num_completion_tokens: int
     hints: tuple[HintOutcome, ...]
 
 
@@ -39,8 +39,8 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
     each = turns.flatten()
     roles = each.field("role").to_pylist()
     events = each.field("events").to_pylist()
-    chosen = _counts(each.field("chosen"))
-    lengths = pc.list_value_length(each.field("chosen")).to_pylist()
+    chosen = _counts(each.field("completion_mask"))
+    lengths = pc.list_value_length(each.field("completion_mask")).to_pylist()
     sizes = pc.list_value_length(turns).to_pylist()
     rows = table.drop_columns(["turns"]).to_pylist()
     outlines, at = [], 0
@@ -52,7 +52,7 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
                 trajectory=_trajectory(row, own),
                 step=step,
                 num_tokens=sum(lengths[i] for i in span),
-                num_chosen=sum(chosen[i] for i in span),
+                num_completion_tokens=sum(chosen[i] for i in span),
                 hints=tuple(hint_outcome_from(tree, row["id"]) for tree in row["hints"]),
             )
         )
@@ -95,7 +95,7 @@ def _counts(chosen: Any) -> list[int]:
 
 def _turn(role: Any, events: list[dict[str, str]]) -> Turn:
     kinds = tuple(Event(kind=event["kind"]) for event in events)
-    return Turn(role=role, text="", token_ids=(), chosen=(), events=kinds)
+    return Turn(role=role, text="", token_ids=(), completion_mask=(), events=kinds)
 
 
 def _trajectory(row: dict[str, Any], turns: tuple[Turn, ...]) -> Trajectory:

@@ -36,22 +36,22 @@ class StoredTrajectory:
     step: int
     """0-based: the step that trained on it."""
     student_logp: tuple[float, ...] | None
-    """T log-probs of the chosen tokens just before the step; None: no loss looked at it."""
+    """T log-probs of the completion tokens just before the step; None: no loss looked at it."""
     teacher: str | None
     """None: no teacher spoke on this one."""
     teacher_logp: tuple[float, ...] | None
-    """Of the chosen tokens that `teacher_token_indices` names."""
+    """Of the completion tokens that `teacher_token_indices` names."""
     context: str | None
     """What only the teacher saw."""
     teacher_token_indices: tuple[int, ...] | None = None
-    """Indices into the T chosen tokens that the teacher scored, ascending; None: all."""
+    """Indices into the T completion tokens that the teacher scored, ascending; None: all."""
     hints: tuple[HintOutcome, ...] = ()
     """Also those that were dropped."""
 
     @property
     def teacher_logp_by_token(self) -> tuple[float | None, ...]:
-        """T values in the order of the chosen tokens; None where the teacher said nothing."""
-        size = self.trajectory.num_chosen
+        """T values in the order of the completion tokens; None where the teacher said nothing."""
+        size = self.trajectory.num_completion_tokens
         if self.teacher_logp is None:
             return (None,) * size
         positions = (
@@ -127,7 +127,7 @@ def _schema() -> Any:
             ("role", pa.string()),
             ("text", pa.string()),
             ("token_ids", pa.list_(pa.int32())),
-            ("chosen", pa.list_(pa.bool_())),
+            ("completion_mask", pa.list_(pa.bool_())),
             ("sampler_logp", logps),
             ("messages", pa.list_(message)),
             ("num_generation_prompt_tokens", pa.int32()),

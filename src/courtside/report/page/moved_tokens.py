@@ -37,7 +37,7 @@ def moved_tokens(stored: Sequence[StoredTrajectory], decode: Decode) -> list[Mov
         gaps = token_gaps(one)
         hinted = {j.hint.turn: j.hint.text for j in one.hints if j.drop_reason is None}
         for turn, hint in hinted.items():
-            scored = _large(one.trajectory.turns[turn].chosen, gaps[turn])
+            scored = _large(one.trajectory.turns[turn].completion_mask, gaps[turn])
             largest = heapq.nlargest(PER_TURN, scored, key=lambda at: abs(at[1].nats))
             pieces = decode(one.trajectory.turns[turn].token_ids) if largest else []
             for place, gap in largest:

@@ -1,7 +1,7 @@
 """Tokens in the colours of what a teacher made of them.
 
-A gap is a teacher's log-prob of a chosen token minus the student's. Where the teacher said nothing
-there is no gap, which is not a gap of zero.
+A gap is a teacher's log-prob of a completion token minus the student's. Where the teacher gave
+none there is no gap, which is not a gap of zero.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Gaps = Sequence[Gap | None]
 
 
 def token_gaps(stored: StoredTrajectory) -> list[Gaps]:
-    """By turn: one for each of its chosen tokens, None where teacher or student said nothing."""
+    """By turn: one for each of its completion tokens, None where teacher or student gave none."""
     teacher = iter(stored.teacher_logp_by_token)
-    num_chosen = stored.trajectory.num_chosen
-    student = iter(stored.student_logp or (math.nan,) * num_chosen)
+    num_completion_tokens = stored.trajectory.num_completion_tokens
+    student = iter(stored.student_logp or (math.nan,) * num_completion_tokens)
     silent = stored.student_logp is None
     by_turn: list[Gaps] = []
     for turn in stored.trajectory.turns:
-        pairs = [(next(teacher), next(student)) for chosen in turn.chosen if chosen]
+        pairs = [(next(teacher), next(student)) for chosen in turn.completion_mask if chosen]
         by_turn.append(
             [None if t is None or silent else Gap(teacher=t, student=s) for t, s in pairs]
         )
@@ -98,7 +98,7 @@ def words(
     bad = _places("".join(pieces), bad_spans)
     left = iter(gaps)
     parts, at = [], 0
-    for number, (piece, chosen) in enumerate(zip(pieces, turn.chosen, strict=True)):
+    for number, (piece, chosen) in enumerate(zip(pieces, turn.completion_mask, strict=True)):
         if number == MAX_TOKENS:
             parts.append(_left_out(len(pieces) - number, "tokens"))
             break

@@ -167,7 +167,7 @@ def badge(grade: Grade | None) -> str:
 def episode_facts(trajectory: Trajectory) -> list[str]:
     """`["5 turns", "2 with errors", "81 tokens (cut off)"]`; of one answer only the tokens."""
     cut = {"length": " (cut off)", "time": " (out of time)", "turns": " (out of turns)"}
-    tokens = f"{trajectory.num_chosen} tokens{cut.get(trajectory.stop, '')}"
+    tokens = f"{trajectory.num_completion_tokens} tokens{cut.get(trajectory.stop, '')}"
     if not is_multi_turn(trajectory):
         return [tokens]
     own = [turn for turn in trajectory.turns if turn.role == "assistant"]
