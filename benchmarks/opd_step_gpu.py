@@ -38,7 +38,9 @@ REPOSITORY = HERE.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 HINTED = ("hints", "hints_lean")
-SIDES = (*OURS, *HINTED, "trl")
+PEERS = ("trl", "trl_vllm")
+"""TRL, with transformers' generate and with vLLM in its process."""
+SIDES = (*OURS, *HINTED, *PEERS)
 LEAN = ("student.gradient_checkpointing=true", "train.optimizer_offload=true")
 """What the lean sides set beside half of the rows at a time (`half_of_the_rows`): activations
 computed again, and AdamW's moments in the host's memory."""
@@ -58,11 +60,10 @@ class Side:
         self.out = work / f"{shape}-{side}.json"
         self.log = self.out.with_suffix(".log")
         command = side_command(args, work / shape, side, self.out)
+        paths = [args.vllm if side == "trl_vllm" else None, os.environ.get("PYTHONPATH")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), *filter(None, paths)]),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
@@ -100,9 +101,10 @@ class Side:
 
 def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> list[str]:
     shared = ["--job", str(job), "--out", str(out), "--steps", str(args.steps)]
-    if side == "trl":
+    if side in PEERS:
         sizes = map(str, args.trl_micro_batches)
-        command = [args.python_trl, str(HERE / "trl_gpu_side.py"), *shared]
+        script = "trl_vllm_side.py" if side == "trl_vllm" else "trl_gpu_side.py"
+        command = [args.python_trl, str(HERE / script), *shared]
         command += ["--liger", args.trl_liger, "--weights", args.trl_weights]
         command += ["--warmup-tokens", str(args.trl_warmup_tokens), "--micro-batches", *sizes]
         return command + (["--as-is"] if args.trl_as_is else [])
@@ -178,24 +180,27 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By shape and side of courtside's: how many times its time TRL takes, for the whole step and
-    for the phases that both have, and its share of TRL's memory."""
+    """By shape and side of courtside's, with TRL as the peer, and by `SIDE/trl_vllm` with TRL that
+    samples by vLLM: how many times its time the peer takes, for the whole step and for the phases
+    that both have, and its share of the peer's memory."""
     by_key = {(row["shape"], row["side"]): row for row in rows}
-    found: dict[str, dict[str, Any]] = {}
+    by_shape: dict[str, dict[str, Any]] = {}
     for (shape, side), ours in by_key.items():
-        trl = by_key.get((shape, "trl"))
-        if side == "trl" or trl is None:
-            continue
-        found.setdefault(shape, {})[side] = {
-            "share_of_peak": ours["gpu_peak"] / trl["gpu_peak"] if trl["gpu_peak"] else None,
-            "times_faster": trl["seconds"] / ours["seconds"],
-            "times_faster_by_phase": {
-                phase: seconds / ours["phases"][phase]
-                for phase, seconds in trl["phases"].items()
-                if phase in ours["phases"]
-            },
-        }
-    return found
+        for peer_name in PEERS if side not in PEERS else ():
+            peer = by_key.get((shape, peer_name))
+            if peer is None:
+                continue
+            key = side if peer_name == "trl" else f"{side}/{peer_name}"
+            by_shape.setdefault(shape, {})[key] = {
+                "share_of_peak": ours["gpu_peak"] / peer["gpu_peak"] if peer["gpu_peak"] else None,
+                "times_faster": peer["seconds"] / ours["seconds"],
+                "times_faster_by_phase": {
+                    phase: seconds / ours["phases"][phase]
+                    for phase, seconds in peer["phases"].items()
+                    if phase in ours["phases"]
+                },
+            }
+    return by_shape
 
 
 def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]:
@@ -296,7 +301,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--shapes", nargs="+", choices=("0.6b", "1.7b"), default=["0.6b", "1.7b"])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES,
+                        help="all; trl_vllm only where --vllm is given")  # fmt: skip
+    parser.add_argument("--vllm", help="folders that vLLM is imported from, as in PYTHONPATH")
     parser.add_argument("--steps", type=int, default=1, help="measured steps, after one before")
     parser.add_argument("--tiny", action="store_true", help="a few tokens of a tiny shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda; with --tiny cpu")
@@ -325,6 +332,9 @@ def parse() -> argparse.Namespace:
     )
     args.trl_liger = args.trl_liger or ("off" if device == "cpu" else "both")
     args.trl_micro_batches = args.trl_micro_batches or ([2, 4] if args.tiny else [16, 32, 64])
+    args.sides = args.sides or [side for side in SIDES if args.vllm or side != "trl_vllm"]
+    if "trl_vllm" in args.sides and (args.vllm is None or device == "cpu"):
+        parser.error("--sides trl_vllm: needs a GPU and --vllm, the folders vLLM is imported from")
     uneven = [size for size in args.trl_micro_batches if args.job.rows % size]
     if uneven:
         parser.error(f"--trl-micro-batches {uneven[0]}: {args.job.rows} rows do not divide by it")

@@ -272,12 +272,12 @@ def measure(args: argparse.Namespace) -> SideResult:
     held = torch.cuda.memory_allocated() if job.device == "cuda" else 0
     trainer: GpuTrainer
     recorder = GpuRecorder(job, lambda: trainer)
-    trainer = build(args, job, setting, [recorder])
+    trainer = build(args, job, setting, [recorder], use_vllm=args.use_vllm)
     trainer.write_tokens(min(args.warmup_tokens, job.new_tokens))
     trainer.train()
     trainable = [p for p in trainer.model.parameters() if p.requires_grad]
     return SideResult(
-        side="trl",
+        side="trl_vllm" if args.use_vllm else "trl",
         config=shape,
         num_warmup=1,
         steps=tuple(recorder.steps),
@@ -291,6 +291,7 @@ def measure(args: argparse.Namespace) -> SideResult:
             **asdict(setting),
             "autocast_loss": trainer.autocast_loss,
             "warmup_tokens": args.warmup_tokens,
+            "samples_by": "vLLM, colocated" if args.use_vllm else "generate",
             "optim": str(trainer.args.optim.value),
             "trainable_dtypes": sorted({str(p.dtype) for p in trainable}),
             "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
@@ -298,13 +299,13 @@ def measure(args: argparse.Namespace) -> SideResult:
             "tried": [asdict(one) for one in tried],
             "did_not_work": broken,
         },
-        check=replace(check, side="trl"),
+        check=replace(check, side="trl_vllm" if args.use_vllm else "trl"),
     )
 
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("trl", "torch", "transformers", "accelerate", "datasets", "liger-kernel"):
+    for name in ("trl", "torch", "transformers", "accelerate", "datasets", "liger-kernel", "vllm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -312,7 +313,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main(*, use_vllm: bool = False) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, required=True, help="folder that describes the job")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -323,6 +324,7 @@ def main() -> None:
     parser.add_argument("--as-is", action="store_true", help="do not put the loss under autocast")
     parser.add_argument("--warmup-tokens", type=int, default=32)
     args = parser.parse_args()
+    args.use_vllm = use_vllm
     wait_for_go()
     write_json(args.out, measure(args))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow
@@ -45,6 +46,11 @@ class GpuTrainer(TimedTrainer):
     def write_tokens(self, num_tokens: int) -> None:
         """Every completion has exactly so many."""
         self.eos_token_ids = [NO_END]
+        if self.use_vllm:
+            self.vllm_generation.max_completion_length = num_tokens
+            self.vllm_generation.generation_kwargs = {
+                "ignore_eos": True, "min_tokens": num_tokens, "detokenize": False,
+            }  # fmt: skip
         for place in (self.generation_kwargs, self.generation_config.__dict__):
             place["eos_token_id"] = [NO_END]
             place["max_new_tokens"] = num_tokens
@@ -75,9 +81,17 @@ class GpuTrainer(TimedTrainer):
 
 
 def build(
-    args: argparse.Namespace, job: Job, setting: Setting, callbacks: Sequence[Any] = ()
+    args: argparse.Namespace,
+    job: Job,
+    setting: Setting,
+    callbacks: Sequence[Any] = (),
+    *,
+    use_vllm: bool = False,
 ) -> GpuTrainer:
+    """`use_vllm`: TRL's colocated mode with its default share of the GPU's memory."""
     on_gpu = job.device == "cuda"
+    if use_vllm:
+        start_vllm_without_weights()
     config = DistillationConfig(
         output_dir=str(args.out.parent / "trl-output"),
         beta=1.0,  # reverse KL
@@ -97,6 +111,8 @@ def build(
         use_liger_kernel=setting.liger,
         gradient_checkpointing=setting.checkpointing,
         use_cpu=not on_gpu,
+        use_vllm=use_vllm,
+        vllm_max_model_length=job.prompt_tokens + job.new_tokens,
         seed=SEED,
         save_strategy="no",
         logging_strategy="no",
@@ -116,6 +132,13 @@ def build(
         autocast_loss=job.arithmetic == "bfloat16" and not args.as_is,
         peaks=Peaks(job.device),
     )
+
+
+def start_vllm_without_weights() -> None:
+    """The folder has no weights: TRL copies the student's into vLLM before the first rollout."""
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy", dtype="bfloat16")
 
 
 def as_dataset(prompts: Sequence[Any]) -> Dataset:
