@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
         run = GpuRun(parts, folder)
         run.peaks.begin()
         train_loop(parts, run)
-    trained = parts.student.weights.trained().values()
+    trained = parts.student.weights.trained.values()
     return SideResult(
         side=args.side,
         config=shape,

@@ -142,7 +142,7 @@ def measure(args: Any, work: Path) -> None:
         parts = assemble(plan)
         run = TimedRun(parts, folder)
         train_loop(parts, run)
-    trained = parts.student.weights.trained().values()
+    trained = parts.student.weights.trained.values()
     write_json(
         args.out,
         SideResult(
@@ -212,7 +212,7 @@ def loss_and_gradients(
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, streams, metrics)
     gradients = {
-        n: p.grad for n, p in parts.student.weights.trained().items() if p.grad is not None
+        n: p.grad for n, p in parts.student.weights.trained.items() if p.grad is not None
     }
     return CheckResult(
         side="courtside",

@@ -158,7 +158,7 @@ class Run:
             return
         with self.meter.phase("checkpoint"):
             student = self.parts.student
-            trained = student.weights.trained()
+            trained = student.weights.trained
             tensors: dict[str, Any] = {
                 "weights": {name: p.data for name, p in trained.items()},
                 "optimizer": checkpoints.optimizer_tensors(student.optimizer, trained),
@@ -245,7 +245,7 @@ class Run:
     def _add_step_costs(
         self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
-        trained = sum(p.numel() for p in self.parts.student.weights.trained().values())
+        trained = sum(p.numel() for p in self.parts.student.weights.trained.values())
         size = self.parts.engine.num_parameters
         for s in scored:
             length = len(s.trajectory.token_ids)
@@ -344,7 +344,7 @@ def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
 
 
 def restore_weights(weights: StudentWeights, saved: checkpoints.Checkpoint) -> dict[str, Parameter]:
-    trained = weights.trained()
+    trained = weights.trained
     _copy_into({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
     return trained
 

@@ -109,7 +109,7 @@ def make_parts(
         parts.teacher.teacher.engine.model.float()
     torch.manual_seed(3)
     with torch.no_grad():  # away from where adapters start, which is nowhere
-        for parameter in parts.student.weights.trained().values():
+        for parameter in parts.student.weights.trained.values():
             parameter += 0.02 * torch.randn(parameter.shape).to(parameter)
     return parts
 
@@ -130,7 +130,7 @@ def our_gradients(
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
 
 
@@ -169,7 +169,7 @@ def test_gradients_in_bfloat16(
     scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
     ours, _ = our_gradients(parts, scored)
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())
-    for parameter in parts.student.weights.trained().values():
+    for parameter in parts.student.weights.trained.values():
         parameter.grad = None
     right, _ = textbook_gradients(parts, scored, LOSSES[losses])
     with pytest.MonkeyPatch.context() as patched:
@@ -189,7 +189,7 @@ def test_a_whole_step(
     parts = make_parts(folders, device, LOSSES["reverse"], dtype="float32", **student)
     scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
     right, _ = textbook_gradients(parts, scored, LOSSES["reverse"])
-    weights = parts.student.weights.trained()
+    weights = parts.student.weights.trained
     before = {name: p.detach().cpu().double().clone() for name, p in weights.items()}
     settings = {k: v for k, v in parts.student.optimizer.param_groups[0].items()
                 if k in ("betas", "eps", "weight_decay")}  # fmt: skip

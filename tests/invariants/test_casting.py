@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.assemble import assemble
 from courtside.runtime import Runtime
-from courtside.training import head
-from courtside.training import student as step
+from courtside.training import cpu_patches, head
 
 CAPPED = [{"kind": "divergence", "clip": 0.5}]
 """A loss without a closed form, differentiated by autograd a block at a time."""
@@ -86,7 +84,7 @@ def test_each_weight_is_rounded_once_a_step(
         return real(*args)
 
     monkeypatch.setattr(student, "_micro_batch", micro_batch)
-    linear = {n: p for n, p in student.weights.trained().items() if "proj" in n}
+    linear = {n: p for n, p in student.weights.trained.items() if "proj" in n}
     anew = False
     gradients(parts, scored)  # layers are tried out now, which rounds too
     num_passes = 0
@@ -94,7 +92,7 @@ def test_each_weight_is_rounded_once_a_step(
         ours = gradients(parts, scored)
     assert num_passes >= 3 and len(linear) >= 14
     assert casts.count == dict.fromkeys(linear, 1)
-    monkeypatch.setattr(step, "use_bf16_linear", lambda *_: nullcontext())
+    monkeypatch.setattr(cpu_patches, "_linear_patches", lambda *_: [])
     found, counts = [], []
     for anew in (False, True):  # noqa: B007  (`micro_batch` looks at it)
         num_passes = 0
@@ -103,7 +101,7 @@ def test_each_weight_is_rounded_once_a_step(
         counts.append(set(casts.count.values()))
     assert counts == [{1}, {num_passes}], "autocast's own, kept and as it would be without"
     for theirs in found:
-        assert ours.keys() == theirs.keys() == student.weights.trained().keys()
+        assert ours.keys() == theirs.keys() == student.weights.trained.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -136,15 +134,15 @@ def test_a_step_reads_the_weights_of_the_step_before(
         before = parts.student.step(0, scored).student_logp
         second = parts.student.step(1, scored)
     fresh = rounded(tiny_folder, tiny_teacher_folder, losses)
-    moved = assemble(parts.recipe).student.weights.trained()
+    moved = assemble(parts.recipe).student.weights.trained
     fresh.student.step(0, scored)
-    for name, parameter in fresh.student.weights.trained().items():
+    for name, parameter in fresh.student.weights.trained.items():
         assert not torch.equal(parameter, moved[name]), "the first step moved everything"
     expected = fresh.student.step(1, scored)
     assert second.student_logp == expected.student_logp != before
     assert dict(second.metrics) == dict(expected.metrics)
-    after = fresh.student.weights.trained()
-    for name, parameter in parts.student.weights.trained().items():
+    after = fresh.student.weights.trained
+    for name, parameter in parts.student.weights.trained.items():
         assert torch.equal(parameter, after[name])
 
 

@@ -44,7 +44,7 @@ def gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
     recipe = parts.recipe
     chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, MetricAccumulator())
-    found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
+    found = {n: p.grad.clone() for n, p in parts.student.weights.trained.items()}
     parts.student.optimizer.zero_grad(set_to_none=True)
     return found
 
@@ -73,7 +73,7 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
             total = total + (p.exp() * (p - q)).sum()
             count += len(turn.token_ids)
     (total / count).backward()
-    found = {n: p.grad.clone() for n, p in parts.student.weights.trained().items()}
+    found = {n: p.grad.clone() for n, p in parts.student.weights.trained.items()}
     parts.student.optimizer.zero_grad(set_to_none=True)
     return found
 
@@ -133,7 +133,7 @@ def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
             return list(found)[::2]  # so that there are other turns, too
 
         with torch.no_grad():  # away from the reference, or the anchor has no gradient
-            for p in parts.student.weights.trained().values():
+            for p in parts.student.weights.trained.values():
                 p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
         found.append(gradient(parts, scored_batch(parts, half)))
     close(*found)
@@ -179,10 +179,10 @@ def test_later_on_a_batch_may_have_only_hints_that_do_too_little(
     trajectories = parts.rollout(parts.tasks.batch(1, 2), 1)
     scored = parts.teacher(trajectories, parts.reader(trajectories).hints)
     assert any(s.hints for s in scored) and all(h.drop_reason for s in scored for h in s.hints)
-    before = {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+    before = {name: p.detach().clone() for name, p in parts.student.weights.trained.items()}
     update = parts.student.step(1, scored)
     assert update.metrics["grad_norm"] == 0
-    after = parts.student.weights.trained()
+    after = parts.student.weights.trained
     assert all(torch.equal(after[name], p) for name, p in before.items())
 
 

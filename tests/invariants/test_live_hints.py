@@ -69,7 +69,7 @@ def prepared(recipe: Any) -> Runtime:
         double(model)
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in parts.student.weights.trained().values():
+        for parameter in parts.student.weights.trained.values():
             parameter += 0.05 * torch.randn_like(parameter)
     return parts
 
@@ -108,7 +108,7 @@ def accumulated(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor]
     metrics = MetricAccumulator()
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
     parts.student.optimizer.zero_grad(set_to_none=True)
     return gradients, {**metrics.losses, **metrics.means()}
@@ -348,14 +348,14 @@ def test_in_bfloat16_the_cut_changes_rounding_only(roomy_folder: Path, lora: Any
     parts = assemble(tree(roomy_folder, student=settings))
     assert in_update(parts)
     with torch.no_grad():
-        for p in parts.student.weights.trained().values():
+        for p in parts.student.weights.trained.values():
             p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
     scored = batch_of(parts)
     found = []
     for budget in (1, 10**6):
         parts.student.micro_batch_tokens = budget
         found.append(accumulated(parts, scored)[0])
-    assert found[0].keys() == found[1].keys() == parts.student.weights.trained().keys()
+    assert found[0].keys() == found[1].keys() == parts.student.weights.trained.keys()
     for name, gradient in found[1].items():
         assert float((found[0][name] - gradient).norm() / gradient.norm()) < 0.1, name
 

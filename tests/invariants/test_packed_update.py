@@ -62,7 +62,7 @@ def prepared(
     double(parts.teacher.teacher.engine.model)
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in parts.student.weights.trained().values():
+        for parameter in parts.student.weights.trained.values():
             parameter += 0.05 * torch.randn_like(parameter)
     return parts
 
@@ -91,7 +91,7 @@ def accumulated(
 
 
 def take_gradients(parts: Runtime) -> Gradients:
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     found = {name: p.grad for name, p in trained.items() if p.grad is not None}
     for parameter in trained.values():
         parameter.grad = None

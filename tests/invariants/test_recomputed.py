@@ -60,9 +60,9 @@ def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
     assert kept.student.passes.padding_reason is None
     assert (kept.student.passes.unshared_reason is None) == shares
     assert kept_updates == again_updates
-    start = assemble(recipe).student.weights.trained()
-    theirs = again.student.weights.trained()
-    for name, parameter in kept.student.weights.trained().items():
+    start = assemble(recipe).student.weights.trained
+    theirs = again.student.weights.trained
+    for name, parameter in kept.student.weights.trained.items():
         assert torch.equal(parameter, theirs[name]), name
     assert any(not torch.equal(p, theirs[name]) for name, p in start.items())
 

@@ -46,8 +46,8 @@ def assert_same_run(recipe: Recipe, folder: Path) -> Runtime:
     local, local_run = run_in(folder / "local", recipe, in_process)
     remote, remote_run = run_in(folder / "remote", recipe, RemoteEngine)
     assert isinstance(local.engine, LocalEngine) and isinstance(remote.engine, RemoteEngine)
-    trained = local.student.weights.trained()
-    for name, parameter in remote.student.weights.trained().items():
+    trained = local.student.weights.trained
+    for name, parameter in remote.student.weights.trained.items():
         torch.testing.assert_close(parameter, trained[name], rtol=1e-4, atol=2e-5)
     for row, expected in zip(remote_run.metrics(), local_run.metrics(), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)

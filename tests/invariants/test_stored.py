@@ -143,10 +143,10 @@ def test_the_update_is_that_of_the_run_that_sampled_them(
 
 def _loss(parts: Any, scored: list[Scored]) -> float:
     """Of a step whose weights are put back."""
-    before = {n: p.detach().clone() for n, p in parts.student.weights.trained().items()}
+    before = {n: p.detach().clone() for n, p in parts.student.weights.trained.items()}
     loss: float = parts.student.step(0, scored).loss
     with torch.no_grad():
-        for name, parameter in parts.student.weights.trained().items():
+        for name, parameter in parts.student.weights.trained.items():
             parameter.copy_(before[name])
     return loss
 

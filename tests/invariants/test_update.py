@@ -117,7 +117,7 @@ def in_float64(parts: Runtime) -> Runtime:
                 double(one.engine.model)
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in parts.student.weights.trained().values():
+        for parameter in parts.student.weights.trained.values():
             parameter += 0.05 * torch.randn_like(parameter)
     return parts
 
@@ -138,7 +138,7 @@ def gradients_of(parts: Runtime, scored: list[Scored]) -> tuple[Gradients, dict[
 
 
 def take_gradients(parts: Runtime) -> Gradients:
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
     for parameter in trained.values():
         parameter.grad = None

@@ -18,7 +18,7 @@ def gradients(parts: Runtime, scored: list[Scored]) -> dict[str, Tensor]:
     """Copies: the weights have none afterwards."""
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, MetricAccumulator())
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     found = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
     parts.student.optimizer.zero_grad(set_to_none=True)
     return found

@@ -121,7 +121,7 @@ def test_a_moving_average_follows_every_step(lora, tiny_folder, tmp_path):
         run={"checkpoint_every": 1, "keep_checkpoints": 9},
     )  # fmt: skip
     folder = train(recipe, tmp_path / "run")
-    average = {n: p.detach() for n, p in assemble(recipe).student.weights.trained().items()}
+    average = {n: p.detach() for n, p in assemble(recipe).student.weights.trained.items()}
     for step in (1, 2, 3, 4):
         saved = checkpoints.load(checkpoints.at(folder.checkpoints, step)).tensors
         for name, weight in saved["weights"].items():
@@ -146,7 +146,7 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
                 module.bias.data[:] = -math.inf
                 module.bias.data[0] = 0.0
                 head.module = module
-                trained = parts.student.weights.trained().values()
+                trained = parts.student.weights.trained.values()
                 before.extend(p.detach().clone() for p in trained)
                 kept.append(parts)
 
@@ -164,7 +164,7 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
     batch = read_trajectories(file, 3)
     assert len(batch) == 4 and all(one.teacher_logp for one in batch)
     assert any(math.isinf(logp) for one in batch for logp in one.teacher_logp)
-    after = [p.detach() for p in kept[0].student.weights.trained().values()]
+    after = [p.detach() for p in kept[0].student.weights.trained.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert len(RunFolder.read(path).metrics()) == 3
     assert screen.finished == 1
@@ -176,7 +176,7 @@ def test_a_first_step_that_is_not_finite_can_be_corrected(
     tiny_folder, tiny_teacher_folder, tmp_path
 ):
     def spoil(parts: Any) -> None:
-        next(iter(parts.student.weights.trained().values())).data.fill_(math.nan)
+        next(iter(parts.student.weights.trained.values())).data.fill_(math.nan)
 
     recipe = small_recipe(tiny_folder, tiny_teacher_folder)
     with pytest.raises(NotFiniteError):

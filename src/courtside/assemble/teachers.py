@@ -138,15 +138,15 @@ class TeacherFactory:
         if weights.adapter is not None and config.weights == "frozen":
             return SelfWeights(self.local, weights.without_adapter)
         if weights.adapter is not None:
-            shadow = {name: p.detach().clone() for name, p in weights.trained().items()}
-            average = MovingAverage(config.ema_decay, weights.trained(), shadow)
+            shadow = {name: p.detach().clone() for name, p in weights.trained.items()}
+            average = MovingAverage(config.ema_decay, weights.trained, shadow)
             return SelfWeights(self.local, partial(weights.swap_in, shadow), average)
         model = weights.copy()
         engine = self.models.make_engine(model, label, autocast=weights.autocast)
         if config.weights == "frozen":
             return SelfWeights(engine)
         average = MovingAverage(
-            config.ema_decay, weights.trained(), _trained_copies(model, weights)
+            config.ema_decay, weights.trained, _trained_copies(model, weights)
         )
         return SelfWeights(engine, average=average)
 
@@ -197,7 +197,7 @@ def _renders_alike(tokenizer: Any, other: Any) -> bool:
 
 
 def _trained_copies(model: Any, weights: Any) -> dict[str, Tensor]:
-    names = weights.trained().keys()
+    names = weights.trained.keys()
     return {name: p.data for name, p in model.named_parameters() if name in names}
 
 

@@ -25,8 +25,7 @@ from courtside.engines.transfer import tensor_on
 from courtside.errors import NotFiniteError
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu.bf16_linear import use_bf16_linear
-from courtside.training.cpu.gradient_buffers import GradientBuffers, use_gradient_buffers
+from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head, check_divergences
 from courtside.training.hint_branches import complete_targets, uses_dropout
 from courtside.training.loss_terms import (
@@ -49,7 +48,7 @@ class Student:
         self.head = find_lm_head(weights.model, vocab_size=vocab_size)
         self.recipe = recipe
         self.pad_id = pad_id
-        self.optimizer = make_optimizer(weights.trained(), recipe)
+        self.optimizer = make_optimizer(weights.trained, recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
@@ -151,20 +150,16 @@ class Student:
         if self.weights.device.type != "cpu":
             yield
             return
-        model, trained = self.weights.model, self.weights.trained().values()
         self._cast_weights = {}
         try:
-            with (
-                use_gradient_buffers(model, self._gradient_buffers, trained),
-                use_bf16_linear(model, self.head.module, self._gradient_buffers),
-            ):
+            with use_cpu_patches(self.weights.model, self.head.module, self._gradient_buffers):
                 yield
         finally:
             self._cast_weights = None
 
     @cached_property
     def _gradient_buffers(self) -> GradientBuffers:
-        return GradientBuffers(self.weights.trained().values())
+        return GradientBuffers(self.weights.trained.values())
 
     def _autocast(self, *, cache: bool = True) -> Any:
         dtype = self.weights.autocast
@@ -253,7 +248,7 @@ class Student:
 
     def _clip(self, step: int, metrics: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
-            self.weights.trained().values(), self.recipe.train.max_grad_norm
+            self.weights.trained.values(), self.recipe.train.max_grad_norm
         )
         metrics.mean("grad_norm", norm)  # copied to the host with the others
         bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]

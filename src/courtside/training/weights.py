@@ -60,6 +60,7 @@ class StudentWeights:
     def uses_gradient_checkpointing(self) -> bool:
         return bool(self.model.is_gradient_checkpointing)
 
+    @property
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
@@ -73,13 +74,13 @@ class StudentWeights:
     @contextmanager
     def swap_in(self, tensors: dict[str, Tensor]) -> Iterator[None]:
         """`tensors` in place of the trained weights: pointers are exchanged, nothing is copied."""
-        before = {name: p.data for name, p in self.trained().items()}
-        for name, parameter in self.trained().items():
+        before = {name: p.data for name, p in self.trained.items()}
+        for name, parameter in self.trained.items():
             parameter.data = tensors[name]
         try:
             yield
         finally:
-            for name, parameter in self.trained().items():
+            for name, parameter in self.trained.items():
                 parameter.data = before[name]
 
     def copy(self) -> Any:

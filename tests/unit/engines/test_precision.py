@@ -72,7 +72,7 @@ def test_student_and_teacher_follow_the_same_choice(
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder))
     weights, teacher = parts.student.weights, parts.teacher.teacher.engine  # type: ignore[union-attr]
     assert weights.autocast == (torch.bfloat16 if native else None)
-    assert {p.dtype for p in weights.trained().values()} == {torch.float32}
+    assert {p.dtype for p in weights.trained.values()} == {torch.float32}
     assert teacher.model.dtype == (torch.bfloat16 if native else torch.float32)  # type: ignore[attr-defined]
 
 
@@ -178,7 +178,7 @@ def gradients(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], 
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained()
+    trained = parts.student.weights.trained
     return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
 
 

@@ -109,12 +109,12 @@ def agree(
 def move(parts: Runtime, seed: int, size: float = 0.2) -> None:
     """As an optimizer step would, only farther."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in parts.student.weights.trained().values():
+    for parameter in parts.student.weights.trained.values():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
 
 
 def snapshot(parts: Runtime) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+    return {name: p.detach().clone() for name, p in parts.student.weights.trained.items()}
 
 
 # ── self: live, frozen, moving average ───────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ def test_a_frozen_teacher_stays_the_model_before_training(
     for id, target in after.items():
         assert torch.equal(target.logp_T, before[id].logp_T), "to the last bit"
         assert torch.equal(target.hidden_TD, before[id].hidden_TD)
-    moved = parts.student.weights.trained()
+    moved = parts.student.weights.trained
     assert all(torch.equal(p, own[name]) and p.requires_grad for name, p in moved.items())
     assert not torch.equal(
         parts.engine.score(_requests(trajectories))[0].logp_T,
@@ -177,9 +177,9 @@ def test_a_moving_average_moves_as_computed_by_hand(
         average = {name: 0.8 * average[name] + 0.2 * now[name] for name in average}
 
     own = snapshot(parts)
-    places = {name: p.data_ptr() for name, p in parts.student.weights.trained().items()}
+    places = {name: p.data_ptr() for name, p in parts.student.weights.trained.items()}
     found = targets(parts, trajectories)
-    for name, parameter in parts.student.weights.trained().items():
+    for name, parameter in parts.student.weights.trained.items():
         assert torch.equal(parameter, own[name]), f"{name} came back changed"
         assert parameter.data_ptr() == places[name]
     (kept,) = parts.averages.values()
@@ -187,7 +187,7 @@ def test_a_moving_average_moves_as_computed_by_hand(
         torch.testing.assert_close(tensor, average[name], rtol=1e-6, atol=1e-6)
 
     # The same averages put into the student by hand.
-    for name, parameter in parts.student.weights.trained().items():
+    for name, parameter in parts.student.weights.trained.items():
         parameter.data.copy_(average[name])
     agree(found, parts.student.weights.model, parts, trajectories)
 
@@ -208,7 +208,7 @@ def test_swapped_weights_come_back_even_after_an_error(
     monkeypatch.setattr(parts.engine, "score", fail)
     with pytest.raises(ModelError, match="no scores"):
         parts.teacher(trajectories)
-    for name, parameter in parts.student.weights.trained().items():
+    for name, parameter in parts.student.weights.trained.items():
         assert torch.equal(parameter, own[name])
 
 

@@ -141,7 +141,7 @@ def test_weight_copies_are_pending(tiny_folder: Path) -> None:
     context = {"kind": "system", "text": "Be short."}
     live: dict[str, Any] = {"teacher": {"kind": "self", "weights": "live", "context": context}}
     student = assemble(small_recipe(tiny_folder, **live)).student
-    size = sum(p.nbytes for p in student.weights.trained().values())
+    size = sum(p.nbytes for p in student.weights.trained.values())
     assert pending(teacher={**live["teacher"], "weights": "ema"}) == pending(**live) + size
     extrapolated = [{"kind": "divergence", "extrapolate": 1.5}]
     assert pending(**live, losses=extrapolated) == pending(**live) + size

@@ -65,7 +65,7 @@ def recipe(folder: Path, *, settings: Any = None, **changes: Any) -> Any:
 
 
 def weights_of(parts: Runtime) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in parts.student.weights.trained().values()]
+    return [p.detach().clone() for p in parts.student.weights.trained.values()]
 
 
 def test_only_batches_with_a_mistake_are_steps(tiny_folder: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def prepared(folder: Path, teacher: str, loss: dict[str, Any], **train: Any) -> 
         for name, tensor in average.shadow.items():
             average.shadow[name].data = tensor.double() + 0.1 * torch.randn_like(tensor)
     torch.manual_seed(5)
-    for parameter in parts.student.weights.trained().values():
+    for parameter in parts.student.weights.trained.values():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return parts
 
@@ -136,7 +136,7 @@ def test_every_gradient_is_that_of_pefts_own_forward(
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     parts.student.accumulate(0, scored, chosen, MetricAccumulator())
-    gradients = {name: p.grad for name, p in weights.trained().items()}
+    gradients = {name: p.grad for name, p in weights.trained.items()}
     assert {name.split(".")[-4] for name in gradients} >= {"lm_head", "q_proj"}
     assert all(p.grad is None for p in weights.model.parameters() if not p.requires_grad)
 
@@ -148,7 +148,7 @@ def test_every_gradient_is_that_of_pefts_own_forward(
         assert teacher == "live" or not torch.allclose(p_TV, q_TV, atol=1e-3)
         total = total + naive(p_TV, q_TV, torch.tensor(t.completion_ids), LOSSES[loss])
         count += t.num_completion_tokens
-    right = torch.autograd.grad(total / count, list(weights.trained().values()))
+    right = torch.autograd.grad(total / count, list(weights.trained.values()))
     # Advantages come from log-probs that are kept in float32.
     limit = 1e-5 if loss == "sampled" else 1e-9
     for (name, ours), gradient in zip(gradients.items(), right, strict=True):
@@ -201,4 +201,4 @@ def test_dropout_is_refused_with_the_head_and_only_then(tiny_folder: Path) -> No
     config = StudentConfig(
         model=str(tiny_folder), lora=LoraConfig(dropout=0.1, target_modules=("q_proj",))
     )
-    assert StudentWeights(config, seed=0).trained()
+    assert StudentWeights(config, seed=0).trained

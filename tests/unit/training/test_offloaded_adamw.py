@@ -112,7 +112,7 @@ def test_a_run_with_offload_is_the_run_without(tiny_folder: Any, tiny_teacher_fo
             trajectories = runtime.rollout(runtime.tasks.batch(step, 2), step)
             runtime.student.step(step, runtime.teacher(trajectories, ()))
             if step == 0:
-                trained = runtime.student.weights.trained()
+                trained = runtime.student.weights.trained
                 saved = {
                     "weights": {name: p.detach().clone() for name, p in trained.items()},
                     "optimizer": {
@@ -124,7 +124,7 @@ def test_a_run_with_offload_is_the_run_without(tiny_folder: Any, tiny_teacher_fo
                 }
                 runtime = assemble(recipe)
                 restore(runtime, checkpoints.Checkpoint(num_steps=1, tensors=saved))
-        weights[offload] = {n: p.detach() for n, p in runtime.student.weights.trained().items()}
+        weights[offload] = {n: p.detach() for n, p in runtime.student.weights.trained.items()}
     for name, expected in weights[False].items():
         torch.testing.assert_close(weights[True][name], expected, rtol=1e-5, atol=1e-7)
 
@@ -139,7 +139,7 @@ def test_offloaded_state_is_not_in_the_memory_plan(
         )
         student = assemble(recipe).student
         pending[offload] = pending_bytes(student)
-        trained = sum(p.nbytes for p in student.weights.trained().values())
+        trained = sum(p.nbytes for p in student.weights.trained.values())
         model_bytes = sum(p.nbytes for p in student.weights.model.parameters())
         # A byte too little for twice the minimum of tokens, if the moments are on the device.
         per_token = kv_bytes_per_token(student.weights.model, student.weights.autocast)

@@ -62,7 +62,7 @@ def test_the_update_is_adamw_by_hand(tiny_folder, tiny_teacher_folder):
     }  # fmt: skip
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, train=train))
     student = parts.student
-    trained = student.weights.trained()
+    trained = student.weights.trained
     expected = {name: p.detach().double().clone() for name, p in trained.items()}
     first = {name: torch.zeros_like(p) for name, p in expected.items()}
     second = {name: torch.zeros_like(p) for name, p in expected.items()}
@@ -99,5 +99,5 @@ def test_gradients_below_the_clip_are_left_alone(tiny_folder, tiny_teacher_folde
         parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, train=train))
         scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
         parts.student.step(0, scored)
-        moved.append([p.detach().clone() for p in parts.student.weights.trained().values()])
+        moved.append([p.detach().clone() for p in parts.student.weights.trained.values()])
     assert all(torch.equal(a, b) for a, b in zip(*moved, strict=True))

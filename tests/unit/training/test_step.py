@@ -26,7 +26,7 @@ def batch_of(parts: Runtime, step: int = 0) -> list[Scored]:
 
 
 def weights_of(parts: Runtime) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in parts.student.weights.trained().values()]
+    return [p.detach().clone() for p in parts.student.weights.trained.values()]
 
 
 def words(model, trajectory) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_an_empty_batch_is_no_zero_loss(empty, parts):
 
 
 def spoil_student(parts: Runtime, scored: list[Scored]) -> list[Scored]:
-    next(iter(parts.student.weights.trained().values())).data[0, 0] = math.nan
+    next(iter(parts.student.weights.trained.values())).data[0, 0] = math.nan
     return scored
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_finite_changes_no_weight(spoil, parts):
     )
     for old, state in zip(moments, parts.student.optimizer.state.values(), strict=True):
         assert all(torch.equal(old[key], state[key]) for key in old)
-    assert all(p.grad is None for p in parts.student.weights.trained().values())
+    assert all(p.grad is None for p in parts.student.weights.trained.values())
     assert not parts.student.weights.model.training
 
 
@@ -153,7 +153,7 @@ def test_a_policy_gradient_with_an_impossible_token(tiny_folder, tiny_teacher_fo
 
 
 def test_a_finite_loss_with_an_infinite_gradient_is_caught(parts):
-    parameter = parts.student.weights.trained()["model.norm.weight"]
+    parameter = parts.student.weights.trained["model.norm.weight"]
     parameter.register_hook(lambda gradient: gradient * math.inf)
     before = weights_of(parts)
     with pytest.raises(NotFiniteError, match="step 0: the gradient is not finite"):
@@ -182,7 +182,7 @@ def test_dropout_follows_from_the_step_and_leaves_the_callers_numbers_alone(
     logps = []
     for step, seed in ((0, 1), (0, 2), (1, 1)):
         parts = assemble(recipe)
-        for name, parameter in parts.student.weights.trained().items():
+        for name, parameter in parts.student.weights.trained.items():
             if "lora_B" in name:
                 parameter.data.fill_(0.1)
         scored = batch_of(parts)

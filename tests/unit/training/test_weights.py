@@ -29,7 +29,7 @@ def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder)
     }
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, student=student))
     weights = parts.student.weights
-    trained = weights.trained()
+    trained = weights.trained
     assert len(trained) == 2 * 2 * 2  # two layers, two targets, A and B
     assert all("lora_" in name for name in trained)
     in_optimizer = {id(p) for g in parts.student.optimizer.param_groups for p in g["params"]}
@@ -43,10 +43,10 @@ def test_lora_trains_adapters_and_nothing_else(tiny_folder, tiny_teacher_folder)
 
 def test_all_linear_layers_but_the_head_get_an_adapter(tiny_folder):
     weights = StudentWeights(StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=2)), seed=0)
-    layers = {name.split(".lora_")[0] for name in weights.trained()}
+    layers = {name.split(".lora_")[0] for name in weights.trained}
     assert len(layers) == 2 * 7
     assert not any("lm_head" in name or "embed" in name for name in layers)
-    assert all(p.dtype == torch.float32 for p in weights.trained().values())
+    assert all(p.dtype == torch.float32 for p in weights.trained.values())
 
 
 def test_an_adapter_starts_as_nothing_and_follows_the_seed(tiny_folder):
@@ -56,7 +56,7 @@ def test_an_adapter_starts_as_nothing_and_follows_the_seed(tiny_folder):
     first, same, other = (StudentWeights(config, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(state, torch.random.get_rng_state())
     assert torch.equal(logits(first), logits(plain))
-    a, b, c = (next(iter(w.trained().values())) for w in (first, same, other))
+    a, b, c = (next(iter(w.trained.values())) for w in (first, same, other))
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
@@ -65,7 +65,7 @@ def test_dropout_acts_in_the_update_only(tiny_folder, tiny_teacher_folder):
     student = {"model": str(tiny_folder), "lora": {"rank": 4, "dropout": 0.5}}
     parts = assemble(small_recipe(tiny_folder, tiny_teacher_folder, student=student))
     weights = parts.student.weights
-    for parameter in weights.trained().values():
+    for parameter in weights.trained.values():
         parameter.data.fill_(0.1)
     assert torch.equal(logits(weights), logits(weights))
     one_step(parts)
@@ -92,7 +92,7 @@ def test_unknown_targets_are_named(tiny_folder):
 def moved_adapter(tiny_folder) -> StudentWeights:
     weights = StudentWeights(StudentConfig(model=str(tiny_folder), lora=LoraConfig(rank=4)), seed=0)
     torch.manual_seed(1)
-    for parameter in weights.trained().values():
+    for parameter in weights.trained.values():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return weights
 
@@ -109,12 +109,12 @@ def test_without_its_adapter_the_student_is_as_before(tiny_folder):
 
 def test_lent_weights_come_back_bit_by_bit_also_after_an_error(tiny_folder):
     weights = moved_adapter(tiny_folder)
-    before = {name: p.detach().clone() for name, p in weights.trained().items()}
-    zeros = {name: torch.zeros_like(p) for name, p in weights.trained().items()}
+    before = {name: p.detach().clone() for name, p in weights.trained.items()}
+    zeros = {name: torch.zeros_like(p) for name, p in weights.trained.items()}
     with pytest.raises(KeyError), weights.swap_in(zeros):
-        assert all(not p.any() for p in weights.trained().values())
+        assert all(not p.any() for p in weights.trained.values())
         raise KeyError
-    assert all(torch.equal(p, before[name]) for name, p in weights.trained().items())
+    assert all(torch.equal(p, before[name]) for name, p in weights.trained.items())
     assert all(not tensor.any() for tensor in zeros.values())
 
 
@@ -124,7 +124,7 @@ def test_a_copy_stays_when_the_student_moves(tiny_folder):
     )
     twin = weights.copy()
     before = logits(weights)
-    for parameter in weights.trained().values():
+    for parameter in weights.trained.values():
         parameter.data += 1.0
     with torch.no_grad():
         assert torch.equal(twin(input_ids=IDS).logits, before)
@@ -157,14 +157,14 @@ def test_a_moving_average_teacher_speaks_with_its_own_weights(lora, tiny_folder)
     )  # fmt: skip
     parts = assemble(recipe)
     (average,) = parts.averages.values()
-    start = {name: p.detach().clone() for name, p in parts.student.weights.trained().items()}
+    start = {name: p.detach().clone() for name, p in parts.student.weights.trained.items()}
     trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
     first = parts.teacher(trajectories)
     parts.student.step(0, first)
     again = parts.teacher(trajectories)
     assert torch.equal(first[0].target.logp_T, again[0].target.logp_T)  # it has not moved yet
     parts.teacher.follow()
-    for name, parameter in parts.student.weights.trained().items():
+    for name, parameter in parts.student.weights.trained.items():
         expected = 0.75 * start[name] + 0.25 * parameter.detach()
         torch.testing.assert_close(average.shadow[name], expected)
     moved = parts.teacher(trajectories)
@@ -192,7 +192,7 @@ def test_bfloat16_arithmetic_keeps_trained_weights_in_float32(tiny_folder):
     for lora in (None, LoraConfig(rank=4)):
         config = StudentConfig(model=str(tiny_folder), dtype="bfloat16", lora=lora)
         weights = StudentWeights(config, seed=0)
-        assert {p.dtype for p in weights.trained().values()} == {torch.float32}
+        assert {p.dtype for p in weights.trained.values()} == {torch.float32}
         assert weights.autocast == torch.bfloat16
         base = weights.model.model.embed_tokens.weight.dtype
         assert base == (torch.bfloat16 if lora else torch.float32)

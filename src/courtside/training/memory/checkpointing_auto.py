@@ -68,7 +68,7 @@ def pending_bytes(student: Student) -> int:
     """What the first step allocates in addition to activations: gradients, optimizer state, copies
     of the weights, and the logits of a chunk."""
     weights, optimizer = student.weights, student.optimizer
-    trained = sum(p.nbytes for p in weights.trained().values())
+    trained = sum(p.nbytes for p in weights.trained.values())
     moments = 2 * trained
     if isinstance(optimizer, OffloadedAdamW):
         moments = optimizer.staging_bytes

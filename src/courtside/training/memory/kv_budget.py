@@ -35,7 +35,7 @@ def kv_cache_tokens(
     if total is None:
         return DEFAULT_TOKENS
     models = sum(p.nbytes for model in (weights.model, *teachers) for p in model.parameters())
-    trained = sum(p.nbytes for p in weights.trained().values())
+    trained = sum(p.nbytes for p in weights.trained.values())
     num_moments = 0 if recipe.train.optimizer_offload else 2
     available = total - models - (num_moments + num_weight_copies(recipe)) * trained
     tokens = int(KV_SHARE * available) // kv_bytes_per_token(weights.model, weights.autocast)

@@ -1,17 +1,21 @@
-"""Gradient buffers for training on a CPU: contiguous, and reused from step to step.
+"""Training on a CPU with less memory: reused gradient buffers, and bf16 linear layers.
 
 A backward pass allocates gradients between activations that it frees, and they live until the
 optimizer has stepped: the heap fragments, and the next pass, of other lengths, cannot reuse it. So
-a gradient is moved into a preallocated buffer as soon as it exists.
+a gradient is moved into a preallocated buffer as soon as it exists. The gradient of an embedding
+would be allocated for the whole vocabulary in every pass; here the rows of the pass are added.
 
-The gradient of an embedding would be allocated for the whole vocabulary in every pass; here the
-rows of the pass are added to the existing gradient. Results are bit-identical.
+Autocast casts a weight in its first pass, between activations, casts an input once for each layer
+that consumes it, and casts each weight gradient to float32 before adding it. Here the shadow
+weights of a step share one buffer, layers with the same input share its cast, and the cast of a
+gradient is part of its addition. Results are bit-identical.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,11 +32,25 @@ ALIGNMENT = 64
 """Bytes: a cache line."""
 
 
+@contextmanager
+def use_cpu_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> Iterator[None]:
+    """Around all passes of a step, inside autocast. The gradients stay in the buffers afterwards;
+    the LM head has its own matmuls."""
+    hooks = [p.register_post_accumulate_grad_hook(buffers.move) for p in buffers.parameters]
+    try:
+        with apply_patches([*_embedding_patches(model), *_linear_patches(model, head, buffers)]):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class GradientBuffers:
     """Buffers for the gradients of parameters below `MMAP_BYTES`, and for shadow weights."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        small = [p for p in parameters if p.nbytes < MMAP_BYTES]
+        self.parameters = tuple(parameters)
+        small = [p for p in self.parameters if p.nbytes < MMAP_BYTES]
         self._gradients = dict(zip(map(id, small), allocate_contiguous(small), strict=True))
         self._shadow: tuple[list[int], list[Tensor]] = ([], [])
 
@@ -67,41 +85,25 @@ def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None
     no memory."""
     dtypes = [dtype or tensor.dtype for tensor in like]
     sizes = [tensor.numel() * d.itemsize for tensor, d in zip(like, dtypes, strict=True)]
-    buffer = torch.empty(sum(map(_align, sizes)), dtype=torch.uint8)
-    parts = buffer.split([_align(size) for size in sizes])
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    parts = torch.empty(sum(aligned), dtype=torch.uint8).split(aligned)
     return [
         part[:size].view(d).view(tensor.shape)
         for part, size, d, tensor in zip(parts, sizes, dtypes, like, strict=True)
     ]
 
 
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@contextmanager
-def use_gradient_buffers(
-    model: Any, buffers: GradientBuffers, trained: Iterable[nn.Parameter]
-) -> Iterator[None]:
-    """Around all passes of a step. The gradients stay in the buffers afterwards."""
-    with ExitStack() as stack:
-        stack.enter_context(apply_patches(_embedding_patches(model)))
-        for parameter in trained:
-            hook = parameter.register_post_accumulate_grad_hook(buffers.move)
-            stack.callback(hook.remove)
-        yield
-
-
 # ── embeddings ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _embedding_patches(model: Any) -> Iterator[Patch]:
+def _embedding_patches(model: Any) -> list[Patch]:
     module = model.get_input_embeddings()
     if type(module) is not nn.Embedding or not has_class_forward(module):
-        return
-    plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    if plain and module.weight.requires_grad:
-        yield Patch(module, "forward", partial(_embed, module))
+        return []
+    is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    if not is_plain or not module.weight.requires_grad:
+        return []
+    return [Patch(module, "forward", partial(_embed, module))]
 
 
 def _embed(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -139,3 +141,67 @@ def add_embedding_gradient(
     sums_UD = gradient_ND.new_zeros(len(unique_U), gradient_ND.shape[-1])
     sums_UD.index_add_(0, index_N, gradient_ND)
     weight_VD.grad.index_add_(0, unique_U, sums_UD.to(weight_VD.grad.dtype))
+
+
+# ── linear layers ────────────────────────────────────────────────────────────────────────────────
+
+
+def _linear_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> list[Patch]:
+    """Layers with a bias and those that autocast would not cast are left alone."""
+    if not torch.is_autocast_enabled("cpu"):
+        return []
+    head_modules = set(head.modules())
+    layers = [m for m in model.modules() if m not in head_modules and _is_plain_linear(m)]
+    cast_input = _InputCast(torch.get_autocast_dtype("cpu"))
+    shadow = buffers.shadow_weights([layer.weight for layer in layers], cast_input.dtype)
+    return [
+        Patch(layer, "forward", partial(_bf16_linear, layer.weight, copy, cast_input, buffers))
+        for layer, copy in zip(layers, shadow, strict=True)
+    ]
+
+
+def _is_plain_linear(module: Any) -> bool:
+    if type(module) is not nn.Linear or module.bias is not None or not has_class_forward(module):
+        return False
+    return module.weight.requires_grad and module.weight.dtype == torch.float32
+
+
+class _InputCast:
+    """Casts an input once for the consecutive layers that consume it."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        """The last input (not kept alive), its version, and its cast."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.last is None or self.last[0]() is not x or self.last[1] != x._version:
+            self.last = weakref.ref(x), x._version, x.detach().to(self.dtype)
+        return self.last[2]
+
+
+def _bf16_linear(
+    weight: Tensor, shadow: Tensor, cast_input: _InputCast, buffers: GradientBuffers, x: Tensor
+) -> Tensor:
+    y: Tensor = _Bf16Linear.apply(x, weight, cast_input(x), shadow, buffers)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Bf16Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, shadow: Tensor, buffers: GradientBuffers
+    ) -> Tensor:
+        ctx.weight, ctx.buffers, ctx.dtype = weight, buffers, x.dtype
+        ctx.save_for_backward(cast, shadow)
+        return F.linear(cast, shadow)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        cast, shadow = ctx.saved_tensors
+        gradient_NO, cast_NI = gradient.flatten(0, -2), cast.flatten(0, -2)
+        ctx.buffers.accumulate(ctx.weight, gradient_NO.t() @ cast_NI)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        return (gradient_NO @ shadow).view_as(cast).to(ctx.dtype), None, None, None, None

@@ -1,1 +1,0 @@
-"""What makes an update cheaper on a CPU: gradient buffers, bf16 linear layers."""
