@@ -211,9 +211,7 @@ def loss_and_gradients(
     streams = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, streams, metrics)
-    gradients = {
-        n: p.grad for n, p in parts.student.weights.trained.items() if p.grad is not None
-    }
+    gradients = {n: p.grad for n, p in parts.student.weights.trained.items() if p.grad is not None}
     return CheckResult(
         side="courtside",
         loss=metrics.losses["divergence"],

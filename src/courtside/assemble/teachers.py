@@ -145,9 +145,7 @@ class TeacherFactory:
         engine = self.models.make_engine(model, label, autocast=weights.autocast)
         if config.weights == "frozen":
             return SelfWeights(engine)
-        average = MovingAverage(
-            config.ema_decay, weights.trained, _trained_copies(model, weights)
-        )
+        average = MovingAverage(config.ema_decay, weights.trained, _trained_copies(model, weights))
         return SelfWeights(engine, average=average)
 
 
