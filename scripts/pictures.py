@@ -91,7 +91,7 @@ STEP = (
             ("teacher/stage.py", "teacher and hints of a batch"),
             ("teacher/context.py", "privileged context"),
             ("engines/forward/forward.py", "packed forward passes"),
-            ("engines/forward/prefix_sharing.py", "prompts once per group"),
+            ("engines/forward/batching.py", "prompts once per group"),
             ("engines/forward/logprobs.py", "log-probs, hidden states"),
         ),
         owner="teacher",

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
+from courtside.engines.forward.batching import pack_sequences
 from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.forward.prefix_sharing import pack_sequences
 from courtside.engines.forward.varlen import VARLEN_ATTENTION
 from courtside.runtime import Runtime
 from courtside.training import student as step

@@ -12,8 +12,8 @@ from support.architectures import made_of, olmo2, phi3, qwen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from courtside.engines.forward.batching import MIN_PREFIX_TOKENS
 from courtside.engines.forward.forward import ForwardPasses, probe_packing
-from courtside.engines.forward.prefix_sharing import MIN_PREFIX_TOKENS
 from courtside.engines.kernels import layers, layers_autograd
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches import fused_layers, layer_ops

@@ -8,9 +8,9 @@ scoring). Training happens elsewhere, on the same model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
-from courtside.engines.generation.decode_loop import decode
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.left_padded import LeftPaddedBatch
-from courtside.engines.generation.outputs import SampleBuffer
-from courtside.engines.generation.session import CachedSession
+from courtside.engines.generation.sampler import SampleBuffer
+from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
@@ -67,6 +66,7 @@ class LocalEngine:
         self.head = find_lm_head(model, vocab_size=vocab_size)
         self.autocast = autocast
         """Compute dtype of forward passes where it is not the weights' own."""
+        self.autocast_context = self._make_autocast()
         self.max_batch_tokens = max_batch_tokens
         self.score_batch_tokens = min(max_batch_tokens, default_pass_tokens(self.device))
         settings: Any = model.config.get_text_config()
@@ -97,16 +97,10 @@ class LocalEngine:
             )
         return notes
 
-    def autocast_context(self) -> Any:
+    def _make_autocast(self, **options: Any) -> Callable[[], AbstractContextManager[Any]]:
         if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
-
-    def _uncached_autocast(self) -> Any:
-        """Without autocast's weight cache: a CUDA graph would go on with the cached weights."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
+            return nullcontext
+        return partial(torch.autocast, self.device.type, dtype=self.autocast, **options)
 
     # ── sampling ─────────────────────────────────────────────────────────────────────────────────
 
@@ -175,7 +169,8 @@ class LocalEngine:
             num_rows=num_rows,
             row_capacity=row_capacity,
             make_buffer=self._make_buffer,
-            autocast_context=self._uncached_autocast,
+            # Without autocast's weight cache: a CUDA graph would go on with the cached weights.
+            autocast_context=self._make_autocast(cache_enabled=False),
         )
 
     @cached_property
@@ -202,8 +197,9 @@ class LocalEngine:
         with self.autocast_context():
             return probe_kv_cache(self.model)
 
-    def _make_buffer(self, num_rows: int, sampling: Sampling) -> SampleBuffer:
-        return SampleBuffer(num_rows, self.eos_ids, sampling, self.tokenizer)
+    @property
+    def _make_buffer(self) -> Callable[[int, Sampling], SampleBuffer]:
+        return partial(SampleBuffer, eos=self.eos_ids, tokenizer=self.tokenizer)
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
 
@@ -217,7 +213,11 @@ class LocalEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
-        with self._scoring_context(), passes.patch_model():
+        with (
+            self.autocast_context(),
+            prepack_if_faster(self.model, self.head),
+            passes.patch_model(),
+        ):
             for batch in passes.plan_batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
@@ -230,11 +230,6 @@ class LocalEngine:
                 )
                 results.update(zip(batch, scores, strict=True))
         return [results[i] for i in range(len(requests))]
-
-    @contextmanager
-    def _scoring_context(self) -> Iterator[None]:
-        with self.autocast_context(), prepack_if_faster(self.model, self.head):
-            yield
 
     @cached_property
     def passes(self) -> ForwardPasses:
@@ -260,7 +255,7 @@ class LocalEngine:
             )
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
-        with self._scoring_context():
+        with self.autocast_context(), prepack_if_faster(self.model, self.head):
             return score_trees(
                 self.passes,
                 self.head,

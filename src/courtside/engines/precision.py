@@ -1,4 +1,4 @@
-"""The dtype of matmuls, and what attention on a CPU needs.
+"""The dtype of matmuls.
 
 bfloat16 halves memory and is two to three times as fast where the processor has instructions for
 it: any current GPU, and some CPUs. Other CPUs emulate it slowly.
@@ -6,13 +6,11 @@ it: any current GPU, and some CPUs. Other CPUs emulate it slowly.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 X86_FLAGS = frozenset(["avx512_bf16", "amx_bf16"])
 ARM_FLAGS = frozenset(["bf16"])
@@ -51,24 +49,3 @@ def has_bf16_flag(cpu_info: str) -> bool:
         if bf16_flags is not None:
             return not bf16_flags.isdisjoint(flags.split())
     return False
-
-
-def cast_attention_inputs(*states: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype of attention.
-
-    On a GPU that of autocast, because RoPE may have returned float32. On a CPU at least float32,
-    because attention in bfloat16 takes up to seven times as long there.
-    """
-    device = states[0].device.type
-    if device == "cpu":
-        return tuple(state.to(torch.promote_types(state.dtype, torch.float32)) for state in states)
-    if not torch.is_autocast_enabled(device):
-        return states
-    return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
-
-
-def disable_cpu_autocast(device: torch.device) -> Any:
-    """Around an operation whose inputs autocast would cast to bfloat16 on a CPU."""
-    if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return nullcontext()
-    return torch.autocast("cpu", enabled=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from courtside.engines.attention_masks import attn_implementation, format_mask
+from courtside.engines.patches.attention import attn_implementation, format_mask
 
 SPARSE_ATTENTION_FIELDS = (
     "attention_window", "attention_window_size", "index_topk", "keep_window_size",

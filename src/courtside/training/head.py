@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from courtside.engines.forward.batching import tensor_on
 from courtside.engines.lm_head import LMHead
-from courtside.engines.transfer import tensor_on
 from courtside.errors import RecipeError
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
 from courtside.losses.fused.types import (

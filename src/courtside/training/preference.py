@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from courtside.engines.forward.batching import tensor_on
 from courtside.engines.lm_head import LMHead
-from courtside.engines.transfer import tensor_on
 from courtside.losses.preference import dpo, dpo_token_weights
 from courtside.training.loss_terms import LossTerm, preference_pairs
 from courtside.training.metrics import MetricAccumulator

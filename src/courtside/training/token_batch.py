@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.transfer import tensor_on
+from courtside.engines.forward.batching import tensor_on
 from courtside.training.loss_terms import LossTerm
 from courtside.types import Scored, Target
 

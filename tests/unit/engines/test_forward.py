@@ -23,12 +23,12 @@ from support.varlen import (
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
+from courtside.engines.forward.batching import pack_sequences
 from courtside.engines.forward.forward import (
     ForwardPasses,
     probe_forward_passes,
     probe_prefix_sharing,
 )
-from courtside.engines.forward.prefix_sharing import pack_sequences
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
 from courtside.engines.forward.varlen import (
     VarlenBackend,
@@ -145,7 +145,7 @@ def test_with_a_varlen_kernel(backend: VarlenBackend) -> None:
 def with_gather_index(layout: VarlenLayout) -> VarlenLayout:
     """The layout as on a GPU, where kernels gather keys."""
     assert layout.key_segments is not None and layout.gather_index is None
-    index = prefix_gather.make_gather_index(layout.lengths, layout.key_segments, device=CPU)
+    index = prefix_gather.make_gather_index(layout.lengths, layout.key_segments)
     return replace(layout, gather_index=index)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_model import tiny_model
 
-from courtside.engines.patches.gqa_cpu import NAME, use_gqa_attention
+from courtside.engines.patches.attention import GQA_ATTENTION, use_gqa_attention
 
 
 def masked_logits(model, ids, mask):
@@ -22,7 +22,7 @@ def test_values_are_those_of_sdpa() -> None:
     mask = visible[None, None].expand(2, 1, 12, 12)
     plain = masked_logits(model, ids, mask)
     with use_gqa_attention(model):
-        assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == GQA_ATTENTION
         torch.testing.assert_close(masked_logits(model, ids, mask), plain, rtol=1e-10, atol=1e-12)
         # Without a mask, and with a padding mask, attention is causal as before.
         torch.testing.assert_close(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import Sampling
-from courtside.engines.generation.outputs import SampleBuffer
+from courtside.engines.generation.sampler import SampleBuffer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -21,7 +21,9 @@ def test_extending_equals_appending_one_by_one(
     ids: list[int], eos: frozenset[int], stop: list[str]
 ) -> None:
     sampling = Sampling(max_new_tokens=12, stop=tuple(stop))
-    at_once, one_by_one = (SampleBuffer(2, eos, sampling, TOKENIZER) for _ in range(2))
+    at_once, one_by_one = (
+        SampleBuffer(2, sampling, eos=eos, tokenizer=TOKENIZER) for _ in range(2)
+    )
     logps = [-0.5 * i for i in range(len(ids))]
     at_once.extend(1, ids, logps)
     for token, logp in zip(ids, logps, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.engines.forward.prefix_sharing import (
+from courtside.engines.forward.batching import (
     MAX_SUFFIX_TOKENS,
     PrefixGroup,
     batch_by_prefix,

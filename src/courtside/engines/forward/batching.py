@@ -1,13 +1,31 @@
-"""Sequences grouped into batches of bounded size with little padding."""
+"""How token sequences form batches: padded by length, or packed with shared prefixes.
+
+Prefix sharing: a prefix that several sequences have in common is computed once per batch. Samples
+of one prompt are the usual case. Each then has only its suffix in the batch, which attends to the
+keys of the prefix and to its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from courtside.engines.transfer import tensor_on
+MIN_PREFIX_TOKENS = 16
+"""A shorter prefix does not repay gathering its keys for every suffix."""
+MIN_PREFIX_FRACTION = 1 / 16
+"""Of a sequence: gathering all of its keys costs about as much as computing a fiftieth of its
+tokens (docs/performance.md)."""
+MAX_SUFFIX_TOKENS = 1024
+"""Tokens that a batch may have in addition to a shared prefix: four answers of 256, where batches
+of 512 on a CPU would each compute the prompt again. Activations of a training step take memory that
+a short prefix does not repay, so there it is twice the prefix at most."""
+
+Ids = Sequence[int]
 
 
 def default_pass_tokens(device: torch.device) -> int:
@@ -50,6 +68,253 @@ def batch_by_size(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
         batches[target].append(index)
         free_tokens[target] -= size
     return batches
+
+
+def split_prefill(
+    lengths: Sequence[int], rows: Sequence[int], max_tokens: int
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Neighboring rows in batches of at most `max_tokens`, padding included, each with the index
+    of its first row.
+
+    A row less than half as long as the longest of its batch starts another: its padding would cost
+    as much as a forward pass of its own.
+    """
+    first, longest = 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        is_full = longest * (index - first + 1) > max_tokens
+        if index > first and (is_full or 2 * length < longest):
+            yield first, rows[first:index]
+            first, longest = index, length
+    if rows:
+        yield first, rows[first:]
+
+
+def batch_by_prefix(
+    units: Sequence[Sequence[Ids]],
+    max_tokens: int,
+    *,
+    max_shared_tokens: int | None,
+    for_backward: bool = False,
+) -> list[list[int]]:
+    """Indices of units (sequences that must share a batch) by batch; largest first.
+
+    A batch has at most `max_tokens`, a shared prefix counted once. A batch with a shared prefix may
+    be larger by `MAX_SUFFIX_TOKENS`, up to `max_shared_tokens`: otherwise long sequences could
+    never share a prefix. A group that does not fit is split, each part with the prefix.
+    """
+    unit_of = [number for number, unit in enumerate(units) for _ in unit]
+    sequences = [ids for unit in units for ids in unit]
+    unit_tokens = [sum(len(ids) for ids in unit) for unit in units]
+    bundles: list[list[int]] = []
+    bundle_tokens: list[int] = []
+    remaining = dict.fromkeys(range(len(units)))
+    for group in find_prefix_groups(sequences):
+        # A unit goes with the first group that has one of its sequences.
+        members = [u for u in dict.fromkeys(unit_of[i] for i in group.members) if u in remaining]
+        suffix_tokens = {u: unit_tokens[u] for u in members}
+        for i in group.members:
+            if unit_of[i] in suffix_tokens:
+                suffix_tokens[unit_of[i]] -= group.num_tokens
+        extra = min(MAX_SUFFIX_TOKENS, 2 * group.num_tokens) if for_backward else MAX_SUFFIX_TOKENS
+        limit = group.num_tokens + extra
+        if max_shared_tokens is not None:
+            limit = min(limit, max_shared_tokens)
+        capacity = max(max_tokens, limit) - group.num_tokens
+        for part in batch_by_size([suffix_tokens[u] for u in members], capacity):
+            bundles.append([members[k] for k in part])
+            bundle_tokens.append(group.num_tokens + sum(suffix_tokens[members[k]] for k in part))
+        for u in members:
+            del remaining[u]
+    bundles += [[u] for u in remaining]
+    bundle_tokens += [unit_tokens[u] for u in remaining]
+    batches = batch_by_size(bundle_tokens, max_tokens)
+    return [[u for b in batch for u in bundles[b]] for batch in batches]
+
+
+# ── shared prefixes ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroup:
+    """Sequences that share their first `num_tokens` ids."""
+
+    members: tuple[int, ...]
+    """Their indices, at least two."""
+    num_tokens: int
+
+    @property
+    def saved_tokens(self) -> int:
+        return (len(self.members) - 1) * self.num_tokens
+
+
+@dataclass(slots=True)
+class _OpenPrefix:
+    """Neighbors in sorted order, from index `first` on, that share `num_tokens` ids."""
+
+    num_tokens: int
+    first: int
+    inner_groups: list[PrefixGroup] = field(default_factory=list)
+    """The best groups among those that share a longer prefix."""
+
+
+def find_prefix_groups(
+    sequences: Sequence[Ids],
+    *,
+    min_tokens: int = MIN_PREFIX_TOKENS,
+    min_fraction: float = MIN_PREFIX_FRACTION,
+) -> list[PrefixGroup]:
+    """Disjoint groups; a sequence may be in none.
+
+    Sharing has one level: where all sequences share a system prompt, and those of a group a
+    question too, the one that saves more tokens is shared. Every subset of the sequences can share
+    at least as much, so that a pass over a part never computes more than was planned.
+    """
+    rows = [tuple(ids) for ids in sequences]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    stack = [_OpenPrefix(0, 0)]
+    for end in range(1, len(order) + 1):
+        common = 0
+        if end < len(order):
+            common = _common_length(rows[order[end - 1]], rows[order[end]])
+        first, groups = end - 1, list[PrefixGroup]()
+        while stack[-1].num_tokens > common:
+            closed = stack.pop()
+            closed.inner_groups += groups
+            first = closed.first
+            members = [
+                i for i in order[first:end] if closed.num_tokens >= min_fraction * len(rows[i])
+            ]
+            groups = _choose_groups(members, closed, min_tokens)
+        if stack[-1].num_tokens < common:
+            stack.append(_OpenPrefix(common, first))
+        stack[-1].inner_groups += groups
+    return stack[0].inner_groups
+
+
+def _choose_groups(
+    members: Sequence[int], closed: _OpenPrefix, min_tokens: int
+) -> list[PrefixGroup]:
+    """One group of all members or the groups among them, whichever saves more tokens."""
+    if closed.num_tokens < min_tokens or len(members) < 2:
+        return closed.inner_groups
+    outer = PrefixGroup(members=tuple(sorted(members)), num_tokens=closed.num_tokens)
+    inner_saved = sum(group.saved_tokens for group in closed.inner_groups)
+    return [outer] if outer.saved_tokens > inner_saved else closed.inner_groups
+
+
+def _common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the common prefix, by bisection: slices are compared at C speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ── packing ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpan:
+    """Where the positions of one sequence are in a batch."""
+
+    start: int
+    """Of its suffix, or of all of it."""
+    prefix_start: int = 0
+    num_prefix: int = 0
+    """How many of its first positions are in a shared prefix."""
+
+    def indices(self, positions: Iterable[int]) -> list[int]:
+        prefix_offset, suffix_offset = self.prefix_start, self.start - self.num_prefix
+        return [i + (prefix_offset if i < self.num_prefix else suffix_offset) for i in positions]
+
+    def slices(self, count: int) -> list[slice]:
+        """Its first `count` positions in order, as non-empty slices."""
+        in_prefix = min(count, self.num_prefix)
+        slices = [
+            slice(self.prefix_start, self.prefix_start + in_prefix),
+            slice(self.start, self.start + count - in_prefix),
+        ]
+        return [s for s in slices if s.start < s.stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSegment:
+    """Consecutive ids of a packed batch: a shared prefix, a suffix or a whole sequence."""
+
+    ids: tuple[int, ...]
+    first_position: int = 0
+    """Position id of its first token."""
+    prefix: int | None = None
+    """Index of the segment whose keys it attends to before its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    segments: tuple[PackedSegment, ...]
+    spans: tuple[SequenceSpan, ...]
+    """One per sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+
+def pack_sequences(sequences: Sequence[Ids], *, share_prefixes: bool) -> PackedBatch:
+    """Sequences concatenated in one row, shared prefixes only once. No segment is empty."""
+    groups = find_prefix_groups(sequences) if share_prefixes else []
+    segments: list[PackedSegment] = []
+    # The segments of a sequence's prefix and of its suffix, None where it has none.
+    segments_of: dict[int, tuple[int | None, int | None]] = {}
+    for group in groups:
+        prefix = len(segments)
+        segments.append(PackedSegment(ids=tuple(sequences[group.members[0]][: group.num_tokens])))
+        for i in group.members:
+            suffix = tuple(sequences[i][group.num_tokens :])
+            segments_of[i] = prefix, len(segments) if suffix else None
+            if suffix:
+                segments.append(
+                    PackedSegment(ids=suffix, first_position=group.num_tokens, prefix=prefix)
+                )
+    for i, ids in enumerate(sequences):
+        if i not in segments_of:
+            segments_of[i] = None, len(segments)
+            segments.append(PackedSegment(ids=tuple(ids)))
+    starts = [0, *accumulate(len(segment.ids) for segment in segments)]
+    spans = []
+    for i in range(len(sequences)):
+        prefix_segment, suffix_segment = segments_of[i]
+        start = 0 if suffix_segment is None else starts[suffix_segment]
+        if prefix_segment is None:
+            spans.append(SequenceSpan(start=start))
+        else:
+            spans.append(
+                SequenceSpan(
+                    start=start,
+                    prefix_start=starts[prefix_segment],
+                    num_prefix=len(segments[prefix_segment].ids),
+                )
+            )
+    return PackedBatch(segments=tuple(segments), spans=tuple(spans))
+
+
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensor_on(values: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values of the host as a tensor on the device, without waiting for what the device does."""
+    return copy_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, copied asynchronously from pinned memory."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:

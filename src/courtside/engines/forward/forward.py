@@ -1,6 +1,6 @@
 """How token sequences become forward passes of a model.
 
-Three strategies, the first that works: packed batches with shared prefixes (`prefix_sharing.py`),
+Three strategies, the first that works: packed batches with shared prefixes (`batching.py`),
 packed batches (`varlen.py`), right-padded batches. The first two are compared with plain forward
 passes on a small example; models with special attention are padded.
 """
@@ -8,30 +8,32 @@ passes on a small example; models with special attention are padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention_masks import attn_implementation
-from courtside.engines.forward.batching import batch_by_length, batch_by_size, pad_right
-from courtside.engines.forward.prefix_sharing import (
+from courtside.engines.forward.batching import (
     MIN_PREFIX_TOKENS,
     SequenceSpan,
+    batch_by_length,
     batch_by_prefix,
+    batch_by_size,
     pack_sequences,
+    pad_right,
 )
 from courtside.engines.forward.varlen import (
     DEFAULT_BACKEND,
+    VARLEN_ATTENTION,
     VarlenBackend,
     forward_varlen,
     make_packed_layout,
-    use_varlen_attention,
 )
+from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.fused_layers import FusedLayers
-from courtside.engines.patches.patch import apply_patches
+from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.engines.probes import (
     distance_from_plain_forward,
     find_unsupported_attention,
@@ -77,10 +79,10 @@ class ForwardPasses:
     @contextmanager
     def patch_model(self) -> Iterator[None]:
         """Must enclose `forward` and the backward pass through its result."""
-        with (
-            apply_patches(() if self.fused_layers is None else self.fused_layers.patches()),
-            use_varlen_attention(self.model) if self.padding_reason is None else nullcontext(),
-        ):
+        patches = [] if self.fused_layers is None else list(self.fused_layers.patches())
+        if self.padding_reason is None:
+            patches.append(patch_attention(self.model, VARLEN_ATTENTION))
+        with apply_patches(patches):
             yield
 
     def forward(
@@ -176,7 +178,7 @@ def _packing_error(
     vocab_size = model.get_input_embeddings().weight.shape[0]
     prefix = [(11 * i + 2) % vocab_size for i in range(num_prefix)]
     sequences = [[*prefix, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]
-    with use_varlen_attention(model):
+    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
         hidden_ND, spans = forward_packed(
             model, sequences, share_prefixes=num_prefix > 0, backend=backend
         )

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest, Scores, Want
-from courtside.engines.forward.prefix_sharing import SequenceSpan
+from courtside.engines.forward.batching import SequenceSpan, tensor_on
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches import layer_ops
-from courtside.engines.transfer import tensor_on
+
+KERNEL_DEVICE = "cuda"
+"""Where log-probs are computed by a Triton kernel."""
 
 
 def default_chunk_size(vocab_size: int, device: torch.device) -> int:
@@ -59,10 +60,12 @@ def score_positions(
     size = chunk_size or default_chunk_size(head.vocab_size, device)
     logp_chunks: list[Tensor] = []
     top_chunks: list[tuple[Tensor, Tensor]] = []
+    # The kernel computes in float32: not where hidden states are float64.
+    uses_kernel = device.type == KERNEL_DEVICE and temperature_T.dtype == torch.float32
     for chunk_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):
-        if layer_ops.can_run_kernels(chunk_ND) and not top_k and head.softcap is None:
+        if uses_kernel and not top_k and head.softcap is None:
             from courtside.engines.kernels.decode import token_logps  # needs Triton
 
             scale_N = head.scale / temperature_N

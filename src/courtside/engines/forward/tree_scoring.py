@@ -21,19 +21,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import BranchRequest, BranchScores, Want
-from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.batching import SequenceSpan, copy_to_device, default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, forward_packed
 from courtside.engines.forward.logprobs import score_positions
-from courtside.engines.forward.prefix_sharing import SequenceSpan
-from courtside.engines.forward.varlen import (
-    forward_varlen,
-    make_varlen_layout,
-    use_varlen_attention,
-)
+from courtside.engines.forward.varlen import VARLEN_ATTENTION, forward_varlen, make_varlen_layout
 from courtside.engines.lm_head import LMHead
-from courtside.engines.precision import cast_attention_inputs
+from courtside.engines.patches.attention import cast_attention_inputs
+from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
-from courtside.engines.transfer import copy_to_device
 from courtside.errors import ModelError
 from courtside.types import Branch
 
@@ -316,7 +311,7 @@ def _tree_scoring_error(passes: ForwardPasses) -> float:
         for trunk, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
     cache = make_trunk_cache()
-    with use_varlen_attention(model):
+    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
         _, spans = forward_packed(model, sequences, cache, backend=passes.backend)
         placed = [(spans[trunk], branch) for trunk, branch in branches]
         hidden = forward_branches(passes, cache, placed)

@@ -4,14 +4,13 @@ Position ids start anew with every sequence and attention stays inside each, so 
 are those of separate forward passes. The layout (cu_seqlens) reaches the attention as a keyword
 argument of the model, so that a layer recomputed under gradient checkpointing gets it again.
 
-A shared prefix (`prefix_sharing.py`) is in the row once; its keys and values are gathered before
+A shared prefix (`batching.py`) is in the row once; its keys and values are gathered before
 those of every suffix, and their gradients summed in the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -26,11 +25,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.attention_masks import attn_implementation
-from courtside.engines.forward.prefix_sharing import PackedBatch
-from courtside.engines.patches.patch import apply_patches, patch_attention
-from courtside.engines.precision import cast_attention_inputs, disable_cpu_autocast
-from courtside.engines.transfer import tensor_on
+from courtside.engines.forward.batching import PackedBatch, copy_to_device, tensor_on
+from courtside.engines.patches.attention import (
+    attn_implementation,
+    cast_attention_inputs,
+    disable_cpu_autocast,
+)
 from courtside.errors import ModelError
 
 VARLEN_ATTENTION = "courtside_varlen"
@@ -108,9 +108,10 @@ def make_varlen_layout(
 def _gather_index(lengths: Sequence[int], key_segments: Sequence[int], device: torch.device) -> Any:
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from courtside.engines.kernels.prefix_gather import make_gather_index
+    from courtside.engines.kernels.prefix_gather import GatherIndex, make_gather_index
 
-    return make_gather_index(lengths, key_segments, device=device)
+    index = make_gather_index(lengths, key_segments)
+    return GatherIndex(*(copy_to_device(tensor, device) for tensor in index))
 
 
 def make_packed_layout(
@@ -354,12 +355,6 @@ def _sum_gradients(gradients: Sequence[Tensor]) -> Tensor:
 
 
 # ── forward pass ─────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def use_varlen_attention(model: Any) -> Iterator[None]:
-    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
-        yield
 
 
 def forward_varlen(

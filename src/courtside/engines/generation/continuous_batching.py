@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.batching import default_pass_tokens, pad_right
+from courtside.engines.forward.batching import default_pass_tokens, pad_right, split_prefill
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, KVCachePool, round_up
-from courtside.engines.generation.outputs import SampleBuffer
-from courtside.engines.generation.prefill import cache_mask, new_positions, split_prefill
+from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.steps import DecodeStep, PrefillStep
 from courtside.engines.lm_head import LMHead
+from courtside.engines.patches.attention import cache_mask, new_positions
 from courtside.types import Sample
 
 PREFILL_STEP = 32

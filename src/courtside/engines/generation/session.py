@@ -1,4 +1,4 @@
-"""Multi-turn sessions on a CPU: each row keeps its KV cache from turn to turn.
+"""Eager decoding, and multi-turn sessions on a CPU: each row keeps its KV cache from turn to turn.
 
 Every row has its own length. A row's next token goes to the position after its last, and tokens
 attend to positions up to their own. Rows that have finished are moved behind the others, so that
@@ -17,18 +17,48 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.batching import default_pass_tokens, pad_right
-from courtside.engines.generation.decode_loop import decode
-from courtside.engines.generation.outputs import SampleBuffer
-from courtside.engines.generation.prefill import cache_mask, new_positions, split_prefill
+from courtside.engines.forward.batching import default_pass_tokens, pad_right, split_prefill
+from courtside.engines.generation.sampler import SampleBuffer, sample_tokens, stack_uniforms
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.gqa_cpu import use_gqa_attention
+from courtside.engines.patches.attention import (
+    cache_mask,
+    cast_attention_inputs,
+    new_positions,
+    use_gqa_attention,
+)
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
-from courtside.engines.precision import cast_attention_inputs
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
 """Positions of a new KV cache: each growth copies what is cached."""
+
+Advance = Callable[[Mapping[int, int]], tuple[Sequence[int], Tensor]]
+"""Runs a forward pass over the new token of each request that goes on, by the request's index.
+Returns those requests in the order of the batch, and their hidden states [B, D]."""
+
+
+def decode(
+    order: Sequence[int],
+    hidden_BD: Tensor,
+    advance: Advance,
+    *,
+    requests: Sequence[SampleRequest],
+    sampling: Sampling,
+    head: LMHead,
+    buffer: SampleBuffer,
+) -> list[Sample]:
+    """Samples of all requests after prefill, whose hidden states come in `order`. Requests leave
+    the batch as they finish."""
+    seeds = [request.seed for request in requests]
+    uniform_BN = stack_uniforms(seeds, sampling.max_new_tokens, hidden_BD.device)
+    for n in range(sampling.max_new_tokens):
+        ids_B, logp_B = sample_tokens(head(hidden_BD), uniform_BN[list(order), n], sampling)
+        ids = ids_B.tolist()
+        running = buffer.append(order, ids, logp_B.tolist())
+        if not running or n + 1 == sampling.max_new_tokens:
+            break
+        order, hidden_BD = advance({order[i]: ids[i] for i in running})
+    return buffer.samples()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,8 +165,11 @@ class CachedSession:
             ids_B1 = torch.tensor([[next_ids[i]] for i in order], device=self.device)
             return order, self._forward(ids_B1, front)[:, -1]
 
-        steps = sampling.max_new_tokens
-        with self.autocast_context(), prepack_if_faster(self.model, self.head, num_steps=steps):
+        with (
+            self.autocast_context(),
+            prepack_if_faster(self.model, self.head, num_steps=sampling.max_new_tokens),
+            use_gqa_attention(self.model),
+        ):
             hidden = self._prefill(prompts)
             return decode(
                 range(len(rows)),
@@ -196,15 +229,13 @@ class CachedSession:
             capacity=target.capacity, device=self.device,
         )  # fmt: skip
         target.first_row, target.width, target.position_BN = first_row, width, position_BN
-        mask = cache_mask(self.model, position_BN, width)
-        with use_gqa_attention(self.model):
-            out = self.model.base_model(
-                input_ids=ids_BN,
-                attention_mask=mask,
-                position_ids=position_BN,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+        out = self.model.base_model(
+            input_ids=ids_BN,
+            attention_mask=cache_mask(self.model, position_BN, width),
+            position_ids=position_BN,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
         for row, num in zip(rows, lengths or [num_new] * len(rows), strict=True):
             self.length[row] += num
         hidden_BND: Tensor = out.last_hidden_state

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Sampling
+from courtside.engines.forward.batching import tensor_on
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
 from courtside.engines.generation.decode_attention import RowLengths, use_decode_attention
-from courtside.engines.generation.prefill import cache_mask
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
-from courtside.engines.transfer import tensor_on
+from courtside.engines.patches.attention import cache_mask
 
 if TYPE_CHECKING:
     from courtside.engines.generation.kv_cache import KVCache

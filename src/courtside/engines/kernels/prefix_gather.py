@@ -8,9 +8,8 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,15 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from courtside.engines.transfer import copy_to_device
-
 BLOCK = 1024
 """Elements of a row that one program sums."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherIndex:
-    """Which of N source rows each of K gathered rows is, on the device."""
+class GatherIndex(NamedTuple):
+    """Which of N source rows each of K gathered rows is."""
 
     source_K: Tensor
     """Source row of each gathered row."""
@@ -36,18 +32,17 @@ class GatherIndex:
     """[N + 1]: where the gathered rows of each source row begin in `targets_K`."""
 
 
-def make_gather_index(
-    lengths: Sequence[int], key_segments: Sequence[int], *, device: torch.device
-) -> GatherIndex:
-    """For a row of segments of these lengths, of which `key_segments` are concatenated."""
+def make_gather_index(lengths: Sequence[int], key_segments: Sequence[int]) -> GatherIndex:
+    """On the host, for a row of segments of these lengths, of which `key_segments` are
+    concatenated."""
     starts = [0, *accumulate(lengths)]
     source_K = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in key_segments])
     counts_N = torch.bincount(source_K, minlength=starts[-1])
     offsets_N = torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)])
     return GatherIndex(
-        source_K=copy_to_device(source_K, device),
-        targets_K=copy_to_device(source_K.argsort(stable=True).int(), device),
-        offsets_N=copy_to_device(offsets_N.int(), device),
+        source_K=source_K,
+        targets_K=source_K.argsort(stable=True).int(),
+        offsets_N=offsets_N.int(),
     )
 
 
