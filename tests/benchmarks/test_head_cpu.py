@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("head_cpu")
+def driver(import_benchmark: Callable[[str], ModuleType]) -> Any:
+    return import_benchmark("head_cpu")
 
 
 def record(variant: str, *, seconds: float, rise: int, loss: float = 2.0) -> dict[str, Any]:
@@ -34,8 +31,8 @@ def test_ratios_and_work_that_is_not_the_same(driver: Any) -> None:
     }  # fmt: skip
     assert ratios["plain"]["time_over_full"] == 2.0 and ratios["plain"]["memory_over_full"] == 5.0
     assert "| plain | 3.00 |" in driver.table(rows, ratios)
-    (said,) = driver.differences([*rows, record("trl_full", seconds=9.0, rise=30, loss=2.1)])
-    assert "loss of trl_full is 2.1" in said and "not the same work" in said
+    (problem,) = driver.differences([*rows, record("trl_full", seconds=9.0, rise=30, loss=2.1)])
+    assert "loss of trl_full is 2.1" in problem and "not the same work" in problem
     assert driver.ratios_of(rows[1:])["plain"].keys() == {"time_over_full", "memory_over_full"}
 
 
@@ -47,15 +44,15 @@ def test_the_products_are_four_and_ours_is_what_plain_logits_give(
     draw = torch.Generator().manual_seed(0)
     hidden_TD, teacher_TD = torch.randn(2, 6, 8, generator=draw)
     weight_VD, teacher_VD = torch.randn(2, 40, 8, generator=draw)
-    given = driver.Inputs(
+    inputs = driver.Inputs(
         hidden_TD=hidden_TD, weight_VD=weight_VD, teacher_hidden_TD=teacher_TD,
         teacher_VD=teacher_VD, ids_T=torch.zeros(6, dtype=torch.long),
     )  # fmt: skip
 
     def run(variant: str) -> tuple[float, Any]:
-        own = replace(given, hidden_TD=hidden_TD.clone().requires_grad_(),
+        leaves = replace(inputs, hidden_TD=hidden_TD.clone().requires_grad_(),
                       weight_VD=weight_VD.clone().requires_grad_())  # fmt: skip
-        return driver.RUN[variant](own), own
+        return driver.RUN[variant](leaves), leaves
 
     _, products = run("products")
     logits_TV = hidden_TD @ weight_VD.T

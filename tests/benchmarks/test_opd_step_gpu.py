@@ -1,12 +1,13 @@
 """The step benchmark on a GPU: ratios of its records, whether the work was the same, and the side
-that plays."""
+that runs episodes."""
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,13 +15,10 @@ import pytest
 from courtside.environments.loading import load_environment
 from courtside.report.folder.folder import RunFolder
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("opd_step_gpu")
+def driver(import_benchmark: Callable[[str], ModuleType]) -> Any:
+    return import_benchmark("opd_step_gpu")
 
 
 def record(driver: Any, side: str, *, phases: dict[str, float], peak: int, **more: Any) -> Any:
@@ -54,42 +52,42 @@ def records(driver: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_every_side_of_ours_stands_with_its_whole_step_against_one_trl(
-    benchmark_driver: Any,
+def test_ratios_compare_whole_steps_with_trl(
+    driver: Any,
 ) -> None:
-    rows = [benchmark_driver.summary(r) for r in records(benchmark_driver).values()]
-    found = benchmark_driver.ratios(rows)["0.6b"]
-    assert found["courtside"] == {
+    rows = [driver.summary(r) for r in records(driver).values()]
+    ratios = driver.ratios(rows)["0.6b"]
+    assert ratios["courtside"] == {
         "share_of_peak": 1.5,
         "times_faster": 50 / 8,
         "times_faster_by_phase": {"rollout": 10.0, "teacher": 4.0, "update": 3.0},
     }
-    assert found["courtside_lean"]["times_faster"] == 50 / 16
-    assert found["courtside_lean"]["share_of_peak"] == 0.5
-    assert found["hints"] == {
+    assert ratios["courtside_lean"]["times_faster"] == 50 / 16
+    assert ratios["courtside_lean"]["share_of_peak"] == 0.5
+    assert ratios["hints"] == {
         "share_of_peak": 1.25,
         "times_faster": 50 / 10,
         "times_faster_by_phase": {"rollout": 8.0, "teacher": 8.0, "update": 2.0},
     }
-    text = benchmark_driver.table(rows)
+    text = driver.table(rows)
     assert (
         "| 0.6b | courtside_lean | 3.12 | rollout 8.00, teacher 2.00, update 0.75 | 0.50 |" in text
     )
     assert "| 0.6b | hints | 5.00 | rollout 8.00, teacher 8.00, update 2.00 | 1.25 |" in text
     assert "half of the sampled tokens; the student is its own teacher" in text
     without = [row for row in rows if row["side"] != "hints"]
-    assert "own teacher" not in benchmark_driver.table(without)
+    assert "own teacher" not in driver.table(without)
 
 
-def test_without_trl_there_are_no_ratios(benchmark_driver: Any) -> None:
-    ours = [r for side, r in records(benchmark_driver).items() if side != "trl"]
-    rows = [benchmark_driver.summary(r) for r in ours]
-    assert benchmark_driver.ratios(rows) == {}
-    assert benchmark_driver.same_work_problems(ours, benchmark_driver.TINY) == []
+def test_without_trl_there_are_no_ratios(driver: Any) -> None:
+    ours = [r for side, r in records(driver).items() if side != "trl"]
+    rows = [driver.summary(r) for r in ours]
+    assert driver.ratios(rows) == {}
+    assert driver.same_work_problems(ours, driver.TINY) == []
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "message"),
     [
         ("num_sampled_tokens", "479 sampled tokens in a step, not 480"),
         ("num_trained_tokens", "239 trained tokens in a step, not 240"),
@@ -97,27 +95,27 @@ def test_without_trl_there_are_no_ratios(benchmark_driver: Any) -> None:
     ],
 )
 def test_the_step_of_hints_samples_as_much_and_trains_half(
-    benchmark_driver: Any, count: str, said: str
+    driver: Any, count: str, message: str
 ) -> None:
-    found = records(benchmark_driver)
-    found["hints"]["steps"][1] = {**found["hints"]["steps"][1]}
-    found["hints"]["steps"][1][count] -= 1
-    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
-    assert problems == [f"0.6b, hints: {said}"]
+    by_side = records(driver)
+    by_side["hints"]["steps"][1] = {**by_side["hints"]["steps"][1]}
+    by_side["hints"]["steps"][1][count] -= 1
+    problems = driver.same_work_problems(list(by_side.values()), driver.TINY)
+    assert problems == [f"0.6b, hints: {message}"]
 
 
 @pytest.mark.parametrize("side", ["courtside", "trl"])
-def test_the_others_train_on_all_they_sample(benchmark_driver: Any, side: str) -> None:
-    found = records(benchmark_driver)
-    found[side]["steps"][1] = {**found[side]["steps"][1], "num_trained_tokens": 240}
-    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+def test_the_others_train_on_all_they_sample(driver: Any, side: str) -> None:
+    by_side = records(driver)
+    by_side[side]["steps"][1] = {**by_side[side]["steps"][1], "num_trained_tokens": 240}
+    problems = driver.same_work_problems(list(by_side.values()), driver.TINY)
     assert problems == [f"0.6b, {side}: 240 trained tokens in a step, not 480"]
 
 
-def test_hints_begin_with_the_prompts_of_the_others(benchmark_driver: Any) -> None:
-    found = records(benchmark_driver)
-    found["hints"] |= {"prompts_hash": "b", "num_trainable": 8}
-    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+def test_hints_begin_with_the_prompts_of_the_others(driver: Any) -> None:
+    by_side = records(driver)
+    by_side["hints"] |= {"prompts_hash": "b", "num_trainable": 8}
+    problems = driver.same_work_problems(list(by_side.values()), driver.TINY)
     assert len(problems) == 2
     assert "prompts_hash differs" in problems[0]
     assert "num_trainable differs" in problems[1]
@@ -125,7 +123,7 @@ def test_hints_begin_with_the_prompts_of_the_others(benchmark_driver: Any) -> No
 
 @pytest.mark.parametrize("side", ["courtside", "courtside_lean"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"prompts_hash": "b"}, "prompts_hash differs"),
         ({"num_trainable": 8}, "num_trainable differs"),
@@ -136,30 +134,30 @@ def test_hints_begin_with_the_prompts_of_the_others(benchmark_driver: Any) -> No
     ],
 )
 def test_each_of_our_sides_must_do_the_same_work(
-    benchmark_driver: Any, side: str, change: dict[str, Any], said: str
+    driver: Any, side: str, change: dict[str, Any], message: str
 ) -> None:
-    found = records(benchmark_driver)
-    assert benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY) == []
-    found[side] |= change
-    problems = benchmark_driver.same_work_problems(list(found.values()), benchmark_driver.TINY)
+    by_side = records(driver)
+    assert driver.same_work_problems(list(by_side.values()), driver.TINY) == []
+    by_side[side] |= change
+    problems = driver.same_work_problems(list(by_side.values()), driver.TINY)
     assert len(problems) == 1
-    assert said in problems[0]
+    assert message in problems[0]
 
 
 def test_lean_settings_go_to_the_lean_side_only(
-    benchmark_driver: Any, monkeypatch: pytest.MonkeyPatch
+    driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overrides(*more: str) -> dict[str, list[str]]:
         monkeypatch.setattr("sys.argv", ["opd_step_gpu.py", "--out", "x.json", *more])
-        args = benchmark_driver.parse()
+        args = driver.parse()
         commands = {
-            side: benchmark_driver.side_command(args, Path("job"), side, Path("out"))
+            side: driver.side_command(args, Path("job"), side, Path("out"))
             for side in ("courtside", "courtside_lean", "hints", "hints_lean")
         }
         assert all(c[c.index("--side") + 1] == side for side, c in commands.items())
         return {s: c[c.index("--set") + 1 :] if "--set" in c else [] for s, c in commands.items()}
 
-    lean = list(benchmark_driver.LEAN)
+    lean = list(driver.LEAN)
     half = {
         "courtside_lean": f"rollout.kv_cache_tokens={128 * (128 + 512)}",
         "hints_lean": f"rollout.kv_cache_tokens={128 * 706}",
@@ -175,22 +173,20 @@ def test_lean_settings_go_to_the_lean_side_only(
     }  # fmt: skip
 
 
-# ── the side that plays ──────────────────────────────────────────────────────────────────────────
+# ── the side that runs episodes ───────────────────────────────────────────────────────────────────
 
 
-def test_the_world_goes_the_same_way_whatever_is_said(
-    benchmark_driver: Any, tmp_path: Path
-) -> None:
-    job = benchmark_driver.TINY
-    benchmark_driver.write_folder(tmp_path, job, "tiny")
-    world = load_environment(
+def test_episodes_do_not_depend_on_the_replies(driver: Any, tmp_path: Path) -> None:
+    job = driver.TINY
+    driver.write_folder(tmp_path, job, "tiny")
+    environment = load_environment(
         "fixed_episodes:FixedEpisodes", {"path": str(tmp_path / "episodes.jsonl")}
     )
-    assert world.size == job.prompts
-    for number in range(world.size):
-        task = world.task(number)
+    assert environment.size == job.prompts
+    for number in range(environment.size):
+        task = environment.task(number)
         for reply in ("", "w7 w8"):
-            episode = world.start(task)
+            episode = environment.start(task)
             answers = [episode.step(reply) for _ in range(4)]
             assert [answer.done for answer in answers] == [False, False, False, True]
             assert [len(answer.messages) for answer in answers] == [1, 1, 1, 0]
@@ -198,13 +194,13 @@ def test_the_world_goes_the_same_way_whatever_is_said(
             assert tuple(faulted) == list(combinations(range(4), 2))[number]
 
 
-def test_the_side_plays_whole_turns_and_trains_on_the_hinted_ones(
-    benchmark_driver: Any, tmp_path: Path
+def test_every_turn_is_sampled_and_the_hinted_ones_are_trained(
+    driver: Any, import_benchmark: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
-    side = importlib.import_module("courtside_gpu_side")
-    job, work = benchmark_driver.TINY, tmp_path / "work"
+    side = import_benchmark("courtside_gpu_side")
+    job, work = driver.TINY, tmp_path / "work"
     work.mkdir()
-    benchmark_driver.write_folder(tmp_path, job, "tiny")
+    driver.write_folder(tmp_path, job, "tiny")
     result = side.measure(Namespace(job=tmp_path, side="hints", steps=1, set=[]), work)
     assert result.num_prompt_tokens == job.rows * job.prompt_tokens
     for step in result.steps:
@@ -212,21 +208,21 @@ def test_the_side_plays_whole_turns_and_trains_on_the_hinted_ones(
         assert step.num_sampled_tokens == job.tokens_per_step == 480
         assert (step.num_trained_tokens, step.num_hints) == (240, 16)
         assert step.loss > 0
-    # The trajectories themselves, not what the side says of them.
+    # The stored trajectories, not the counts that the side reports.
     advice = {row["prompt"]: row["advice"] for row in side.read_lines(tmp_path / "episodes.jsonl")}
     stored = list(RunFolder.read(work / "run").trajectories(1))
     assert len(stored) == job.rows
-    for one in stored:
-        turns = one.trajectory.turns
+    for record in stored:
+        turns = record.trajectory.turns
         assert [t.role for t in turns] == ["prompt", *["assistant", "environment"] * 3, "assistant"]
         assert len(turns[0].token_ids) == job.prompt_tokens
         assert all(len(turn.token_ids) == 15 for turn in turns[1::2])
         for before, turn in zip(turns[1:-1:2], turns[2::2], strict=True):
             ended = before.token_ids[-1] == 1  # by chance the end token: then nothing closes it
             assert len(turn.token_ids) == job.said_words + 6 - ended
-        hints = [hint_outcomes.hint for hint_outcomes in one.hints]
+        hints = [hint_outcomes.hint for hint_outcomes in record.hints]
         assert [hint.turn for hint in hints] == [i for i, turn in enumerate(turns) if turn.events]
         hinted = {hint.turn for hint in hints}
-        taught = [i for i, turn in enumerate(one.trajectory.turn_of) if turn in hinted]
-        assert one.teacher_token_indices == tuple(taught)
-        assert {hint.text for hint in hints} == {advice[one.trajectory.task.messages[0].content]}
+        indices = [i for i, turn in enumerate(record.trajectory.turn_of) if turn in hinted]
+        assert record.teacher_token_indices == tuple(indices)
+        assert {hint.text for hint in hints} == {advice[record.trajectory.task.messages[0].content]}

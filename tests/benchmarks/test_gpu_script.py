@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh, with an interpreter in place of Python that notes what it was asked for."""
+"""benchmarks/gpu.sh, with an interpreter in place of Python that prints its arguments."""
 
 from __future__ import annotations
 
@@ -26,50 +26,56 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")}
 
 
-def gpu_sh(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def run_script(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(SCRIPT), *words], env=environment, capture_output=True, text=True, check=False
+        ["bash", str(SCRIPT), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
-def outcomes(output: str) -> dict[str, str]:
-    """Of the last table."""
+def parse_outcomes(output: str) -> dict[str, str]:
+    """Name and outcome of each row of the last table."""
     lines = output[output.rindex("|---|---|---|") :].splitlines()[1:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name: outcome for name, _, outcome in cells}
 
 
 def test_goes_on_after_a_failure_and_says_so(environment: dict[str, str]) -> None:
-    found = gpu_sh(environment | {"BROKEN": "sampling", "NO_TRL": "1"})
-    assert found.returncode == 1
+    result = run_script(environment | {"BROKEN": "sampling", "NO_TRL": "1"})
+    assert result.returncode == 1
     expected = dict.fromkeys(ALL, "done")
     expected |= {
         "sampling": "FAILED with 3", "opd_step_gpu": "left out: TRL cannot be imported",
     }  # fmt: skip
-    assert outcomes(found.stdout) == expected
-    assert "ran benchmarks/opd_step_gpu.py" not in found.stdout
+    assert parse_outcomes(result.stdout) == expected
+    assert "ran benchmarks/opd_step_gpu.py" not in result.stdout
 
 
 def test_every_benchmark_exists_and_writes_to_out(environment: dict[str, str]) -> None:
-    found = gpu_sh(environment)
-    assert found.returncode == 0
+    result = run_script(environment)
+    assert result.returncode == 0
     for name in ALL[1:]:
         assert (SCRIPT.parent / f"{name}.py").is_file()
-        (ran,) = [
-            line for line in found.stdout.splitlines() if line.startswith(f"ran benchmarks/{name}.")
+        (command,) = [
+            line
+            for line in result.stdout.splitlines()
+            if line.startswith(f"ran benchmarks/{name}.")
         ]
-        assert f"--out {environment['OUT']}/{name}.json" in ran
+        assert f"--out {environment['OUT']}/{name}.json" in command
 
 
 def test_only_some_and_arguments_for_one(environment: dict[str, str]) -> None:
-    found = gpu_sh(environment, "--only", "growth", "tests")
-    assert list(outcomes(found.stdout)) == ["growth", "tests"]
-    found = gpu_sh(environment, "--only", "growth", "--", "--series", "hints")
-    assert "growth.json --series hints\n" in found.stdout
+    result = run_script(environment, "--only", "growth", "tests")
+    assert list(parse_outcomes(result.stdout)) == ["growth", "tests"]
+    result = run_script(environment, "--only", "growth", "--", "--series", "hints")
+    assert "growth.json --series hints\n" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--only"], "one or more of tests"),
         (["--only", "nothing"], "--only nothing: there are tests"),
@@ -77,10 +83,10 @@ def test_only_some_and_arguments_for_one(environment: dict[str, str]) -> None:
         (["--shapes", "x"], "--shapes: not known here"),
     ],
 )
-def test_unknown_words_are_refused(
-    environment: dict[str, str], words: list[str], said: str
+def test_unknown_arguments_are_refused(
+    environment: dict[str, str], arguments: list[str], message: str
 ) -> None:
-    found = gpu_sh(environment, *words)
-    assert found.returncode == 2
-    assert said in found.stderr
-    assert found.stdout == ""
+    result = run_script(environment, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stdout == ""

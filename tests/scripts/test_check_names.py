@@ -37,7 +37,7 @@ class KVCachePool: ...
 """
 
 
-def test_retired_words_are_found(names: dict[str, Any], tmp_path: Path) -> None:
+def test_retired_words_are_listed(names: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "retired.py"
     file.write_text(RETIRED)
     problems = list(names["check_file"](file))
