@@ -42,7 +42,7 @@ from courtside.assemble import assemble
 from courtside.chat.trajectories import make_trajectory
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.report.console import SilentConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
@@ -109,7 +109,7 @@ def recipe(args: Any, prompts_file: Path) -> Recipe:
     lines = [json.dumps({"prompt": prompt, "split": "train"}) for prompt in PROMPTS]
     prompts_file.write_text("\n".join(lines))
     steps = args.warmup + args.repeats
-    return recipe_from(
+    return parse_recipe(
         {
             "student": student,
             "tasks": {"kind": "jsonl", "path": str(prompts_file)},

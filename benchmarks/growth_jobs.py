@@ -24,7 +24,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine
 from courtside.recipe import HintsConfig, LimitsConfig, RolloutConfig
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import TeacherStage
@@ -81,7 +81,7 @@ class Parts:
     """One model and the stages around it."""
 
     def __init__(self, model: str, device: str):
-        self.recipe = recipe = recipe_from(
+        self.recipe = recipe = parse_recipe(
             {
                 "student": {"model": model, "device": device},
                 "tasks": {"kind": "arithmetic"},

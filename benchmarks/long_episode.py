@@ -33,7 +33,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.recipe import Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.stage import TeacherStage
 from courtside.teacher.teacher import Teacher
@@ -72,7 +72,7 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
     }
     if args.lora:
         student["lora"] = {"rank": args.lora}
-    return recipe_from(
+    return parse_recipe(
         {
             "student": student,
             "tasks": {"kind": "toolbox"},

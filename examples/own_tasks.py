@@ -32,7 +32,7 @@ tasks = [
 file = Path("animals.jsonl")
 file.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
 
-recipe = courtside.recipe_from(
+recipe = courtside.parse_recipe(
     {
         "student": {"model": options.model, "lora": {"rank": 16}},
         "tasks": {"kind": "jsonl", "path": file},

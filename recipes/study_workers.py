@@ -133,12 +133,12 @@ def do(job: Job) -> None:
     from courtside.api import export, train
     from courtside.recipe.load import load_recipe
     from courtside.report.console import PlainConsole
-    from courtside.report.folder.atomic_files import replace_file
+    from courtside.report.folder.files import replace_file
 
     began = time.monotonic()
     if job.run.exists() and not any((job.run / "checkpoints").glob("step-*")):
         shutil.rmtree(job.run)  # there is nothing to go on from, and its costs would count twice
-    train(load_recipe(job.recipe, job.overrides), job.run, screen=PlainConsole(sys.stdout))
+    train(load_recipe(job.recipe, job.overrides), job.run, console=PlainConsole(sys.stdout))
     _free_memory()
     result: dict[str, Any] = {}
     if job.export is None:

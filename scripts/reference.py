@@ -19,7 +19,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from courtside.recipe import Recipe, RefusedValue
-from courtside.recipe.schema import is_section, kind_of, kinds, options, unwrap
+from courtside.recipe.schema import (
+    is_section,
+    section_kind,
+    sections_by_kind,
+    union_members,
+    unwrap,
+)
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 WORDS = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
@@ -63,7 +69,7 @@ class Headings:
     def link(self, section: type[BaseModel]) -> str:
         title = self.titles[section]
         slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        return f"[{kind_of(section) or title}](#{slug})"
+        return f"[{section_kind(section) or title}](#{slug})"
 
 
 def recipe_page() -> str:
@@ -89,14 +95,14 @@ def recipe_page() -> str:
 def _sections(path: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     """All sections at and below a key, with the titles they get."""
     annotation = unwrap(annotation)
-    if tagged := kinds(annotation):
+    if tagged := sections_by_kind(annotation):
         for kind, section in tagged.items():
             if not issubclass(section, RefusedValue):
                 yield from _one_section(f"{path}, kind {kind}", path, section)
     elif is_section(annotation):
         yield from _one_section(path, path, annotation)
     else:
-        for inner in options(annotation) or get_args(annotation):
+        for inner in union_members(annotation) or get_args(annotation):
             if inner not in (Ellipsis, NoneType) and get_origin(annotation) is not Literal:
                 yield from _sections(path, inner)
 
@@ -118,7 +124,7 @@ def _section_block(section: type[BaseModel], title: str, headings: Headings) -> 
         for name, field in section.model_fields.items()
         if name != "kind"
     ]
-    if kind := kind_of(section):
+    if kind := section_kind(section):
         rows.insert(0, ("`kind`", f'`"{kind}"`', "required", ""))
     yield table(("key", "value", "default", "meaning"), rows)
 
@@ -133,10 +139,10 @@ def _words(annotation: Any, metadata: Sequence[Any], headings: Headings) -> str:
         return _words(inner, [*metadata, *more], headings)
     limits = _limits(metadata)
     members = [member for member in get_args(annotation) if member is not NoneType]
-    if tagged := kinds(annotation):
+    if tagged := sections_by_kind(annotation):
         usable = [one for one in tagged.values() if not issubclass(one, RefusedValue)]
         return f"section of kind {', '.join(headings.link(one) for one in usable)}"
-    if options(annotation) or (NoneType in get_args(annotation)):
+    if union_members(annotation) or (NoneType in get_args(annotation)):
         return " or ".join(_words(member, metadata, headings) for member in members)
     if is_section(annotation):
         return headings.link(annotation)

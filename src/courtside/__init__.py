@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from courtside import errors
     from courtside.api import evaluate_student, export, rescore, train
     from courtside.recipe import Recipe
-    from courtside.recipe.load import load_recipe, recipe_from
+    from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
 
@@ -32,7 +32,7 @@ __all__ = [
     "evaluate_student",
     "export",
     "load_recipe",
-    "recipe_from",
+    "parse_recipe",
     "rescore",
     "train",
 ]
@@ -49,7 +49,7 @@ _HOMES = {
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
     "load_recipe": "courtside.recipe.load",
-    "recipe_from": "courtside.recipe.load",
+    "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
     "train": "courtside.api",
 }

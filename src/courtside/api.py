@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from courtside.runtime import Runtime
 
 
-def train(recipe: Recipe, folder: Path | str, *, screen: RunConsole | None = None) -> RunFolder:
+def train(recipe: Recipe, folder: Path | str, *, console: RunConsole | None = None) -> RunFolder:
     """Run a recipe in a folder, or go on with the run that is there. Returns it, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
@@ -29,7 +29,7 @@ def train(recipe: Recipe, folder: Path | str, *, screen: RunConsole | None = Non
     _forget_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
-        run = Run(parts, opened, screen or SilentConsole())
+        run = Run(parts, opened, console or SilentConsole())
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)
@@ -43,7 +43,7 @@ def evaluate_student(
     split: Split = "test",
     num_tasks: int | None = None,
     teacher: bool = False,
-    screen: RunConsole | None = None,
+    console: RunConsole | None = None,
 ) -> list[Evaluation]:
     """Measure the student of a recipe, untrained or as a checkpoint of `run` has it."""
     from courtside.assemble import assemble
@@ -62,8 +62,8 @@ def evaluate_student(
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     evaluations = []
     for policy in ("student", "teacher") if teacher else ("student",):
-        if screen is not None:
-            screen.say(f"evaluating the {policy}")
+        if console is not None:
+            console.print_line(f"evaluating the {policy}")
         evaluations.append(
             parts.evaluator.evaluate(
                 split, step=num_steps, policy=policy, num_tasks=num_tasks
@@ -107,7 +107,7 @@ def rescore(
     overrides: Sequence[str] = (),
     *,
     steps: Sequence[int] | None = None,
-    screen: RunConsole | None = None,
+    console: RunConsole | None = None,
 ) -> list[dict[str, float | int | None]]:
     """Stored trajectories under another teacher, context or loss, without rolling out again.
 
@@ -127,8 +127,8 @@ def rescore(
     parts, _ = _trained_parts(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
-        if screen:
-            screen.say(f"scoring step {step}")
+        if console:
+            console.print_line(f"scoring step {step}")
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher(trajectories, reading.hints)
@@ -188,20 +188,25 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
 def _forget_failed_start(path: Path, recipe: Recipe) -> None:
     """A start that trained nothing must not hold its folder against a corrected recipe."""
     from courtside.report.folder import toml
-    from courtside.report.folder.atomic_files import replace_file
+    from courtside.report.folder.files import replace_file
     from courtside.report.folder.folder import RunFolder
-    from courtside.report.folder.locking import RECIPE, recipe_tree, refuse_differences, take_lock
+    from courtside.report.folder.locking import (
+        RECIPE,
+        acquire_lock,
+        dump_recipe,
+        refuse_other_recipe,
+    )
     from courtside.training import checkpoints
 
     if not (path / RECIPE).is_file():
         return
-    with RunFolder(path, take_lock(path)) as folder:
+    with RunFolder(path, acquire_lock(path)) as folder:
         if folder.metrics() or checkpoints.latest(folder.checkpoints) is not None:
             return
         try:
-            refuse_differences(path, folder.recipe(), recipe)
+            refuse_other_recipe(path, folder.recipe(), recipe)
         except RecipeError:
             folder.rewind(-1)  # also what was measured before the first step
             folder.write_costs({})
             # Last, and never without one: a folder with other files and no recipe is a stranger's.
-            replace_file(path / RECIPE, toml.dumps(recipe_tree(recipe)).encode())
+            replace_file(path / RECIPE, toml.dumps(dump_recipe(recipe)).encode())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,12 +21,12 @@ from torch.nn import Parameter
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.intervals import paired_difference
-from courtside.report.alarms import nothing_trained
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
-from courtside.report.page.page import before_and_after, write_report
+from courtside.report.metrics import check_nothing_trained
+from courtside.report.page.page import first_and_last_evaluation, write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
@@ -36,10 +36,10 @@ from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 
 class Run:
-    def __init__(self, parts: Runtime, folder: RunFolder, screen: RunConsole):
-        self.parts, self.folder, self.screen = parts, folder, screen
+    def __init__(self, parts: Runtime, folder: RunFolder, console: RunConsole):
+        self.parts, self.folder, self.console = parts, folder, console
         self.recipe = parts.recipe
-        self.meter = CostMeter(screen)
+        self.meter = CostMeter()
         self.num_steps = 0
         """Optimizer steps done."""
         self.interrupted = False
@@ -84,24 +84,31 @@ class Run:
         finally:
             for tracker in self.trackers:
                 tracker.close()
-            self.screen.finish()
+            self.console.finish()
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do. Evaluates before the first; `record` does after each."""
         total = self.recipe.train.steps
         if self.num_steps < total:
-            self.screen.start(self.recipe, total, self.num_steps)
+            self.console.start(self.recipe, total, self.num_steps)
             for note in self.parts.notes:
-                self.screen.say(note)
+                self.console.print_line(note)
         else:
-            self.screen.say(f"{self.folder.path}: all {total} steps are done; nothing to train")
+            self.console.print_line(
+                f"{self.folder.path}: all {total} steps are done; nothing to train"
+            )
         self._evaluate_if_due()
         while self.num_steps < total:
             self._stop_if_interrupted()
             yield self.num_steps
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.meter.phase(name)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self.meter.phase(name):
+            self.console.phase(name)
+            yield
+        if self.meter.current_phase is not None:
+            self.console.phase(self.meter.current_phase)
 
     @contextmanager
     def save_failed_batch(self, step: int, scored: Sequence[Scored]) -> Iterator[None]:
@@ -136,16 +143,16 @@ class Run:
         self.folder.write_costs(self.meter.totals())
         for tracker in self.trackers:
             tracker.log(row, step)
-        self.screen.step(row)
-        if last and (alarm := nothing_trained(self.folder.metrics())):
+        self.console.step(row)
+        if last and (alarm := check_nothing_trained(self.folder.metrics())):
             self.folder.record_alarm({"step": step, "message": alarm})
-            self.screen.say(alarm)
+            self.console.print_line(alarm)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
 
     def write_report(self) -> Path:
-        before, after = before_and_after(self.folder.evaluations())
+        before, after = first_and_last_evaluation(self.folder.evaluations())
         comparison = None
         if before and after and before.scores.keys() == after.scores.keys():
             comparison = paired_difference(before.scores, after.scores)
@@ -156,7 +163,7 @@ class Run:
     def _save(self) -> None:
         if self._last_saved() == self.num_steps:
             return
-        with self.meter.phase("checkpoint"):
+        with self.phase("checkpoint"):
             student = self.parts.student
             trained = student.weights.trained
             tensors: dict[str, Any] = {
@@ -197,17 +204,17 @@ class Run:
             reason = self.parts.evaluator.reason_not_to(split)
             if reason is not None:
                 if self.num_steps == 0 and split not in skipped:
-                    self.screen.say(f"not evaluated on {split} tasks: {reason}")
+                    self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
-            with self.meter.phase("evaluate"):
+            with self.phase("evaluate"):
                 evaluation = self._evaluate(policy, split)
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation)
             self.folder.write_costs(self.meter.totals())
             for tracker in self.trackers:
                 tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
-            self.screen.say(
+            self.console.print_line(
                 f"{policy} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
                 f"{evaluation.mean_score:.1%} (95% interval {evaluation.ci_low:.1%} to "
                 f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
@@ -299,7 +306,7 @@ class Run:
             self.interrupted = True
             # Not `before`: a job started in the background came with its interrupts ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self.screen.say("stopping after this step; press Ctrl-C again to stop at once")
+            self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
 
         signal.signal(signal.SIGINT, ask)
         try:

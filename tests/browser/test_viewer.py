@@ -85,9 +85,9 @@ def test_reading_filtering_writing_editing_removing(
 
     wrong = turn(page, 1)
     expect(wrong.locator(".badge")).to_have_text("tool not found")
-    expect(wrong.locator(".said.hint")).to_contain_text("The tool is called meteo_lookup here")
-    expect(wrong.locator(".said.hint small")).to_contain_text("shift +")
-    expect(wrong.locator(".said.assistant .bad")).to_have_text("weather")
+    expect(wrong.locator(".entry.hint")).to_contain_text("The tool is called meteo_lookup here")
+    expect(wrong.locator(".entry.hint small")).to_contain_text("shift +")
+    expect(wrong.locator(".entry.assistant .bad")).to_have_text("weather")
     page.locator("main").press("n")
     expect(page).to_have_url(re.compile(r"#/0/0-0/1$"))
     page.keyboard.press("n")
@@ -98,7 +98,7 @@ def test_reading_filtering_writing_editing_removing(
     expect(page.locator("#own")).to_have_text(f"1 hint in {hints}")
     expect(page.locator("#rows a .chip.mine")).to_have_text("1 mine")
     # Right above the turn, and below what stands before it.
-    own, said = wrong.locator(".mine .text"), wrong.locator(".said.assistant .text")
+    own, said = wrong.locator(".mine .text"), wrong.locator(".entry.assistant .text")
     assert own.bounding_box()["y"] < said.bounding_box()["y"]
 
     page.reload()

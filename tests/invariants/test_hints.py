@@ -15,7 +15,7 @@ from support.small_runs import small_recipe
 from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Hint, Scored
@@ -233,7 +233,7 @@ def test_suites_are_measured_before_and_after(roomy_folder: Path, tmp_path: Path
 
 
 def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_from(
+    recipe = parse_recipe(
         {
             "student": {"model": str(roomy_folder)},
             "tasks": {"kind": "toolbox", "turns": 2, "habit_fraction": 0.5},

@@ -17,7 +17,7 @@ from support.run_server import RunServer
 from support.small_runs import contents, digest, small_tree, write_jsonl
 
 from courtside.api import train
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.report.folder.folder import RunFolder
 from courtside.training import checkpoints
 
@@ -102,7 +102,7 @@ def unbroken(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for name, recipe in recipes.items():
-        train(recipe_from(recipe), place / name)
+        train(parse_recipe(recipe), place / name)
         code, log = server.run(recipe, place / f"{name}-again", "count_calls")
         assert code == 0, log
         results[name] = (state(place / name), int(log.rsplit("calls: ", 1)[1]))

@@ -12,7 +12,7 @@ import torch
 
 from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.runtime import Runtime
 from courtside.types import Trajectory
 
@@ -45,7 +45,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
             "teacher": teacher or {"kind": "self", "weights": "frozen"},
             "losses": [{"kind": "divergence"}],
         }  # fmt: skip
-        return assemble(recipe_from(tree))
+        return assemble(parse_recipe(tree))
 
     return make
 

@@ -17,7 +17,7 @@ from courtside.errors import RecipeError
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.hints_file import write_hint
+from courtside.report.folder.hints_file import append_hint
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.types import Hint, Scored
 
@@ -60,7 +60,7 @@ def hints(first: RunFolder, place: Path) -> Path:
     for trajectory, turn in ((one, 1), (two, 1), (two, 3)):
         assert trajectory.turns[turn].role == "assistant"
         hint = Hint(trajectory=trajectory.id, turn=turn, text=f"No, {turn}.", source="human")
-        write_hint(path, hint)
+        append_hint(path, hint)
     return path
 
 

@@ -141,7 +141,7 @@ def half_file(number: int) -> None:
 
 def half_line(number: int) -> None:
     """The n-th line of a log is half written."""
-    from courtside.report.folder import jsonl
+    from courtside.report.folder import files
 
     here = 0
 
@@ -153,7 +153,7 @@ def half_line(number: int) -> None:
         if here == number:
             die()
 
-    jsonl.append_bytes = append
+    files.append_bytes = append
 
 
 def full_disk(number: int) -> None:
@@ -215,15 +215,15 @@ FAULTS: dict[str, Callable[..., None]] = {
 def child(request: dict[str, Any]) -> int:
     from courtside.api import train
     from courtside.errors import Interrupted, RunError, UserError
-    from courtside.recipe.load import recipe_from
+    from courtside.recipe.load import parse_recipe
     from courtside.report.console import PlainConsole
 
-    recipe = recipe_from(request["recipe"])
+    recipe = parse_recipe(request["recipe"])
     if request["fault"]:
         name, *arguments = request["fault"]
         FAULTS[name](*arguments)
     try:
-        train(recipe, request["folder"], screen=PlainConsole(sys.stdout))
+        train(recipe, request["folder"], console=PlainConsole(sys.stdout))
     except UserError as error:
         print(f"{type(error).__name__}: {error}")
         return 2
@@ -243,10 +243,10 @@ def warm_up(tree: dict[str, Any]) -> None:
     import torch
 
     from courtside.assemble import assemble
-    from courtside.recipe.load import recipe_from
+    from courtside.recipe.load import parse_recipe
 
     torch.set_num_threads(1)
-    parts = assemble(recipe_from(tree | {"student": tree["student"] | {"device": "cpu"}}))
+    parts = assemble(parse_recipe(tree | {"student": tree["student"] | {"device": "cpu"}}))
     parts.teacher(parts.rollout(parts.tasks.batch(0, 1), 0))
 
 

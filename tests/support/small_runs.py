@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.recipe import Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 
 
 def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) ->
 
 
 def small_recipe(student: Path, teacher: Path | None = None, /, **changes: Any) -> Recipe:
-    return recipe_from(small_tree(student, teacher, **changes))
+    return parse_recipe(small_tree(student, teacher, **changes))
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

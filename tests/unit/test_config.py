@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from courtside.errors import RecipeError, UserError
-from courtside.recipe import Ramp, Recipe, SelfTeacherConfig, TrainConfig, teachers_of
-from courtside.recipe.load import recipe_from
+from courtside.recipe import Ramp, Recipe, SelfTeacherConfig, TrainConfig
+from courtside.recipe.load import parse_recipe
 from courtside.report.folder import toml
 
 DIVERGENCE = {"kind": "divergence"}
@@ -39,7 +39,7 @@ def loss(kind: str = "divergence", **changes: Any) -> dict[str, Any]:
 
 def problems(changes: dict[str, Any]) -> list[str]:
     with pytest.raises(RecipeError) as caught:
-        recipe_from(tree(**changes), name="mine.toml")
+        parse_recipe(tree(**changes), name="mine.toml")
     first, *lines = str(caught.value).split("\n")
     assert first == "mine.toml:"
     assert all(line.startswith("  ") for line in lines)
@@ -438,14 +438,14 @@ def test_all_misfits_are_listed_at_once() -> None:
     ],
 )  # fmt: skip
 def test_a_recipe_survives_toml_and_json(changes: dict[str, Any]) -> None:
-    recipe = recipe_from(tree(**changes))
+    recipe = parse_recipe(tree(**changes))
     dumped = recipe.model_dump(mode="json")
-    assert recipe_from(tomllib.loads(toml.dumps(dumped))) == recipe
-    assert recipe_from(json.loads(json.dumps(dumped))) == recipe
+    assert parse_recipe(tomllib.loads(toml.dumps(dumped))) == recipe
+    assert parse_recipe(json.loads(json.dumps(dumped))) == recipe
 
 
 def test_python_values_are_as_good_as_toml() -> None:
-    recipe = recipe_from(
+    recipe = parse_recipe(
         tree(
             tasks={"kind": "jsonl", "path": Path("some/tasks.jsonl")},
             rollout={"stop": ("END",)},
@@ -457,11 +457,11 @@ def test_python_values_are_as_good_as_toml() -> None:
     assert recipe.rollout.stop == ("END",)
     assert recipe.train == TrainConfig(steps=7)
     with pytest.raises(RecipeError, match="of type object has no place in a recipe"):
-        recipe_from(tree(seed=object()))
+        parse_recipe(tree(seed=object()))
 
 
 def test_recipes_are_frozen_and_wrong_ones_are_user_errors() -> None:
-    recipe = recipe_from(tree())
+    recipe = parse_recipe(tree())
     with pytest.raises(ValidationError, match="frozen"):
         recipe.seed = 1  # type: ignore[misc]
     assert issubclass(RecipeError, UserError)
@@ -469,37 +469,39 @@ def test_recipes_are_frozen_and_wrong_ones_are_user_errors() -> None:
 
 def test_learning_rate_follows_the_trained_weights() -> None:
     lora = {"model": "m", "lora": {"rank": 8}}
-    assert recipe_from(tree()).learning_rate == 1e-5
-    assert recipe_from(tree(student=lora)).learning_rate == 1e-4
-    assert recipe_from(tree(student=lora, train={"learning_rate": 3e-4})).learning_rate == 3e-4
+    assert parse_recipe(tree()).learning_rate == 1e-5
+    assert parse_recipe(tree(student=lora)).learning_rate == 1e-4
+    assert parse_recipe(tree(student=lora, train={"learning_rate": 3e-4})).learning_rate == 3e-4
 
 
 def test_share_of_student_samples_moves_linearly_and_stays() -> None:
     ramp = Ramp(start=0.2, end=1.0, steps=4)
     assert [ramp.at(step) for step in (0, 2, 4, 99)] == pytest.approx([0.2, 0.6, 1.0, 1.0])
-    recipe = recipe_from(tree(rollout={"student_fraction": ramp.model_dump()}))
-    assert recipe.rollout.share(2) == pytest.approx(0.6)
-    assert recipe_from(tree(rollout={"student_fraction": 0.3})).rollout.share(9) == 0.3
+    recipe = parse_recipe(tree(rollout={"student_fraction": ramp.model_dump()}))
+    assert recipe.rollout.student_fraction_at(2) == pytest.approx(0.6)
+    assert (
+        parse_recipe(tree(rollout={"student_fraction": 0.3})).rollout.student_fraction_at(9) == 0.3
+    )
 
 
 def test_only_some_losses_need_the_student_before_training() -> None:
-    assert not recipe_from(tree()).needs_reference
-    assert recipe_from(tree(**loss(extrapolate=1.2))).needs_reference
+    assert not parse_recipe(tree()).needs_reference
+    assert parse_recipe(tree(**loss(extrapolate=1.2))).needs_reference
     prefers = tree(teacher=None, losses=[PREFER], rollout={"student_fraction": 0})
-    assert recipe_from(prefers).needs_reference
+    assert parse_recipe(prefers).needs_reference
 
 
 def test_losses_are_logged_by_name_or_kind() -> None:
     losses = [DIVERGENCE | {"name": "pull"}, GAP]
-    assert recipe_from(tree(losses=losses)).loss_names() == ("pull", "policy_gradient")
+    assert parse_recipe(tree(losses=losses)).loss_names() == ("pull", "policy_gradient")
 
 
 def test_single_teachers_of_a_recipe() -> None:
     frozen = SelfTeacherConfig(kind="self")
     routes = {"kind": "routes", "routes": {"a": {"kind": "self"}, "b": {"kind": "self"}}}
-    assert teachers_of(recipe_from(tree())) == (frozen,)
-    assert teachers_of(recipe_from(tree(teacher=routes))) == (frozen, frozen)
-    assert teachers_of(recipe_from(tree(teacher=None, losses=[REWARD]))) == ()
+    assert parse_recipe(tree()).model_teachers == (frozen,)
+    assert parse_recipe(tree(teacher=routes)).model_teachers == (frozen, frozen)
+    assert parse_recipe(tree(teacher=None, losses=[REWARD])).model_teachers == ()
 
 
 # ── schema ───────────────────────────────────────────────────────────────────────────────────────

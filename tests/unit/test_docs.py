@@ -23,9 +23,9 @@ import courtside
 from courtside import errors
 from courtside.cli.app import app
 from courtside.recipe import Recipe
-from courtside.recipe.builtin import built_in_files, find_recipe
-from courtside.recipe.load import load_recipe, recipe_from
-from courtside.recipe.schema import kinds, options, type_of_key
+from courtside.recipe.builtin import builtin_recipe_files, find_recipe
+from courtside.recipe.load import load_recipe, parse_recipe
+from courtside.recipe.schema import field_type, sections_by_kind, union_members
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -114,7 +114,7 @@ def test_recipes_in_the_docs_are_valid(block: Block) -> None:
         for name in names.split(", "):
             assert not SECTIONS[name].keys() & tree.keys(), "a section that the block has itself"
             tree |= SECTIONS[name]
-    recipe_from(tree, name=str(block))
+    parse_recipe(tree, name=str(block))
 
 
 @pytest.mark.parametrize("block", blocks(""), ids=str)
@@ -124,7 +124,7 @@ def test_recipes_are_marked_as_such(block: Block) -> None:
 
 
 def test_every_recipe_in_the_tree_is_valid() -> None:
-    assert {"shared-rule"} <= built_in_files().keys()
+    assert {"shared-rule"} <= builtin_recipe_files().keys()
     for file in (REPOSITORY / "recipes").glob("*/*.toml"):
         if file.name != "study.toml":
             load_recipe(file)
@@ -139,9 +139,9 @@ def has_field(here: Any, keys: list[str]) -> bool:
     if not keys:
         return True
     if keys[0].isdecimal():
-        return has_field(type_of_key(here, 0), keys[1:])
-    sections = [*(kinds(here).values() or options(here) or (here,))]
-    after = [type_of_key(one, keys[0]) for one in sections]
+        return has_field(field_type(here, 0), keys[1:])
+    sections = [*(sections_by_kind(here).values() or union_members(here) or (here,))]
+    after = [field_type(one, keys[0]) for one in sections]
     return any(one is not Any and has_field(one, keys[1:]) for one in after)
 
 
@@ -173,7 +173,9 @@ def commands(program: str) -> list[str]:
 
 def recipe_meant_by(target: str) -> Path | None:
     """None: a name that stands for the reader's own recipe or run."""
-    return find_recipe(target) if target in built_in_files() or Path(target).is_file() else None
+    return (
+        find_recipe(target) if target in builtin_recipe_files() or Path(target).is_file() else None
+    )
 
 
 @pytest.mark.parametrize("line", commands("courtside"))
@@ -189,7 +191,7 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return
     parsed = group.commands[verb].make_context(verb, arguments).params
     if verb == "init" and not parsed["name"].isupper():
-        assert parsed["name"] in built_in_files()
+        assert parsed["name"] in builtin_recipe_files()
     if "overrides" not in parsed:
         return
     # The reader's own recipe is the quickstart's.

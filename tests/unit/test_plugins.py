@@ -15,7 +15,7 @@ from courtside.plugins import check_import_path
 from courtside.reader.custom import CustomReader
 from courtside.reader.loading import make_reader
 from courtside.recipe import CustomReaderConfig, CustomTasks, JsonlTasks, Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.recipe.reader import CombinedReaderConfig
 from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.custom_grader import _reported, load_grader
@@ -380,7 +380,7 @@ def make_recipe(**sections: Any) -> Recipe:
         "teacher": {"kind": "self", "weights": "frozen"},
         "losses": [{"kind": "divergence"}],
     }
-    return recipe_from(tree | sections, name="mine.toml")
+    return parse_recipe(tree | sections, name="mine.toml")
 
 
 @pytest.mark.parametrize(

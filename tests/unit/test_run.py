@@ -19,6 +19,7 @@ from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
 from courtside.report.console import SilentConsole
+from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories
 from courtside.run import Run, _file_name
@@ -26,7 +27,7 @@ from courtside.training import checkpoints
 
 
 class Recorder(SilentConsole):
-    """A screen that remembers, and can act when a step is shown."""
+    """A console that records its calls and can act on a step."""
 
     def __init__(self, on_step: Any = None) -> None:
         self.said: list[str] = []
@@ -34,7 +35,7 @@ class Recorder(SilentConsole):
         self.finished = 0
         self.on_step = on_step
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.said.append(text)
 
     def step(self, row: Any) -> None:
@@ -46,21 +47,33 @@ class Recorder(SilentConsole):
         self.finished += 1
 
 
-def go(recipe: Any, path: Path, screen: Recorder, spoil: Any = None) -> Run:
+def go(recipe: Any, path: Path, console: Recorder, spoil: Any = None) -> Run:
     """`verbs.train`, with the parts in hand."""
     with RunFolder.open(path, recipe) as folder:
         parts = assemble(recipe)
-        run = Run(parts, folder, screen)
+        run = Run(parts, folder, console)
         if spoil:
             spoil(parts)
         train_loop(parts, run)
         return run
 
 
+def test_the_console_shows_the_outer_phase_after_a_nested_one() -> None:
+    names: list[str] = []
+    run = object.__new__(Run)
+    run.console, run.meter = SilentConsole(), CostMeter()
+    run.console.phase = names.append
+    with run.phase("evaluate"), run.phase("rollout"):
+        pass
+    with run.phase("rollout"):
+        pass
+    assert names == ["evaluate", "rollout", "evaluate", "rollout"]
+
+
 def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_folder, tmp_path):
-    screen = Recorder()
+    console = Recorder()
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, evaluate={"num_tasks": 2, "every": 2})
-    folder = train(recipe, tmp_path / "run", screen=screen)
+    folder = train(recipe, tmp_path / "run", console=console)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
     measured = [(e.step, e.policy, e.split) for e in folder.evaluations()]
     assert sorted(measured) == [
@@ -71,7 +84,7 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     assert folder.trajectory_steps() == [0, 1, 2, 3, 4]
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
-    assert screen.steps == 5 and screen.finished == 1
+    assert console.steps == 5 and console.finished == 1
     assert not (folder.path / "failed").exists()
 
 
@@ -150,13 +163,13 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
                 before.extend(p.detach().clone() for p in trained)
                 kept.append(parts)
 
-        screen.on_step = act
+        console.on_step = act
 
     kept: list[Any] = []
-    screen = Recorder()
+    console = Recorder()
     path = tmp_path / "run"
     with pytest.raises(NotFiniteError) as caught:
-        go(recipe, path, screen, spoil)
+        go(recipe, path, console, spoil)
     file = path / "failed" / "step-000003.parquet"
     message = str(caught.value)
     assert "step 3: the loss 'divergence' is not finite; no weight was changed" in message
@@ -167,7 +180,7 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
     after = [p.detach() for p in kept[0].student.weights.trained.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert len(RunFolder.read(path).metrics()) == 3
-    assert screen.finished == 1
+    assert console.finished == 1
     # What was wrong is mended; the run goes on from its checkpoint.
     assert len(train(recipe, path).metrics()) == 5
 
@@ -225,12 +238,12 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
         if row["step"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    screen = Recorder(interrupt)
+    console = Recorder(interrupt)
     with pytest.raises(Interrupted, match=r"stopped after 3 of 5 steps; everything is saved in"):
-        train(recipe, tmp_path / "run", screen=screen)
-    assert any("press Ctrl-C again" in text for text in screen.said)
+        train(recipe, tmp_path / "run", console=console)
+    assert any("press Ctrl-C again" in text for text in console.said)
     assert signal.getsignal(signal.SIGINT) is ours
-    assert screen.finished == 1
+    assert console.finished == 1
     assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step-000003"
 
     def twice(row: Any) -> None:
@@ -238,7 +251,7 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(recipe, tmp_path / "run", screen=Recorder(twice))
+        train(recipe, tmp_path / "run", console=Recorder(twice))
     assert signal.getsignal(signal.SIGINT) is ours
     assert len(train(recipe, tmp_path / "run").metrics()) == 5
 
@@ -259,11 +272,11 @@ def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_p
         if row["prompt"] == third:
             del row["completion"]
     write_jsonl(file, rows)
-    screen = Recorder()
+    console = Recorder()
     with pytest.raises(TaskError, match="`completion` on every task"):
-        train(recipe, tmp_path / "run", screen=screen)
+        train(recipe, tmp_path / "run", console=console)
     assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step-000002"
-    assert screen.finished == 1
+    assert console.finished == 1
     write_jsonl(file, [row | {"completion": "yes"} for row in rows])
     assert len(train(recipe, tmp_path / "run").metrics()) == 5
 
@@ -297,10 +310,10 @@ def test_a_run_that_trained_nothing_says_so(tiny_folder, tmp_path):
         losses=[{"kind": "divergence", "on": "hinted_turns"}],
         train={"steps": 2, "prompts_per_step": 1},
     )
-    screen = Recorder()
-    folder = train(recipe, tmp_path / "run", screen=screen)
+    console = Recorder()
+    folder = train(recipe, tmp_path / "run", console=console)
     (alarm,) = folder.alarms()
-    assert alarm["step"] == 1 and alarm["message"] in screen.said
+    assert alarm["step"] == 1 and alarm["message"] in console.said
     assert "none of the 2 steps trained a single token" in alarm["message"]
     assert "dropped/no_other_hint 4" in alarm["message"]
 
@@ -309,12 +322,12 @@ def test_a_split_without_tasks_is_told_once(tiny_folder, tiny_teacher_folder, tm
     """Though the student and its teacher would be measured on it."""
     rows = [{"prompt": f"{n}?", "split": "train"} for n in range(4)]
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", rows))}
-    screen = Recorder()
+    console = Recorder()
     recipe = small_recipe(
         tiny_folder, tiny_teacher_folder, tasks=tasks, train={"steps": 1, "prompts_per_step": 2}
     )
-    train(recipe, tmp_path / "run", screen=screen)
-    assert sum(said.startswith("not evaluated on test tasks") for said in screen.said) == 1
+    train(recipe, tmp_path / "run", console=console)
+    assert sum(said.startswith("not evaluated on test tasks") for said in console.said) == 1
 
 
 def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
@@ -322,10 +335,10 @@ def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
         tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts_per_step": 1}
     )
     train(recipe, tmp_path / "run")
-    screen = Recorder()
-    train(recipe, tmp_path / "run", screen=screen)
-    assert screen.said == [f"{tmp_path / 'run'}: all 1 steps are done; nothing to train"]
-    assert screen.steps == 0
+    console = Recorder()
+    train(recipe, tmp_path / "run", console=console)
+    assert console.said == [f"{tmp_path / 'run'}: all 1 steps are done; nothing to train"]
+    assert console.steps == 0
 
 
 # ── costs ────────────────────────────────────────────────────────────────────────────────────────
@@ -371,7 +384,7 @@ def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folde
 
     recipe = small_recipe(tiny_folder, tiny_teacher_folder)
     with pytest.raises(RuntimeError):
-        train(recipe, tmp_path / "run", screen=Recorder(stop))
+        train(recipe, tmp_path / "run", console=Recorder(stop))
     paid = RunFolder.read(tmp_path / "run").read_costs()
     folder = train(recipe, tmp_path / "run")
     once = sum(t.trajectory.num_completion_tokens for s in range(5) for t in folder.trajectories(s))

@@ -14,7 +14,7 @@ from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.engines.precision import resolve_dtype
 from courtside.errors import ModelError
-from courtside.recipe import ModelTeacherConfig, Recipe, teachers_of
+from courtside.recipe import ModelTeacherConfig, Recipe
 from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
@@ -51,7 +51,7 @@ def load_models(recipe: Recipe) -> Models:
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
     teachers: dict[ModelKey, tuple[Any, Any]] = {}
-    for config in teachers_of(recipe):
+    for config in recipe.model_teachers:
         if isinstance(config, ModelTeacherConfig) and key_of(config) not in teachers:
             teachers[key_of(config)] = _load_teacher(config, weights.device)
     vocab_size = _common_vocab_size(name, weights.model, tokenizer, teachers)

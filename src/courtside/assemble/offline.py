@@ -11,7 +11,7 @@ from courtside.environments.tool_calls import format_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.surprise import surprise
 from courtside.reader.human import hinted_task_ids
-from courtside.recipe import ConversationTasks, Recipe, persons_of
+from courtside.recipe import ConversationTasks, Recipe
 from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_prompt_difference
 from courtside.tasks.base import TaskSource
 from courtside.tasks.stored_trajectories import ReplaySource
@@ -22,7 +22,7 @@ MAX_PROBED = 16
 
 def hinted_ids(recipe: Recipe) -> frozenset[str]:
     """The task ids that hints of human readers name."""
-    return frozenset(id for human in persons_of(recipe) for id in hinted_task_ids(human))
+    return frozenset(id for human in recipe.human_readers for id in hinted_task_ids(human))
 
 
 def make_offline_rollout(

@@ -15,7 +15,7 @@ from courtside.environments.base import Environment
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import EpisodeAttempt, TaskSuite
-from courtside.recipe import Recipe, tasks_with
+from courtside.recipe import Recipe, override_tasks
 from courtside.rollout.episode_state import EpisodeRequest
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.single_turn import SingleTurnRollout, Writer
@@ -44,7 +44,7 @@ def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     """Further held-out tasks, by the name that the recipe gives them."""
     suites = {}
     for name, changes in recipe.evaluate.suites.items():
-        config = tasks_with(recipe.tasks, changes)
+        config = override_tasks(recipe.tasks, changes)
         environment = make_environment(config)
         source = make_task_source(config, recipe.seed, limit, environment)
         suites[name] = TaskSuite(source, environment)

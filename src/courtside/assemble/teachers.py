@@ -22,7 +22,6 @@ from courtside.recipe import (
     Recipe,
     RoutedTeacherConfig,
     SelfTeacherConfig,
-    teachers_of,
 )
 from courtside.rollout.episodes import reply_passes
 from courtside.rollout.mixing import make_sampling
@@ -179,7 +178,7 @@ def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTria
 
 def check_contexts(recipe: Recipe, tasks: TaskSource) -> None:
     """A privileged field that the tasks lack is an error now, not at the first step."""
-    for teacher in teachers_of(recipe):
+    for teacher in recipe.model_teachers:
         if teacher.context is not None:
             for task in tasks.batch(0, recipe.train.prompts_per_step):
                 task_context(teacher.context, task)

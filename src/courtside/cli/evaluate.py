@@ -47,7 +47,7 @@ def evaluate(
     from courtside import api
     from courtside.cli.tables import evaluation_table, print_json, print_table
     from courtside.report.console import make_console
-    from courtside.report.folder.serialize import evaluation_tree
+    from courtside.report.folder.serialize import serialize_evaluation
 
     evaluations = api.evaluate_student(
         recipe,
@@ -56,9 +56,9 @@ def evaluate(
         split=split,
         num_tasks=tasks,
         teacher=teacher,
-        screen=make_console(sys.stderr),
+        console=make_console(sys.stderr),
     )
     if json:
-        print_json([evaluation_tree(evaluation) for evaluation in evaluations])
+        print_json([serialize_evaluation(evaluation) for evaluation in evaluations])
     else:
         print_table(evaluation_table(evaluations))

@@ -18,9 +18,9 @@ def init(
 ) -> None:
     """Copy a built-in recipe, to be edited."""
     from courtside.errors import UserError
-    from courtside.recipe.builtin import RECIPE, built_in_file
+    from courtside.recipe.builtin import RECIPE, find_builtin_recipe
 
-    source = built_in_file(name)
+    source = find_builtin_recipe(name)
     target = (folder or Path(name)) / RECIPE
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def rescore(
     from courtside.cli.tables import number_table, print_json, print_table
     from courtside.report.console import make_console
 
-    rows = api.rescore(run, overrides or (), steps=wanted, screen=make_console(sys.stderr))
+    rows = api.rescore(run, overrides or (), steps=wanted, console=make_console(sys.stderr))
     if json:
         print_json(rows)
     else:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from courtside.report.folder.jsonl import finite
-from courtside.report.summary import compact
+from courtside.report.folder.files import replace_non_finite
+from courtside.report.summary import format_number
 
 if TYPE_CHECKING:
     from courtside.types import Evaluation
@@ -23,7 +23,7 @@ PIPE_WIDTH = 200
 
 
 def print_json(tree: Any) -> None:
-    print(json.dumps(finite(tree), indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(replace_non_finite(tree), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_table(table: Table) -> None:
@@ -63,4 +63,4 @@ def number_table(rows: Sequence[Mapping[str, float | int | None]]) -> Table:
 
 
 def _number(value: float | int | None) -> str:
-    return str(value) if isinstance(value, int) else compact(value)
+    return str(value) if isinstance(value, int) else format_number(value)

@@ -37,7 +37,7 @@ def train(
     from courtside import api
     from courtside.report.console import make_console
 
-    done = api.train(tree, folder, screen=make_console(sys.stdout))
+    done = api.train(tree, folder, console=make_console(sys.stdout))
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
     name = shlex.quote(str(done.path))
     typer.echo(f"Trajectories, and hints of your own: courtside view {name}")

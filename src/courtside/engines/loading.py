@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from courtside.errors import ModelError
-from courtside.recipe.builtin import adapter_folder
+from courtside.recipe.builtin import find_adapter_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ def load_model(
 def _merge(model: Any, adapter: Path, name: str) -> Any:
     from peft import PeftModel
 
-    folder = adapter_folder(adapter)
+    folder = find_adapter_folder(adapter)
     if not (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"adapter {str(adapter)!r}: no adapter_config.json there. Give the folder that "

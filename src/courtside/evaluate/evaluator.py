@@ -11,7 +11,7 @@ from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
-from courtside.recipe import CustomTeacherConfig, Recipe, teachers_of
+from courtside.recipe import CustomTeacherConfig, Recipe
 from courtside.types import Evaluation, Grade, Sample, Split, Target, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Evaluator:
             return False
         return not self.recipe.tasks.is_environment and all(
             t.context is None or t.context.kind in ("system", "field")
-            for t in teachers_of(self.recipe)
+            for t in self.recipe.model_teachers
         )
 
     def _answer(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from courtside.errors import RunError, UserError
 from courtside.reader.base import ReaderOutput, sum_counts
 from courtside.recipe.reader import HumanReaderConfig
-from courtside.report.folder.hints_file import hinted_id, parse_hints
+from courtside.report.folder.hints_file import hints_file_id, parse_hints
 from courtside.types import Hint, Trajectory
 
 
@@ -26,7 +26,7 @@ class HumanReader:
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         ids: dict[str, list[str]] = {}
         for trajectory in trajectories:
-            for name in {trajectory.id, hinted_id(trajectory)}:
+            for name in {trajectory.id, hints_file_id(trajectory)}:
                 ids.setdefault(name, []).append(trajectory.id)
         try:
             file_hints, skipped = self._hints()

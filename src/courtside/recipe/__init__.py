@@ -5,7 +5,7 @@ wrong types and impossible combinations are refused with the field, the reason a
 Checks that need tasks or models (a privileged field that no task has) happen in `assemble`.
 """
 
-from courtside.recipe.base import RefusedValue, Section, Share
+from courtside.recipe.base import Fraction, RefusedValue, Section
 from courtside.recipe.losses import (
     CrossEntropyLoss,
     DivergenceLoss,
@@ -29,7 +29,7 @@ from courtside.recipe.reader import (
     Rule,
     RuleReaderConfig,
 )
-from courtside.recipe.recipe import Recipe, persons_of, teachers_of
+from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
 from courtside.recipe.settings import EvaluateConfig, RunConfig, TrainConfig
 from courtside.recipe.student import LoraConfig, StudentConfig
@@ -47,7 +47,7 @@ from courtside.recipe.tasks import (
     TasksConfig,
     ToolboxTasks,
     TrajectoryTasks,
-    tasks_with,
+    override_tasks,
 )
 from courtside.recipe.teacher import (
     EMA_DECAY,
@@ -83,6 +83,7 @@ __all__ = [
     "EvaluateConfig",
     "FeedbackContext",
     "FieldContext",
+    "Fraction",
     "FullSupport",
     "HintsConfig",
     "HumanReaderConfig",
@@ -108,7 +109,6 @@ __all__ = [
     "SampledSupport",
     "Section",
     "SelfTeacherConfig",
-    "Share",
     "SiblingContext",
     "StudentConfig",
     "SystemContext",
@@ -119,7 +119,5 @@ __all__ = [
     "TopKSupport",
     "TrainConfig",
     "TrajectoryTasks",
-    "persons_of",
-    "tasks_with",
-    "teachers_of",
+    "override_tasks",
 ]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from courtside.plugins import check_import_path
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Setting = bool | int | float | str | tuple[bool | int | float | str, ...]
 """A value of `settings`: keyword arguments of user code."""
 

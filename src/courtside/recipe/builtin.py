@@ -14,7 +14,7 @@ NEEDS = re.compile(r"^Needs:\s*(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltIn:
+class BuiltinRecipe:
     name: str
     file: Path
     about: str
@@ -33,13 +33,13 @@ def recipes_folder() -> Path:
     raise UserError(f"{installed}: the built-in recipes are missing. Install courtside again")
 
 
-def built_in_files() -> dict[str, Path]:
+def builtin_recipe_files() -> dict[str, Path]:
     """By name, in alphabetical order."""
     return {file.parent.name: file for file in sorted(recipes_folder().glob(f"*/{RECIPE}"))}
 
 
-def built_in_file(name: str) -> Path:
-    files = built_in_files()
+def find_builtin_recipe(name: str) -> Path:
+    files = builtin_recipe_files()
     if name not in files:
         close = get_close_matches(name, files, n=1)
         guess = f" Did you mean {close[0]}?" if close else ""
@@ -47,8 +47,8 @@ def built_in_file(name: str) -> Path:
     return files[name]
 
 
-def built_in_recipes() -> list[BuiltIn]:
-    return [_described(name, file) for name, file in built_in_files().items()]
+def list_builtin_recipes() -> list[BuiltinRecipe]:
+    return [_describe(name, file) for name, file in builtin_recipe_files().items()]
 
 
 def find_recipe(name: str) -> Path:
@@ -60,10 +60,10 @@ def find_recipe(name: str) -> Path:
         if path.is_dir():
             raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
         raise RecipeError(f"{name}: no such file. `courtside recipes` lists the built-in recipes")
-    return built_in_file(name)
+    return find_builtin_recipe(name)
 
 
-def adapter_folder(path: Path) -> Path:
+def find_adapter_folder(path: Path) -> Path:
     """The folder itself, or one that lies beside a built-in recipe, as `targeted-hints/warm`."""
     beside = recipes_folder() / path
     return beside if not path.is_dir() and beside.is_dir() else path
@@ -74,13 +74,13 @@ def recipe_name(file: Path) -> str:
     return file.resolve().parent.name if file.name == RECIPE else file.stem
 
 
-def _described(name: str, file: Path) -> BuiltIn:
+def _describe(name: str, file: Path) -> BuiltinRecipe:
     readme = file.with_name("README.md")
     if not readme.is_file():
         raise UserError(f"{readme}: missing. A built-in recipe says there what it does")
     text = readme.read_text(encoding="utf-8").strip()
     needs = NEEDS.search(text)
-    return BuiltIn(
+    return BuiltinRecipe(
         name=name,
         file=file,
         about=text.split("\n")[0].lstrip("# ").strip(),

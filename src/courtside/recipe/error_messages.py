@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from courtside.recipe import Recipe, RefusedValue
-from courtside.recipe.schema import is_section, kinds, options, type_of_key, unwrap
+from courtside.recipe.schema import field_type, is_section, sections_by_kind, union_members, unwrap
 
 Problem = Mapping[str, Any]
 """One of `ValidationError.errors()`."""
@@ -63,15 +63,15 @@ def place_of(loc: Sequence[int | str]) -> Place:
     siblings: dict[str, type[BaseModel]] = {}
     entered: dict[str, type[BaseModel]] = {}
     for i, key in enumerate(loc):
-        if tagged := kinds(here):
+        if tagged := sections_by_kind(here):
             entered = {kind: member for kind, member in tagged.items() if kind != key}
             here = tagged[str(key)]
-        elif members := options(here):
+        elif members := union_members(here):
             union = tuple(loc[:i])
             here = next((m for m in members if getattr(m, "__name__", None) == key), Any)
         else:
             section, siblings, entered = unwrap(here), entered, {}
-            here = type_of_key(here, key)
+            here = field_type(here, key)
             path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
     return Place(
         path=path,
@@ -86,7 +86,7 @@ def place_of(loc: Sequence[int | str]) -> Place:
 # ── words ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def explain(problems: Iterable[Problem]) -> list[str]:
+def describe_problems(problems: Iterable[Problem]) -> list[str]:
     """One line for each mistake, in the order of the recipe."""
     found = [(problem, place_of(problem["loc"])) for problem in problems]
     locs = [problem["loc"] for problem, _ in found]
@@ -131,14 +131,14 @@ def _message(problem: Problem, place: Place) -> str:
             return f"is required; use one of {_usable(place.wanted)}"
         case "union_tag_invalid":
             tag = problem["ctx"]["tag"]
-            guess = _did_you_mean(tag, kinds(place.wanted))
+            guess = _did_you_mean(tag, sections_by_kind(place.wanted))
             return f"{tag!r} is not known; {guess}use one of {_usable(place.wanted)}"
         case "model_type" | "dict_type":
-            if kinds(place.wanted):
+            if sections_by_kind(place.wanted):
                 return f"must be a section with a kind: {_usable(place.wanted)}"
             keys = ", ".join(_keys(place.wanted))
             return f"must be a section with {keys}" if keys else "must be a section"
-        case "tuple_type" if kinds(type_of_key(place.wanted, 0)):
+        case "tuple_type" if sections_by_kind(field_type(place.wanted, 0)):
             return f"must be a list of sections; write [[{place.path}]] above each"
         case "too_short":
             return f"needs at least {_entries(problem['ctx']['min_length'])}"
@@ -176,7 +176,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _usable(annotation: Any) -> str:
-    sections = kinds(annotation).items()
+    sections = sections_by_kind(annotation).items()
     return ", ".join(repr(kind) for kind, one in sections if not issubclass(one, RefusedValue))
 
 

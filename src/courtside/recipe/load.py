@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
-from courtside.recipe.error_messages import explain
+from courtside.recipe.error_messages import describe_problems
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -28,18 +28,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     tree = read_tree(path)
     for override in overrides:
-        _apply(tree, override)
-    return recipe_from(tree, name=str(path))
+        _apply_override(tree, override)
+    return parse_recipe(tree, name=str(path))
 
 
-def recipe_from(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
+def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
     """Validate a plain tree; all problems are listed at once, each with its field."""
     # In JSON a list may be a tuple and a string a path, so that all other types can be strict.
-    text = json.dumps(tree, default=_plain)
+    text = json.dumps(tree, default=_to_plain)
     try:
         return Recipe.model_validate_json(text, strict=True)
     except ValidationError as error:
-        lines = explain(error.errors(include_url=False))
+        lines = describe_problems(error.errors(include_url=False))
         raise RecipeError(f"{name}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
@@ -56,7 +56,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     match value:
         case os.PathLike():
             return os.fspath(value)
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
     raise RecipeError(f"{value!r} of type {type(value).__name__} has no place in a recipe")
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not separator or not text.strip() or not all((*parents, last)):
@@ -81,14 +81,14 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             node[name] = {}
         node = _child(node, name, where=".".join(parents[:i]), override=override)
     if isinstance(node, dict) and not remove:
-        node[last] = _value(text)
+        node[last] = _parse_value(text)
         return
     _child(node, last, where=".".join(parents), override=override)
     place = last if isinstance(node, dict) else int(last)
     if remove:
         del node[place]
     else:
-        node[place] = _value(text)
+        node[place] = _parse_value(text)
 
 
 def _child(node: Any, name: str, *, where: str, override: str) -> Any:
@@ -111,7 +111,7 @@ def _child(node: Any, name: str, *, where: str, override: str) -> Any:
     return node[int(name)]
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from courtside.recipe.base import Section, Setting, Share, import_path
+from courtside.recipe.base import Fraction, Section, Setting, import_path
 
 Detect = Literal[
     "tool_not_found", "invalid_arguments", "unparsable_call", "tool_error", "no_call", "event",
@@ -66,7 +66,7 @@ ERROR_PATTERN = (
 not `{"error": null}`."""
 
 
-def slots_of(template: str) -> tuple[str, ...]:
+def parse_slots(template: str) -> tuple[str, ...]:
     """The names between braces; a ValueError where there is anything but a name."""
     try:
         parts = list(Formatter().parse(template))
@@ -82,7 +82,7 @@ def slots_of(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, _, _ in names))
 
 
-def _compiles(pattern: str) -> str:
+def _check_regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -90,7 +90,7 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-Regex = Annotated[str, AfterValidator(_compiles)]
+Regex = Annotated[str, AfterValidator(_check_regex)]
 
 
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +158,7 @@ class Rule(Section):
                 "both"
             )
         has = ("turn", *SLOTS[name], *self._groups())
-        for slot in slots_of(self.hint):
+        for slot in parse_slots(self.hint):
             if slot in RESERVED and slot not in has:
                 raise ValueError(
                     f"hint: detect = {name!r} does not know {{{slot}}}; it has "
@@ -178,15 +178,15 @@ class Rule(Section):
     def needs_finding(self) -> bool:
         """Whether the words depend on what was found, so that a clean turn cannot be given them."""
         found = {*RESERVED, *self._groups()}
-        return any(slot in found for slot in slots_of(self.template))
+        return any(slot in found for slot in parse_slots(self.template))
 
     def __str__(self) -> str:
         """As the reference shows a default."""
         return f'{{ detect = "{self.detect}" }}'
 
 
-VETTED: tuple[Detect, ...] = (*EVENT_DETECTORS, "repeated_call")
-VETTED_RULES = tuple(Rule(detect=name) for name in VETTED)
+DEFAULT_DETECTORS: tuple[Detect, ...] = (*EVENT_DETECTORS, "repeated_call")
+DEFAULT_RULES = tuple(Rule(detect=name) for name in DEFAULT_DETECTORS)
 
 
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────
@@ -209,12 +209,12 @@ class SingleReader(ReaderBase):
 
 class RuleReaderConfig(SingleReader):
     kind: Literal["rules"]
-    rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = VETTED_RULES
+    rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = DEFAULT_RULES
     """Where two of them find the same turn, the first one's hint is used."""
     error_pattern: Regex | None = None
     """A reply that matches is an error, even if the environment reported no event. Unset: replies
     that begin like one, such as `Error: …`, `ValueError: …` or `{"error": "…"}`."""
-    false_positive_rate: Share = 0.0
+    false_positive_rate: Fraction = 0.0
     """A worse reader, for sweeps: the share of turns without a finding that get a rule's hint
     anyway."""
 
@@ -302,7 +302,7 @@ class ModelReaderConfig(SingleReader):
     """Unset: the student reads its own trajectories, in process."""
     hints_per_window: PositiveInt = 3
     """How many the model may propose each time it is asked."""
-    min_confidence: Share = 0.0
+    min_confidence: Fraction = 0.0
     """Hints that the model is less sure of are dropped and counted; with a value above 0, also
     those without a confidence."""
     extra_instructions: str | None = None
@@ -392,7 +392,7 @@ class HintsConfig(Section):
     resamples: NonNegativeInt = 0
     """Replies that are written under each hint and checked by the environment, before it trains.
     Costs decoding; tells how good the hints are."""
-    min_pass_rate: Share = 0.0
+    min_pass_rate: Fraction = 0.0
     """Share of these that must pass, or the hint is dropped and counted."""
     cumulative: bool = False
     """Whether the hints of earlier turns stay in view of later ones."""

@@ -44,9 +44,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
-        from courtside.recipe.validation import problems_of
+        from courtside.recipe.validation import find_problems
 
-        problems = list(problems_of(self))
+        problems = list(find_problems(self))
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -75,18 +75,18 @@ class Recipe(Section):
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
 
+    @property
+    def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:
+        """The teachers that are models, routed or not."""
+        if self.teacher is None or isinstance(self.teacher, CustomTeacherConfig):
+            return ()
+        if isinstance(self.teacher, RoutedTeacherConfig):
+            return tuple(self.teacher.routes.values())
+        return (self.teacher,)
 
-def teachers_of(recipe: Recipe) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:
-    """The teachers of a recipe that are models, routed or not."""
-    if recipe.teacher is None or isinstance(recipe.teacher, CustomTeacherConfig):
-        return ()
-    if isinstance(recipe.teacher, RoutedTeacherConfig):
-        return tuple(recipe.teacher.routes.values())
-    return (recipe.teacher,)
-
-
-def persons_of(recipe: Recipe) -> tuple[HumanReaderConfig, ...]:
-    """Its readers that are persons, alone or among several."""
-    reader = recipe.reader
-    readers = reader.readers if isinstance(reader, CombinedReaderConfig) else (reader,)
-    return tuple(one for one in readers if isinstance(one, HumanReaderConfig))
+    @property
+    def human_readers(self) -> tuple[HumanReaderConfig, ...]:
+        """The readers of kind `human`, alone or combined with others."""
+        reader = self.reader
+        readers = reader.readers if isinstance(reader, CombinedReaderConfig) else (reader,)
+        return tuple(r for r in readers if isinstance(r, HumanReaderConfig))

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Section, Share
+from courtside.recipe.base import Fraction, Section
 
 
 class Ramp(Section):
     """A number that moves linearly from `start` to `end` over `steps` and then stays."""
 
-    start: Share
-    end: Share
+    start: Fraction
+    end: Fraction
     steps: PositiveInt
 
     def at(self, step: int) -> float:
@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, beside the model's own end token."""
-    student_fraction: Share | Ramp = 1.0
+    student_fraction: Fraction | Ramp = 1.0
     """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
     off_policy_source: Literal["dataset", "teacher"] = "dataset"
     """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
@@ -59,6 +59,6 @@ class RolloutConfig(Section):
     """In an environment: every turn that went wrong once more, with what the environment says would
     have been right, where it does; as data to imitate (`on = "dataset"`)."""
 
-    def share(self, step: int) -> float:
+    def student_fraction_at(self, step: int) -> float:
         share = self.student_fraction
         return share.at(step) if isinstance(share, Ramp) else share

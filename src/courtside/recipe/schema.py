@@ -20,7 +20,7 @@ def unwrap(annotation: Any) -> Any:
     return annotation
 
 
-def options(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union; none if it is no union."""
     annotation = unwrap(annotation)
     if get_origin(annotation) not in (Union, UnionType):
@@ -32,21 +32,21 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def kind_of(section: type[BaseModel]) -> str | None:
+def section_kind(section: type[BaseModel]) -> str | None:
     """`divergence` for DivergenceLoss; None for a section that has no kind."""
     field = section.model_fields.get("kind")
     return str(get_args(field.annotation)[0]) if field is not None else None
 
 
-def kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+def sections_by_kind(annotation: Any) -> dict[str, type[BaseModel]]:
     """The sections of a tagged union by their `kind`; empty if it is no tagged union."""
-    members = options(annotation)
-    if not members or not all(is_section(member) and kind_of(member) for member in members):
+    members = union_members(annotation)
+    if not members or not all(is_section(member) and section_kind(member) for member in members):
         return {}
-    return {str(kind_of(member)): member for member in members}
+    return {str(section_kind(member)): member for member in members}
 
 
-def type_of_key(annotation: Any, key: int | str) -> Any:
+def field_type(annotation: Any, key: int | str) -> Any:
     """The type of a section's key, of a list's entry, of a table's value; Any where unknown."""
     annotation = unwrap(annotation)
     if is_section(annotation):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Section, Setting, Share
+from courtside.recipe.base import Fraction, Section, Setting
 
 
 class TrainConfig(Section):
@@ -21,7 +21,7 @@ class TrainConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
     optimizer_offload: bool = False
     """Hold AdamW's two moments in pinned host memory and stream them through the GPU in each step:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from courtside.plugins import check_import_path
-from courtside.recipe.base import Section, Setting, Share, import_path
+from courtside.recipe.base import Fraction, Section, Setting, import_path
 
 
 class TasksBase(Section):
@@ -187,18 +187,18 @@ class ToolboxTasks(TasksBase):
     names: Literal["seen", "held_out", "all"] = "seen"
     """Which names a tool may be listed under. Train on `seen`; `held_out` names tell whether the
     list is read, or names were learned by heart."""
-    common_name_fraction: Share | None = None
+    common_name_fraction: Fraction | None = None
     """How often a tool is listed under its common name (`get_weather`). Unset: as often as under
     any other name."""
-    random_name_fraction: Share = 0.0
+    random_name_fraction: Fraction = 0.0
     """How often a tool is listed under two words that say nothing (`amber_lantern`), whatever
     `names` says. Nobody knows those by heart: a warm start on some of them learns to read."""
     tool_call_format: Literal["json", "plain"] = "json"
     """json: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. plain: `name(argument="…")`."""
-    habit_fraction: Share = 0.0
+    habit_fraction: Fraction = 0.0
     """Of the calls in the environment's own demonstrations: made under the common name whatever the
     list says. A habit to plant, for something to unlearn."""
-    reminder_fraction: Share = 0.0
+    reminder_fraction: Fraction = 0.0
     """Of the calls in these demonstrations, the first of an episode excepted: made below a reminder
     of the listed names, where a hint would stand, and there never by habit. Also planted: a small
     model must be taught that such words are worth reading."""
@@ -267,7 +267,7 @@ TasksConfig = Annotated[
 ]
 
 
-def tasks_with(tasks: TasksConfig, different: Mapping[str, Any]) -> TasksConfig:
+def override_tasks(tasks: TasksConfig, different: Mapping[str, Any]) -> TasksConfig:
     """The same section with some fields changed; a ValidationError where they do not fit."""
     changed: TasksConfig = TypeAdapter(TasksConfig).validate_python(
         {**tasks.model_dump(exclude_unset=True), **different}

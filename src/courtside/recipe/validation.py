@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import HintsConfig, RuleReaderConfig
-from courtside.recipe.recipe import Recipe, persons_of, teachers_of
+from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
-from courtside.recipe.tasks import TrajectoryTasks, tasks_with
+from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
     CustomTeacherConfig,
@@ -36,7 +36,7 @@ def _asks_teacher(loss: Loss) -> bool:
     )
 
 
-def problems_of(recipe: Recipe) -> Iterator[str]:
+def find_problems(recipe: Recipe) -> Iterator[str]:
     names = recipe.loss_names()
     if len(set(names)) != len(names):
         yield f"losses: two are logged as the same name in {list(names)}; give each its own `name`"
@@ -119,7 +119,7 @@ def problems_of(recipe: Recipe) -> Iterator[str]:
                 "reader: hints go into the context of a model, and teacher.kind = 'custom' has "
                 "none. Use teacher.kind = 'self' or 'model', or remove the reader"
             )
-    for teacher in teachers_of(recipe):
+    for teacher in recipe.model_teachers:
         if not isinstance(teacher, SelfTeacherConfig):
             continue
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
@@ -149,7 +149,7 @@ def _suite_problems(recipe: Recipe) -> Iterator[str]:
         if not name.isidentifier():
             yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
         try:
-            tasks_with(recipe.tasks, different)
+            override_tasks(recipe.tasks, different)
         except ValidationError as error:
             for one in error.errors():
                 field = ".".join(str(part) for part in one["loc"][1:])
@@ -209,7 +209,7 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
     for name in SAMPLING:
         if getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
             yield f"rollout.{name}: nobody samples with {kind}; it is as it was then. Remove it"
-    if tasks.select == "hinted" and not persons_of(recipe):
+    if tasks.select == "hinted" and not recipe.human_readers:
         yield (
             "tasks.select = 'hinted' goes by a person's hints; add a [reader] of kind = 'human', "
             "or use only = 'all'"
@@ -223,7 +223,7 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
                 f"losses[{index}]: advantage = 'reward' compares the samples of a prompt, {alone}. "
                 "Use advantage = 'teacher_gap'"
             )
-    for teacher in teachers_of(recipe):
+    for teacher in recipe.model_teachers:
         if isinstance(teacher.context, SiblingContext):
             yield f"teacher.context: a sibling is another sample of the prompt, {alone}"
 
@@ -244,7 +244,7 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
         )
     if not hinted:
         yield "reader: no loss is taken on = 'hinted_turns', so its hints would train nothing"
-    for teacher in teachers_of(recipe):
+    for teacher in recipe.model_teachers:
         if teacher.context is not None:
             yield (
                 "teacher.context: with a [reader] the hint is what the teacher sees beside the "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from courtside.recipe import Recipe
-from courtside.report.summary import compact, duration, summarize_recipe
+from courtside.report.summary import format_duration, format_number, summarize_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -29,7 +29,7 @@ class RunConsole(Protocol):
     def step(self, row: Numbers) -> None:
         """One row of metrics, after the step it describes."""
 
-    def say(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -44,14 +44,14 @@ class SilentConsole:
     def step(self, row: Numbers) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         pass
 
     def finish(self) -> None:
         pass
 
 
-class Pace:
+class Progress:
     """How many steps are done, and when the rest will be."""
 
     def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float]) -> None:
@@ -80,13 +80,13 @@ class Pace:
         return max(per_step * (self.total - self.done) - (self._clock() - self._last), 0.0)
 
 
-def key_numbers(row: Numbers) -> list[tuple[str, str]]:
+def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
     """The numbers that matter, those of them that the row has."""
     numbers = []
     if "kl" in row:
-        numbers.append(("kl", compact(row["kl"], trim=False)))
+        numbers.append(("kl", format_number(row["kl"], trim=False)))
     elif "loss" in row:
-        numbers.append(("loss", compact(row["loss"], trim=False)))
+        numbers.append(("loss", format_number(row["loss"], trim=False)))
     reward = row.get("reward/mean")
     if reward is not None:
         numbers.append(("reward", f"{reward:.3f}"))
@@ -96,7 +96,7 @@ def key_numbers(row: Numbers) -> list[tuple[str, str]]:
     if hints is not None:
         numbers.append(("hints", f"{hints:g}"))
     if "grad_norm" in row:
-        numbers.append(("grad", compact(row["grad_norm"], trim=False)))
+        numbers.append(("grad", format_number(row["grad_norm"], trim=False)))
     return numbers
 
 
@@ -106,11 +106,11 @@ class PlainConsole:
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._pace = Pace(0, 0, clock)
+        self._pace = Progress(0, 0, clock)
 
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
-        self._pace = Pace(total_steps, first_step, self._clock)
-        self.say(headline(recipe, total_steps, first_step))
+        self._pace = Progress(total_steps, first_step, self._clock)
+        self.print_line(format_headline(recipe, total_steps, first_step))
 
     def phase(self, name: str) -> None:
         pass
@@ -118,15 +118,15 @@ class PlainConsole:
     def step(self, row: Numbers) -> None:
         self._pace.step(int(row["step"] or 0))
         parts = [f"step {self._pace.done}/{self._pace.total}"]
-        parts += [f"{name} {value}" for name, value in key_numbers(row)]
+        parts += [f"{name} {value}" for name, value in headline_metrics(row)]
         if row.get("tokens_per_second") is not None:
-            parts.append(f"{compact(row['tokens_per_second'])} tok/s")
-        parts.append(f"elapsed {duration(self._pace.elapsed)}")
+            parts.append(f"{format_number(row['tokens_per_second'])} tok/s")
+        parts.append(f"elapsed {format_duration(self._pace.elapsed)}")
         if self._pace.remaining:
-            parts.append(f"ETA {duration(self._pace.remaining)}")
-        self.say("  ".join(parts))
+            parts.append(f"ETA {format_duration(self._pace.remaining)}")
+        self.print_line("  ".join(parts))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         # A log file's encoding must not end a run because a model's name has an accent.
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
@@ -145,7 +145,7 @@ class RichConsole:
 
         self._console = console
         self._clock = clock
-        self._pace = Pace(0, 0, clock)
+        self._pace = Progress(0, 0, clock)
         self._phase = "starting"
         self._phase_start = clock()
         self._speed: float | None = None
@@ -157,9 +157,9 @@ class RichConsole:
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         from rich.text import Text
 
-        self._pace = Pace(total_steps, first_step, self._clock)
+        self._pace = Progress(total_steps, first_step, self._clock)
         self._phase_start = self._clock()
-        line = headline(recipe, total_steps, first_step)
+        line = format_headline(recipe, total_steps, first_step)
         self._print(Text.assemble(("courtside", "bold cyan"), "  ", (line, "dim")))
         self._live.start(refresh=True)
 
@@ -175,15 +175,15 @@ class RichConsole:
         self._speed = row.get("tokens_per_second")
         width = len(str(self._pace.total))
         line = Text.assemble((f"{self._pace.done:>{width}}/{self._pace.total}", "bold"))
-        for name, value in key_numbers(row):
+        for name, value in headline_metrics(row):
             line.append(f"   {name} ", style="dim").append(f"{value:<6}")
-        line.append(f"   {compact(self._speed)} tok/s", style="dim")
+        line.append(f"   {format_number(self._speed)} tok/s", style="dim")
         seconds = sum(v for k, v in row.items() if k.startswith("seconds/") and v is not None)
         if seconds:
-            line.append(f"   {duration(seconds)}", style="dim")
+            line.append(f"   {format_duration(seconds)}", style="dim")
         self._print(line)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         from rich.text import Text
 
         self._print(Text(text))
@@ -204,12 +204,12 @@ class RichConsole:
             (f"step {min(pace.done + 1, pace.total)}/{pace.total}", "bold"),
             "  ",
             (self._phase, "cyan"),
-            (f" {duration(self._clock() - self._phase_start)}", "dim"),
+            (f" {format_duration(self._clock() - self._phase_start)}", "dim"),
         )
-        rates = [] if self._speed is None else [f"{compact(self._speed)} tok/s"]
-        rates.append(f"{duration(pace.elapsed)} elapsed")
+        rates = [] if self._speed is None else [f"{format_number(self._speed)} tok/s"]
+        rates.append(f"{format_duration(pace.elapsed)} elapsed")
         if pace.remaining is not None:
-            rates.append(f"ETA {duration(pace.remaining)}")
+            rates.append(f"ETA {format_duration(pace.remaining)}")
         grid = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(4):
             grid.add_column(no_wrap=True)
@@ -224,7 +224,7 @@ class RichConsole:
         return grid
 
 
-def headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
+def format_headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
     steps = f"steps {first_step + 1} to {total_steps}" if first_step else f"{total_steps} steps"
     return f"{summarize_recipe(recipe)} · {steps}"
 

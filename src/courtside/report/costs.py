@@ -1,4 +1,4 @@
-"""What each phase of a run costs: seconds by the clock, tokens and FLOPs by count."""
+"""Costs of each phase of a run: wall-clock seconds, tokens and estimated FLOPs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from courtside.report.console import RunConsole
 from courtside.types import PhaseCost
 
 
@@ -24,31 +23,30 @@ def training_flops(num_parameters: int, num_tokens: int, trainable: int) -> floa
 class CostMeter:
     """Adds up seconds, tokens and FLOPs by phase.
 
-    A phase inside another interrupts it: no second is counted twice, so the phases' seconds sum to
-    the time that was spent in any phase. Work on a GPU counts where the program waits for it.
+    A nested phase pauses the outer one, so no second is counted twice. GPU work counts in the phase
+    that synchronizes with it.
     """
 
-    def __init__(
-        self, screen: RunConsole | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._screen = screen
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._totals: dict[str, PhaseCost] = {}
         self._open: list[str] = []
         self._since = 0.0
         self._at_lap: dict[str, float] = {}
 
+    @property
+    def current_phase(self) -> str | None:
+        return self._open[-1] if self._open else None
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._charge()
         self._open.append(name)
-        self._announce()
         try:
             yield
         finally:
             self._charge()
             self._open.pop()
-            self._announce()
 
     def add(
         self, phase: str, *, input_tokens: int = 0, output_tokens: int = 0, flops: float = 0.0
@@ -66,7 +64,7 @@ class CostMeter:
         return dict(self._totals)
 
     def restore(self, totals: Mapping[str, PhaseCost]) -> None:
-        """Go on from an earlier process of the same run."""
+        """Continue from the totals of an earlier process of the same run."""
         assert not self._totals and not self._open, "restore comes before the first phase"
         self._totals = dict(totals)
         self._at_lap = {name: cost.seconds for name, cost in totals.items()}
@@ -86,7 +84,3 @@ class CostMeter:
             so_far = self._totals.get(name, PhaseCost())
             self._totals[name] = replace(so_far, seconds=so_far.seconds + now - self._since)
         self._since = now
-
-    def _announce(self) -> None:
-        if self._screen is not None and self._open:
-            self._screen.phase(self._open[-1])

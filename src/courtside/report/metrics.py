@@ -1,22 +1,25 @@
-"""One step as one flat row of numbers."""
+"""The metrics of one step as a flat row of numbers, and the alarm of a run that trained nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from courtside.report.folder.jsonl import Row
 from courtside.types import HintOutcome, Scored, Trajectory, Update
 
+Row = dict[str, Any]
+READER = "reader/"
 
-def metrics_row(
+
+def compute_metrics(
     scored: Sequence[Scored],
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
 ) -> Row:
-    """The update, the trajectories' lengths, grades, events and hints, and the phases' seconds."""
-    trajectories = [one.trajectory for one in scored]
+    """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
+    trajectories = [s.trajectory for s in scored]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -31,13 +34,13 @@ def metrics_row(
         row["length/mean"] = sum(lengths) / len(lengths)
         row["length/max"] = max(lengths)
         row["length/truncated"] = truncated / len(lengths)
-    if any(one.has_target for one in scored):
-        row["without_teacher"] = sum(not one.has_target for one in scored)
-    row |= event_columns(trajectories)
-    hints = [hint_outcomes for one in scored for hint_outcomes in one.hints]
+    if any(s.has_target for s in scored):
+        row["without_teacher"] = sum(not s.has_target for s in scored)
+    row |= event_metrics(trajectories)
+    hints = [outcome for s in scored for outcome in s.hints]
     if hints or reader_counts is not None:
-        row |= hint_columns(hints)
-        row |= {f"reader/{name}": count for name, count in (reader_counts or {}).items()}
+        row |= hint_metrics(hints)
+        row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
@@ -46,48 +49,58 @@ def metrics_row(
     return row | dict(update.metrics)
 
 
-def event_columns(trajectories: Sequence[Trajectory]) -> Row:
-    """Shares of assistant turns; nothing where no environment had a say.
+def event_metrics(trajectories: Sequence[Trajectory]) -> Row:
+    """Fractions of assistant turns with an event; empty where no environment reported any.
 
-    A turn with two events of a kind counts once for it, so every share is one of turns. Texts from
-    a data set are left out: no environment looked at them.
+    A turn with two events of a kind counts once. Trajectories from a dataset are left out: no
+    environment ran on them.
     """
-    played = [one for one in trajectories if one.source != "dataset"]
-    turns = [turn for one in played for turn in one.turns if turn.role == "assistant"]
-    seen = any(turn.events for turn in turns) or any(map(is_multi_turn, played))
-    if not turns or not seen:
+    sampled = [trajectory for trajectory in trajectories if trajectory.source != "dataset"]
+    turns = [t for trajectory in sampled for t in trajectory.turns if t.role == "assistant"]
+    has_environment = any(turn.events for turn in turns) or any(map(is_multi_turn, sampled))
+    if not turns or not has_environment:
         return {}
     kinds = Counter(kind for turn in turns for kind in {event.kind for event in turn.events})
     return {
-        "turns": len(turns) / len(played),
+        "turns": len(turns) / len(sampled),
         "error_rate": sum(bool(turn.events) for turn in turns) / len(turns),
         **{f"events/{kind}": kinds[kind] / len(turns) for kind in sorted(kinds)},
     }
 
 
 def is_multi_turn(trajectory: Trajectory) -> bool:
-    """Whether the assistant spoke more than once, or something was said to it after it spoke."""
-    said = sum(turn.role == "assistant" for turn in trajectory.turns)
-    return said > 1 or any(turn.role == "environment" for turn in trajectory.turns)
+    """Whether there are several assistant turns, or an environment's turn."""
+    num_assistant = sum(turn.role == "assistant" for turn in trajectory.turns)
+    return num_assistant > 1 or any(turn.role == "environment" for turn in trajectory.turns)
 
 
-def hint_columns(hints: Sequence[HintOutcome]) -> Row:
-    """How many train, how many do not and why, how much those that train shift their turn, and how
-    often replies under a hint pass, where that was tried."""
-    kept = [hint_outcomes for hint_outcomes in hints if hint_outcomes.drop_reason is None]
-    dropped = Counter(
-        hint_outcomes.drop_reason
-        for hint_outcomes in hints
-        if hint_outcomes.drop_reason is not None
-    )
-    shifts = [hint_outcomes.shift for hint_outcomes in kept if hint_outcomes.shift is not None]
-    row: Row = {"hints/trained": len(kept)}
-    row |= {f"hints/dropped/{why}": dropped[why] for why in sorted(dropped)}
+def hint_metrics(hints: Sequence[HintOutcome]) -> Row:
+    """How many hints train, how many were dropped by reason, and the mean shift and pass rate."""
+    trained = [outcome for outcome in hints if outcome.drop_reason is None]
+    dropped = Counter(outcome.drop_reason for outcome in hints if outcome.drop_reason is not None)
+    row: Row = {"hints/trained": len(trained)}
+    row |= {f"hints/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
+    shifts = [outcome.shift for outcome in trained if outcome.shift is not None]
     if shifts:
         row["hints/shift"] = sum(shifts) / len(shifts)
-    tried = [
-        hint_outcomes.pass_rate for hint_outcomes in hints if hint_outcomes.pass_rate is not None
-    ]
-    if tried:
-        row["hints/pass_rate"] = sum(tried) / len(tried)
+    pass_rates = [outcome.pass_rate for outcome in hints if outcome.pass_rate is not None]
+    if pass_rates:
+        row["hints/pass_rate"] = sum(pass_rates) / len(pass_rates)
     return row
+
+
+def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The alarm of a run in which no step trained a token; None: some did."""
+    if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
+        return None
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update({k: v for k, v in row.items() if k.startswith(READER) and v})
+    text = ", ".join(f"{name.removeprefix(READER)} {n}" for name, n in sorted(counts.items()))
+    reason = (
+        f"The reader counted over all steps: {text}."
+        if text
+        else "No loss applies to any token; see `on` of the losses."
+    )
+    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
+    return f"{result}. {reason}"

@@ -11,7 +11,6 @@ from courtside.recipe import (
     ReaderConfig,
     Recipe,
     SelfTeacherConfig,
-    teachers_of,
 )
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -28,20 +27,22 @@ def summarize_recipe(recipe: Recipe) -> str:
     if isinstance(recipe.teacher, CustomTeacherConfig):
         parts.append(f"teacher: {recipe.teacher.path}")
     elif recipe.teacher is not None:
-        parts.append("teacher: " + " | ".join(_teacher(one) for one in teachers_of(recipe)))
+        parts.append(
+            "teacher: " + " | ".join(_summarize_teacher(one) for one in recipe.model_teachers)
+        )
     if recipe.reader is not None:
-        parts.append(f"hints: {_reader(recipe.reader)}")
-    parts.append(" + ".join(_loss(loss) for loss in recipe.losses))
+        parts.append(f"hints: {_summarize_reader(recipe.reader)}")
+    parts.append(" + ".join(_summarize_loss(loss) for loss in recipe.losses))
     return " · ".join(parts)
 
 
-def _reader(reader: ReaderConfig) -> str:
+def _summarize_reader(reader: ReaderConfig) -> str:
     kinds = [one.kind for one in reader.readers] if reader.kind == "combined" else [reader.kind]
     control = f", control {reader.control.replace('_', ' ')}" if reader.control != "none" else ""
     return " + ".join(kinds) + control
 
 
-def _teacher(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
+def _summarize_teacher(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
     name = f"self, {teacher.weights}" if teacher.kind == "self" else teacher.model
     match teacher.context:
         case None:
@@ -52,7 +53,7 @@ def _teacher(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
             return f"{name}, sees {context.kind}"
 
 
-def _loss(loss: Loss) -> str:
+def _summarize_loss(loss: Loss) -> str:
     if loss.kind == "divergence":
         name = loss.divergence.replace("_", " ").replace("kl", "KL")
         return f"{name} (top {loss.support.k})" if loss.support.kind == "top_k" else name
@@ -61,7 +62,7 @@ def _loss(loss: Loss) -> str:
     return loss.kind.replace("_", " ")
 
 
-def compact(value: float | None, *, trim: bool = True) -> str:
+def format_number(value: float | None, *, trim: bool = True) -> str:
     """Three significant digits, in as few characters as read well; `trim` drops ending zeros."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -78,7 +79,7 @@ def compact(value: float | None, *, trim: bool = True) -> str:
     return f"{value:.0f}" if size >= 999.5 else f"{value:{'' if trim else '#'}.3g}".rstrip(".")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`42s`, `3m 05s`, `2h 10m`."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
@@ -90,22 +91,22 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """`12.3%`; a dash for what was not measured."""
     return f"{100 * share:.1f}%" if share == share else "–"
 
 
-def points(share: float) -> str:
+def format_points(share: float) -> str:
     """A difference of shares, in percentage points: `+1.2`."""
-    return _minus(f"{100 * share:+.1f}")
+    return _use_minus_sign(f"{100 * share:+.1f}")
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """`−0.50`."""
-    return _minus(f"{value:+.2f}")
+    return _use_minus_sign(f"{value:+.2f}")
 
 
-def _minus(text: str) -> str:
+def _use_minus_sign(text: str) -> str:
     return text.replace("-", "−")
 
 

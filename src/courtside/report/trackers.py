@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from courtside.errors import UserError
-from courtside.report.folder.atomic_files import replace_file
-from courtside.report.folder.jsonl import encode
+from courtside.report.folder.files import encode_json, replace_file
 
 Numbers = Mapping[str, float | int | None]
 
@@ -59,13 +58,13 @@ class TensorBoardTracker:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        module = _package("torch.utils.tensorboard", tracker="tensorboard")
+        module = _import_package("torch.utils.tensorboard", tracker="tensorboard")
         # Hides what an interrupted process had written of these steps.
         purge = first_step if any((folder / "tensorboard").glob("*")) else None
         self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
 
     def log(self, row: Numbers, step: int) -> None:
-        for name, value in _values(row).items():
+        for name, value in _drop_missing(row).items():
             self._writer.add_scalar(name, value, step)
         # A killed process must not take rows along that come before its last checkpoint.
         self._writer.flush()
@@ -78,8 +77,8 @@ class WandbTracker:
     """Works offline too, with WANDB_MODE=offline."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
-        wandb = _package("wandb", tracker="wandb")
-        self._state = _State(folder, "wandb")
+        wandb = _import_package("wandb", tracker="wandb")
+        self._state = _TrackerState(folder, "wandb")
         if self._state.identity is None:
             self._state.identity = uuid.uuid4().hex[:12]
         try:
@@ -101,7 +100,7 @@ class WandbTracker:
 
     def log(self, row: Numbers, step: int) -> None:
         if self._state.take(step):
-            self._run.log(_values(row), step=step)
+            self._run.log(_drop_missing(row), step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -111,8 +110,8 @@ class TrackioTracker:
     """Local by default; TRACKIO_SPACE_ID sends it to a Space."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
-        self._trackio = _package("trackio", tracker="trackio")
-        self._state = _State(folder, "trackio")
+        self._trackio = _import_package("trackio", tracker="trackio")
+        self._state = _TrackerState(folder, "trackio")
         if self._state.identity is None:
             # trackio finds the run to resume by its name, so no other run may have the same.
             self._state.identity = f"{run_name}-{uuid.uuid4().hex[:6]}"
@@ -123,13 +122,13 @@ class TrackioTracker:
 
     def log(self, row: Numbers, step: int) -> None:
         if self._state.take(step):
-            self._run.log(_values(row), step=step)
+            self._run.log(_drop_missing(row), step=step)
 
     def close(self) -> None:
         self._trackio.finish()
 
 
-class _State:
+class _TrackerState:
     """What one service knows of this run, kept in the run folder across processes."""
 
     def __init__(self, folder: Path, tracker: str) -> None:
@@ -148,7 +147,7 @@ class _State:
 
     def save(self) -> None:
         mine = {"identity": self.identity, "next_step": self._next_step}
-        replace_file(self._path, encode(self._all() | {self._tracker: mine}, indent=2))
+        replace_file(self._path, encode_json(self._all() | {self._tracker: mine}, indent=2))
 
     def _all(self) -> dict[str, Any]:
         if not self._path.exists():
@@ -157,11 +156,11 @@ class _State:
         return states
 
 
-def _values(row: Numbers) -> dict[str, float | int]:
+def _drop_missing(row: Numbers) -> dict[str, float | int]:
     return {name: value for name, value in row.items() if value is not None and name != "step"}
 
 
-def _package(name: str, *, tracker: str) -> Any:
+def _import_package(name: str, *, tracker: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

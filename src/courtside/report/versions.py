@@ -17,7 +17,7 @@ def collect_versions() -> dict[str, str | int | None]:
     program, *arguments = sys.argv or [""]
     return {
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: _package_version(package) for package in PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
         # The program's folder often names its user.
@@ -25,7 +25,7 @@ def collect_versions() -> dict[str, str | int | None]:
     }
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

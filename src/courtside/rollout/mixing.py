@@ -17,7 +17,7 @@ def choose_student_tasks(
     """Indices of on-policy tasks: a random share, different in each step."""
     order = list(range(len(tasks)))
     random.Random(seed_for(seed, "share", step)).shuffle(order)
-    return set(order[: round(config.share(step) * len(tasks))])
+    return set(order[: round(config.student_fraction_at(step) * len(tasks))])
 
 
 def make_sampling(config: RolloutConfig) -> Sampling:

@@ -12,7 +12,7 @@ from pathlib import Path
 from courtside.errors import TaskError, UserError
 from courtside.recipe import TrajectoryTasks
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.hints_file import hinted_id
+from courtside.report.folder.hints_file import hints_file_id
 from courtside.report.folder.outlines import Outline
 from courtside.tasks.base import FiniteSource
 from courtside.types import Source, Task, Trajectory
@@ -119,7 +119,7 @@ def _with_hints(outlines: Sequence[Outline], hinted: Collection[str], path: Path
     chosen = [
         outline
         for outline in outlines
-        if names & {outline.trajectory.id, hinted_id(outline.trajectory)}
+        if names & {outline.trajectory.id, hints_file_id(outline.trajectory)}
     ]
     if not chosen:
         raise TaskError(

@@ -11,8 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from courtside.report.folder.files import encode_json
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.jsonl import encode
 from courtside.viewer.guard import Guard
 from courtside.viewer.serialize import Tree
 from courtside.viewer.service import Refused, RunService
@@ -98,4 +98,4 @@ def _read(package: str, name: str) -> bytes:
 
 def _json(tree: Tree, status: int = 200) -> Response:
     # Not FastAPI's own: half a surrogate pair in some tool's reply must not be an error.
-    return Response(encode(tree), status, media_type="application/json")
+    return Response(encode_json(tree), status, media_type="application/json")

@@ -154,5 +154,5 @@ function hintLine(hint) {
 }
 
 function said(name, kind, ...parts) {
-  return make("div", { class: `said ${kind}` }, make("b", {}, name), make("div", {}, ...parts));
+  return make("div", { class: `entry ${kind}` }, make("b", {}, name), make("div", {}, ...parts));
 }

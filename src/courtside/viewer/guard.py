@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from courtside.report.folder.jsonl import encode
+from courtside.report.folder.files import encode_json
 
 TOKEN = "x-courtside-token"
 """The header in which the page sends back its token."""
@@ -110,4 +110,4 @@ def _is_number(name: str) -> bool:
 async def _answer(status: int, detail: str, send: Send) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": encode({"detail": detail})})
+    await send({"type": "http.response.body", "body": encode_json({"detail": detail})})

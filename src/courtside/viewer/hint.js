@@ -151,5 +151,5 @@ export class OwnHint {
 }
 
 function line(...parts) {
-  return make("div", { class: "said hint mine" }, make("b", {}, "your hint"), make("div", {}, ...parts));
+  return make("div", { class: "entry hint mine" }, make("b", {}, "your hint"), make("div", {}, ...parts));
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from courtside.errors import UserError
-from courtside.report.folder.hints_file import Limits, parse_hints, remove_hint, write_hint
+from courtside.report.folder.hints_file import HintLimits, append_hint, parse_hints, remove_hint
 from courtside.sanitize import to_one_line
 from courtside.types import Hint
 
@@ -15,7 +15,7 @@ Place = tuple[str, int]
 
 
 class HintsEditor:
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: HintLimits) -> None:
         self.path = path
         self.limits = limits
         self.problem: str | None = None
@@ -73,7 +73,7 @@ class HintsEditor:
         if old is not None:
             hint = replace(hint, reason=old.reason)
         if hint != old:
-            write_hint(self.path, hint)
+            append_hint(self.path, hint)
         return hint
 
     def remove(self, trajectory: str, turn: int) -> None:

@@ -6,11 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from courtside.report.folder.hints_file import hinted_id
+from courtside.report.folder.hints_file import hints_file_id
 from courtside.report.folder.outlines import Outline
 from courtside.report.folder.parquet import StoredTrajectory
-from courtside.report.folder.serialize import grade_tree, hint_outcome_tree, messages_tree
-from courtside.report.page.token_gaps import Gaps, token_gaps
+from courtside.report.folder.serialize import (
+    serialize_grade,
+    serialize_hint_outcome,
+    serialize_messages,
+)
+from courtside.report.page.token_gaps import TurnGaps, compute_token_gaps
 from courtside.report.summary import shorten
 from courtside.types import Hint, HintOutcome, Trajectory
 
@@ -36,11 +40,11 @@ def listed(outline: Outline) -> Tree:
     own = [turn for turn in trajectory.turns if turn.role == "assistant"]
     return {
         "id": trajectory.id,
-        "hinted_id": hinted_id(trajectory),
+        "hinted_id": hints_file_id(trajectory),
         "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": grade_tree(trajectory.grade),
+        "grade": serialize_grade(trajectory.grade),
         "turns": len(own),
         "errors": sum(bool(turn.events) for turn in own),
         "tokens": outline.num_completion_tokens,
@@ -51,18 +55,18 @@ def listed(outline: Outline) -> Tree:
 def conversation(stored: StoredTrajectory, mine: Mapping[int, Hint]) -> Tree:
     """A whole trajectory; `mine` are the person's hints by turn."""
     trajectory = stored.trajectory
-    gaps = token_gaps(stored)
+    gaps = compute_token_gaps(stored)
     hints: dict[int, list[Tree]] = {}
     for hint_outcomes in stored.hints:
         hints.setdefault(hint_outcomes.hint.turn, []).append(_judged(hint_outcomes))
     return {
         "id": trajectory.id,
-        "hinted_id": hinted_id(trajectory),
+        "hinted_id": hints_file_id(trajectory),
         "step": stored.step,
         "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": grade_tree(trajectory.grade),
+        "grade": serialize_grade(trajectory.grade),
         "teacher": stored.teacher,
         # With hints the context repeats them; they are shown in their places.
         "context": None if stored.hints else stored.context,
@@ -92,7 +96,7 @@ def mine_tree(hint: Hint | None) -> Tree | None:
 
 def _judged(hint_outcomes: HintOutcome) -> Tree:
     why = WHY_DROPPED.get(hint_outcomes.drop_reason, "") if hint_outcomes.drop_reason else ""
-    return {**hint_outcome_tree(hint_outcomes), "why": why}
+    return {**serialize_hint_outcome(hint_outcomes), "why": why}
 
 
 def _asked(trajectory: Trajectory) -> str:
@@ -103,10 +107,10 @@ def _asked(trajectory: Trajectory) -> str:
 def _messages(trajectory: Trajectory, number: int) -> list[Tree]:
     turn = trajectory.turns[number]
     prompt = trajectory.task.messages if turn.role == "prompt" else ()
-    return messages_tree(turn.messages or prompt)
+    return serialize_messages(turn.messages or prompt)
 
 
-def _mean(gaps: Gaps) -> float | None:
+def _mean(gaps: TurnGaps) -> float | None:
     """Nats a token, over the tokens that teacher and student both spoke of."""
     known: Sequence[float] = [gap.nats for gap in gaps if gap is not None]
     known = [nats for nats in known if math.isfinite(nats)]

@@ -12,7 +12,7 @@ from threading import RLock
 from courtside.errors import UserError
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.hints_file import Limits, hinted_id
+from courtside.report.folder.hints_file import HintLimits, hints_file_id
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.summary import summarize_recipe
 from courtside.viewer.hints import HintsEditor
@@ -43,7 +43,7 @@ class RunService:
         recipe = folder.recipe()
         self._lock = RLock()
         self._steps = StoredSteps(folder)
-        self._own = HintsEditor(hints, Limits.of(recipe))
+        self._own = HintsEditor(hints, HintLimits.of(recipe))
         self._recipe_lines = recipe_lines(folder, hints)
         self._about: Tree = {
             "name": folder.path.resolve().name,
@@ -91,7 +91,7 @@ class RunService:
     def trajectory(self, step: int, id: str) -> Tree:
         with self._lock:
             stored = self._stored(step, id)
-            mine = self._own.about(hinted_id(stored.trajectory))
+            mine = self._own.about(hints_file_id(stored.trajectory))
             return {**conversation(stored, mine), "own": self._status()}
 
     def write(self, step: int, id: str, turn: int, text: str) -> Tree:
@@ -152,4 +152,4 @@ class RunService:
         self._own.read()
         if self._own.problem is not None:
             raise Refused(409, self._own.problem)
-        return hinted_id(trajectory)
+        return hints_file_id(trajectory)

@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for name, answer in answers.items():
 
         def verb(*args: Any, name: str = name, answer: Any = answer, **kwargs: Any) -> Any:
-            kwargs.pop("screen", None)
+            kwargs.pop("console", None)
             seen.append((name, args, kwargs))
             return answer(*args, **kwargs)
 

@@ -9,8 +9,8 @@ import pytest
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import builtin
 from courtside.recipe.builtin import (
-    built_in_recipes,
     find_recipe,
+    list_builtin_recipes,
     recipe_name,
     recipes_folder,
 )
@@ -18,7 +18,7 @@ from courtside.recipe.load import load_recipe
 
 
 def test_every_built_in_recipe_is_valid_and_says_what_it_does_and_needs() -> None:
-    recipes = built_in_recipes()
+    recipes = list_builtin_recipes()
     assert recipes
     for recipe in recipes:
         load_recipe(recipe.file)
@@ -46,7 +46,7 @@ def test_an_installed_package_carries_its_recipes(
 def test_a_file_comes_before_a_name_and_a_folder_is_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin, "built_in_files", lambda: {})
+    monkeypatch.setattr(builtin, "builtin_recipe_files", lambda: {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums").write_text("")
     assert find_recipe("sums") == Path("sums")

@@ -23,7 +23,7 @@ from courtside.environments.toolbox.plan import make_plan
 from courtside.environments.toolbox.reminders import REMINDERS
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
-from courtside.recipe.reader import VETTED_RULES
+from courtside.recipe.reader import DEFAULT_RULES
 from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.types import Hint, Message, Task, Trajectory
 
@@ -146,7 +146,7 @@ def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
             if message.role == "user":
                 conversations.add(message.content.replace(tools, "{tools}"))
     assert set(REMINDERS) <= conversations
-    assert not set(REMINDERS) & {rule.template for rule in VETTED_RULES}
+    assert not set(REMINDERS) & {rule.template for rule in DEFAULT_RULES}
 
 
 @pytest.mark.parametrize("tool_role", [True, False])

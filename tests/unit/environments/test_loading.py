@@ -12,7 +12,7 @@ from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.report.folder.toml import dumps
 from courtside.tasks.loading import make_task_source
 
@@ -161,7 +161,7 @@ def recipe(**tasks: Any) -> Any:
         "teacher": {"kind": "model", "model": "models/teacher"},
         "losses": [{"kind": "divergence"}],
     }
-    return recipe_from(tree, name="mine.toml")
+    return parse_recipe(tree, name="mine.toml")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_recipes_come_back_from_a_file() -> None:
          "settings": {"n": 3, "x": 0.5, "on": True, "word": "w", "list": [1, "a", False]}},
     ):  # fmt: skip
         first = recipe(**tasks)
-        reloaded = recipe_from(tomllib.loads(dumps(first.model_dump(mode="json"))), name="again")
+        reloaded = parse_recipe(tomllib.loads(dumps(first.model_dump(mode="json"))), name="again")
         assert reloaded == first
 
 

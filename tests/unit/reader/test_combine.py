@@ -16,7 +16,7 @@ from courtside.reader.base import ReaderOutput
 from courtside.reader.combine import CombinedReader
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rule, RuleReaderConfig
-from courtside.report.folder.hints_file import write_hint
+from courtside.report.folder.hints_file import append_hint
 from courtside.types import Hint, Trajectory
 
 OK = tool("fine")
@@ -90,8 +90,8 @@ def test_hints_that_fit_no_turn_are_dropped_whoever_wrote_them() -> None:
 
 def test_several_kinds_in_one_section(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
-    write_hint(path, hint("t", 1, "Mine."))
-    write_hint(path, hint("t", 3, "Mine too."))
+    append_hint(path, hint("t", 1, "Mine."))
+    append_hint(path, hint("t", 3, "Mine too."))
     rules = RuleReaderConfig(kind="rules", rules=(Rule(detect="tool_not_found", hint="Theirs."),))
     person = HumanReaderConfig(kind="human", path=path)
     bad = assistant("weather", tool_missing())

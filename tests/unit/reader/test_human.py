@@ -15,7 +15,7 @@ from courtside.errors import RunError, UserError
 from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import HumanReaderConfig
-from courtside.report.folder.hints_file import hinted_id, parse_hints, write_hint
+from courtside.report.folder.hints_file import append_hint, hints_file_id, parse_hints
 from courtside.types import Hint, Trajectory
 
 TWO = [play("a", id="x"), play("b", id="y")]
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     hints = [hint("x", 1, "Read the list.", "calls by habit"), hint("y", 1, "Größe “prüfen”")]
     for item in hints:
-        write_hint(path, item)
+        append_hint(path, item)
     assert read(path) == ReaderOutput(
         hints=tuple(hints), counts={"human/proposed": 2, "accepted": 2}
     )
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     for item in (hint("z", 1, "a"), hint("x", 0, "b"), hint("x", 9, "c"), hint("y", 1, "d")):
-        write_hint(path, item)
+        append_hint(path, item)
     reading = read(path)
     assert [h.text for h in reading.hints] == ["d"]
     assert reading.counts == {
@@ -65,7 +65,7 @@ def test_unknown_trajectories_and_turns_are_counted(tmp_path: Path) -> None:
 def test_a_later_line_corrects_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     for text in ("first", "second"):
-        write_hint(path, hint("x", 1, text))
+        append_hint(path, hint("x", 1, text))
     reading = read(path)
     assert [h.text for h in reading.hints] == ["second"]
     assert reading.counts["dropped/replaced"] == 1
@@ -80,9 +80,9 @@ def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> Non
     path = tmp_path / "hints.jsonl"
     sampled = [replace(item, task=replace(item.task, id="talk-1")) for item in TWO]
     batch = [*sampled, recorded("0-2", "talk-1"), recorded("0-3", "talk-1"), recorded("0-4", "b")]
-    assert [hinted_id(item) for item in batch] == ["x", "y", "talk-1", "talk-1", "b"]
+    assert [hints_file_id(item) for item in batch] == ["x", "y", "talk-1", "talk-1", "b"]
     for item in (hint("talk-1", 1, "first"), hint("0-4", 1, "own id"), hint("talk-2", 1, "none")):
-        write_hint(path, item)
+        append_hint(path, item)
     reading = reader(path)(batch)
     # Each recording of the task gets it, under its own id; samples of the same task do not.
     assert reading.hints == (
@@ -99,7 +99,7 @@ def test_a_recorded_conversation_goes_by_its_task_as_well(tmp_path: Path) -> Non
 def test_the_later_of_two_names_for_one_turn_is_used(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     for item in (hint("0-2", 1, "by id"), hint("talk", 1, "by task")):
-        write_hint(path, item)
+        append_hint(path, item)
     reading = reader(path)([recorded("0-2", "talk"), recorded("0-3", "talk")])
     assert reading.hints == (hint("0-2", 1, "by task"), hint("0-3", 1, "by task"))
     assert reading.counts["dropped/replaced"] == 1 and balanced(reading.counts)
@@ -107,7 +107,7 @@ def test_the_later_of_two_names_for_one_turn_is_used(tmp_path: Path) -> None:
 
 def test_long_hints_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
-    write_hint(path, hint("x", 1, "x" * 21))
+    append_hint(path, hint("x", 1, "x" * 21))
     assert read(path, max_chars=20).counts == {"human/proposed": 1, "dropped/long_hint": 1}
 
 
@@ -156,7 +156,7 @@ def test_the_file_is_followed_while_a_run_goes_on(tmp_path: Path) -> None:
     path.touch()
     follow = reader(path)
     assert follow(TWO).hints == ()
-    write_hint(path, hint("x", 1, "now"))
+    append_hint(path, hint("x", 1, "now"))
     assert [h.text for h in follow(TWO).hints] == ["now"]
     with path.open("a") as file:
         file.write('{"trajectory": "y", "tur')  # somebody is writing
@@ -173,14 +173,14 @@ def test_a_last_line_without_a_break_counts_and_is_not_glued_to(tmp_path: Path) 
     path = tmp_path / "hints.jsonl"
     path.write_text('{"trajectory": "x", "turn": 1, "text": "open end"}')
     assert [h.text for h in read(path).hints] == ["open end"]
-    write_hint(path, hint("y", 1, "next"))
+    append_hint(path, hint("y", 1, "next"))
     assert [h.text for h in read(path).hints] == ["open end", "next"]
 
 
 def test_hints_written_at_once_are_all_there(tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda n: write_hint(path, hint("x", n, "y" * 500)), range(200)))
+        list(threads.map(lambda n: append_hint(path, hint("x", n, "y" * 500)), range(200)))
     hints, skipped = parse_hints(path.read_bytes(), name="f")
     assert sorted(h.turn for h in hints) == list(range(200)) and not skipped
 
@@ -188,16 +188,16 @@ def test_hints_written_at_once_are_all_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [hint("x", 1, " "), hint("x", -1, "a")])
 def test_what_could_not_be_read_is_not_written(tmp_path: Path, bad: Hint) -> None:
     with pytest.raises(UserError, match="hint for"):
-        write_hint(tmp_path / "hints.jsonl", bad)
+        append_hint(tmp_path / "hints.jsonl", bad)
     assert not (tmp_path / "hints.jsonl").exists()
 
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none/h.jsonl: the hint could not be written"):
-        write_hint(tmp_path / "none" / "h.jsonl", hint("x", 1, "a"))
+        append_hint(tmp_path / "none" / "h.jsonl", hint("x", 1, "a"))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk() -> None:
     with pytest.raises(UserError, match="No space left"):
-        write_hint(Path("/dev/full"), hint("x", 1, "a"))
+        append_hint(Path("/dev/full"), hint("x", 1, "a"))

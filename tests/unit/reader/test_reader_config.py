@@ -19,7 +19,7 @@ from courtside.recipe.reader import (
     ReaderConfig,
     Rule,
     RuleReaderConfig,
-    slots_of,
+    parse_slots,
 )
 from courtside.report.folder import toml
 
@@ -137,7 +137,7 @@ def test_the_resolved_recipe_says_the_words_and_reads_back() -> None:
 
 def test_every_default_hint_is_well_formed() -> None:
     for name, hint in HINTS.items():
-        assert slots_of(hint) is not None and name in SLOTS
+        assert parse_slots(hint) is not None and name in SLOTS
     assert SLOTS.keys() == set(get_args(Detect))
     assert str(Rule(detect="no_call")) == '{ detect = "no_call" }'
 

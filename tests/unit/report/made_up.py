@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from courtside.recipe import Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.types import (
     Evaluation,
     Grade,
@@ -46,7 +46,7 @@ def make_recipe(**changes: Any) -> Recipe:
         ],
         "train": {"steps": 4},
     }
-    return recipe_from(tree | changes)
+    return parse_recipe(tree | changes)
 
 
 def make_task(number: int) -> Task:

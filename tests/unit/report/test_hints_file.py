@@ -11,11 +11,11 @@ from unit.report.made_up import make_recipe, make_trajectory
 
 from courtside.errors import UserError
 from courtside.report.folder.hints_file import (
-    Limits,
-    hinted_id,
+    HintLimits,
+    append_hint,
+    hints_file_id,
     parse_hints,
     remove_hint,
-    write_hint,
 )
 from courtside.types import Hint
 
@@ -89,10 +89,10 @@ def test_a_disk_that_fails_keeps_the_file(path: Path, monkeypatch: pytest.Monkey
 
 def test_lines_written_while_others_are_removed_are_all_there(path: Path) -> None:
     for turn in range(40):
-        write_hint(path, hint("old", turn, "a"))
+        append_hint(path, hint("old", turn, "a"))
 
     def work(turn: int) -> None:
-        write_hint(path, hint("new", turn, "b"))
+        append_hint(path, hint("new", turn, "b"))
         remove_hint(path, "old", turn)
 
     with ThreadPoolExecutor(8) as threads:
@@ -104,9 +104,9 @@ def test_lines_written_while_others_are_removed_are_all_there(path: Path) -> Non
 
 def test_a_recorded_conversation_goes_by_its_task() -> None:
     own = make_trajectory("000003-001-0", 1)
-    assert hinted_id(own) == "000003-001-0"
-    assert hinted_id(replace(own, source="teacher")) == "000003-001-0"
-    assert hinted_id(replace(own, source="dataset", policy_version=None)) == "task-1"
+    assert hints_file_id(own) == "000003-001-0"
+    assert hints_file_id(replace(own, source="teacher")) == "000003-001-0"
+    assert hints_file_id(replace(own, source="dataset", policy_version=None)) == "task-1"
 
 
 def test_limits_are_those_of_the_persons_reader(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_limits_are_those_of_the_persons_reader(tmp_path: Path) -> None:
              "teacher": {"kind": "self", "weights": "live"}}  # fmt: skip
     person = {"kind": "human", "path": str(tmp_path / "h"), "max_chars": 5, "max_hints": 3}
     several = {"kind": "combined", "readers": [{"kind": "rules", "max_chars": 9}, person]}
-    usual = Limits(max_chars=1000, max_hints=8)
-    assert Limits.of(make_recipe()) == usual
+    usual = HintLimits(max_chars=1000, max_hints=8)
+    assert HintLimits.of(make_recipe()) == usual
     rules = {"kind": "rules", "max_chars": 9}
-    assert Limits.of(make_recipe(**tools, reader=rules)) == usual
+    assert HintLimits.of(make_recipe(**tools, reader=rules)) == usual
     for reader in (person, several):
         recipe = make_recipe(**tools, reader=reader)
-        assert Limits.of(recipe) == Limits(max_chars=5, max_hints=3)
+        assert HintLimits.of(recipe) == HintLimits(max_chars=5, max_hints=3)

@@ -21,11 +21,17 @@ from unit.report.played import (
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
 from courtside.report.page.curves import error_figure, evaluation_figure
-from courtside.report.page.hints import Given, best, useless
-from courtside.report.page.moved_tokens import moved_tokens
+from courtside.report.page.hints import StepHint, largest_shifts, smallest_shifts
 from courtside.report.page.page import write_report
-from courtside.report.page.token_gaps import MAX_CHARS, MAX_TOKENS, Gap, plain, words
-from courtside.report.page.transcript import MAX_TURNS, Conversation, transcript
+from courtside.report.page.shifted_tokens import find_shifted_tokens
+from courtside.report.page.token_gaps import (
+    MAX_CHARS,
+    MAX_TOKENS,
+    TokenGap,
+    render_text,
+    render_turn_text,
+)
+from courtside.report.page.transcript import MAX_TURNS, Conversation, render_transcript
 from courtside.report.summary import summarize_recipe
 
 
@@ -74,7 +80,7 @@ def test_error_rates_before_and_after_by_suite_and_kind(build):
     ]
     batches = [make_hinted_batch(step) for step in range(2)]
     _, page = read(write_report(build(batches, evaluations)))
-    errors = part(page, "Errors", "Over the run")
+    errors = part(page, "Errors", "Metrics")
     assert "turns with an error, before 40.0% 34.0% to 47.0%" in errors
     assert "turns with an error, after 2 steps 10.0% 4.0% to 17.0%" in errors
     student = "student 8 test 40.0% 34.0% to 47.0% 10.0% 4.0% to 17.0% 4.8 → 4.2"
@@ -90,7 +96,7 @@ def test_error_rates_before_and_after_by_suite_and_kind(build):
 
 def test_an_error_rate_that_was_measured_once(build):
     _, page = read(write_report(build([], [make_episode_evaluation(0, 0.4)])))
-    errors = part(page, "Errors", "Over the run")
+    errors = part(page, "Errors", "Metrics")
     assert "student 8 test 40.0% 34.0% to 47.0% – 4.8 → –" in errors
     assert "tool not found 30.0% → –" in errors and "after" not in errors.split("Fraction of")[0]
 
@@ -117,7 +123,7 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
     batches = [make_hinted_batch(step) for step in range(3)]
     counts = {"rules/tool_not_found": 7, "dropped/budget": 2}
     _, page = read(write_report(build(batches, counts=counts), decode=decode))
-    section = part(page, "Hints Shift:", "Tokens that moved")
+    section = part(page, "Hints Shift:", "Tokens with the largest shift")
     assert "Counted in 3 stored steps" in section
     hint_outcomes = [j for batch in batches for one in batch for j in one.hints]
     shifts = {
@@ -125,7 +131,7 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
         for source in ("rules:tool_not_found", "model")
     }
     rules, model = (sum(own) / len(own) for own in shifts.values())
-    assert "written by hints trained on dropped: shift dropped: merge mean shift" in section
+    assert "source hints trained on dropped: shift dropped: merge mean shift" in section
     assert f"rules:tool_not_found 15 12 0 3 +{rules:.2f}" in section
     assert f"model 3 0 3 0 {model:+.2f}".replace("-", "−") in section
     assert "total 18 12 3 3" in section
@@ -135,18 +141,18 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
 def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(build):
     [a, b] = hinted(make_episode("0-0", wrong=(0, 1))).hints
     made = [
-        Given(step=0, hint_outcomes=replace(a, shift=1.0)),
-        Given(step=1, hint_outcomes=replace(a, shift=5.0)),
-        Given(step=2, hint_outcomes=replace(b, shift=3.0)),
-        Given(step=3, hint_outcomes=replace(b, shift=9.0, drop_reason="too_long")),
-        Given(step=4, hint_outcomes=replace(a, shift=None)),
-        Given(step=5, hint_outcomes=replace(a, shift=float("nan"))),
-        Given(step=6, hint_outcomes=replace(a, shift=0.1, drop_reason="shift")),
-        Given(step=7, hint_outcomes=replace(b, shift=-2.0, drop_reason="shift")),
-        Given(step=8, hint_outcomes=replace(b, shift=None, drop_reason="merge")),
+        StepHint(step=0, outcome=replace(a, shift=1.0)),
+        StepHint(step=1, outcome=replace(a, shift=5.0)),
+        StepHint(step=2, outcome=replace(b, shift=3.0)),
+        StepHint(step=3, outcome=replace(b, shift=9.0, drop_reason="too_long")),
+        StepHint(step=4, outcome=replace(a, shift=None)),
+        StepHint(step=5, outcome=replace(a, shift=float("nan"))),
+        StepHint(step=6, outcome=replace(a, shift=0.1, drop_reason="shift")),
+        StepHint(step=7, outcome=replace(b, shift=-2.0, drop_reason="shift")),
+        StepHint(step=8, outcome=replace(b, shift=None, drop_reason="merge")),
     ]
-    assert [one.step for one in best(made)] == [1, 2]
-    assert [one.step for one in useless(made)] == [7, 6]
+    assert [one.step for one in largest_shifts(made)] == [1, 2]
+    assert [one.step for one in smallest_shifts(made)] == [7, 6]
 
 
 def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
@@ -155,12 +161,12 @@ def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
     told = replace(hint_outcomes, shift=4.5, bad_span_shift=4.0)
     told = replace(told, hint=replace(told.hint, text="Use <script>x</script>.", confidence=0.75))
     text, page = read(write_report(build([[replace(one, hints=(told,))]]), decode=decode))
-    section = part(page, "Those that moved the student most", "Tokens that moved")
+    section = part(page, "Largest shifts", "Tokens with the largest shift")
     order = [
         "step 0 · turn 3 · the turn calls calculator",
         "tool 4 °C, light rain",
         "user Add 17, 4 and 21 for me, please.",
-        "hint rules:tool_not_found · shift +4.50 nats · of the underlined words +4.00 nats · "
+        "hint rules:tool_not_found · shift +4.50 nats · shift of the underlined span +4.00 nats · "
         "confidence 0.75 Use <script>x</script>.",
         "student tool not found",
     ]
@@ -173,7 +179,7 @@ def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
 
 def test_hints_that_did_nothing_are_shown_as_dropped(build):
     _, page = read(write_report(build([make_hinted_batch(0)]), decode=decode))
-    section = part(page, "Those that did not move it, and were dropped", "Tokens that moved")
+    section = part(page, "Smallest shifts, dropped", "Tokens with the largest shift")
     assert "dropped: shift Read the request again before you answer." in section
     assert "dropped: merge" not in section  # never measured, so nobody knows what it does
 
@@ -181,19 +187,19 @@ def test_hints_that_did_nothing_are_shown_as_dropped(build):
 def test_a_reader_that_found_nothing(build):
     clean = [one for one in make_hinted_batch(0) if not one.hints]
     _, page = read(write_report(build([clean], counts={"rules/tool_not_found": 0}), decode=decode))
-    assert "Tokens that moved" not in page.text and "Hints Shift" not in page.text
+    assert "Tokens with the largest shift" not in page.text and "Hints Shift" not in page.text
     assert "Episodes" in page.text
 
 
-# ── tokens that moved ────────────────────────────────────────────────────────────────────────────
+# ── shifted tokens ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_tokens_that_moved_are_the_largest_gaps_of_turns_that_train(tmp_path):
+def test_shifted_tokens_are_the_largest_gaps_of_turns_that_train(tmp_path):
     kept, dropped = hinted(make_episode("0-0", wrong=(1,))), make_episode("0-1", wrong=(0,))
     stored = store(tmp_path, [kept, hinted(dropped, dropped="shift")])
-    moved = moved_tokens(stored, decode)
+    moved = find_shifted_tokens(stored, decode)
     assert moved[0].token == "calculator"
-    assert moved[0].before == '<tool_call>{"name": "' and moved[0].behind.startswith('", "arg')
+    assert moved[0].before == '<tool_call>{"name": "' and moved[0].after.startswith('", "arg')
     student, teacher = moved[0].gap.student, moved[0].gap.teacher
     place = kept.trajectory.completion_ids.index(_id(kept, "calculator"))
     assert student == kept.trajectory.sampler_logp[place]
@@ -211,7 +217,7 @@ def _id(scored, piece):
 
 def test_the_same_words_are_shown_once(tmp_path):
     many = [hinted(make_episode(f"{i}-0", wrong=(1,))) for i in range(6)]
-    moved = moved_tokens(store(tmp_path, many), decode)
+    moved = find_shifted_tokens(store(tmp_path, many), decode)
     assert [one.token for one in moved].count("calculator") == 1
     largest = min(min(one.target.logp_T.tolist()) for one in many)
     assert moved[0].gap.teacher <= largest + 0.5
@@ -219,15 +225,15 @@ def test_the_same_words_are_shown_once(tmp_path):
 
 def test_tokens_of_the_first_and_the_last_step_are_told_apart(build):
     _, page = read(write_report(build([make_hinted_batch(s) for s in range(3)]), decode=decode))
-    section = part(page, "Tokens that moved", "Episodes")
+    section = part(page, "Tokens with the largest shift", "Episodes")
     assert section.index("Step 0") < section.index("Step 2") and "Step 1" not in section
     assert re.search(r'calculator ", "arguments.*? \d\d\.\d% 0\.0\d% −\d\.\d\d', section)
 
 
 def test_without_decode_there_are_no_tokens_but_all_the_rest(build):
     text, page = read(write_report(build([make_hinted_batch(0)])))
-    assert "Tokens that moved" not in page.text and 'class="legend"' not in text
-    assert "Those that moved the student most" in page.text
+    assert "Tokens with the largest shift" not in page.text and 'class="legend"' not in text
+    assert "Largest shifts" in page.text
     assert '<span class="bad">calculator</span>' in text
 
 
@@ -241,7 +247,7 @@ def test_a_transcript_has_roles_events_and_hints_in_place(build):
     assert "failed What is the weather in Oslo? step 0 · 3 turns · 1 with errors · " in section
     assert "1 hint, 1 trained on" in section
     card = text.split("<h2>Episodes</h2>")[1]
-    said = re.findall(r'<div class="said [^"]*"><b>(\w+)</b>', card)
+    said = re.findall(r'<div class="entry [^"]*"><b>(\w+)</b>', card)
     assert said == [
         "system",
         "user",
@@ -275,14 +281,14 @@ def test_a_context_of_the_whole_episode_is_shown(build):
     one = hinted(make_episode("0-0"))
     seen = replace(one, target=replace(one.target, context="the <i>solution</i>"))
     text, page = read(write_report(build([[replace(seen, hints=())]]), decode=decode))
-    assert "what only the teacher saw the <i>solution</i>" in page.text and "<i>" not in text
+    assert "teacher-only context the <i>solution</i>" in page.text and "<i>" not in text
 
 
 def test_a_context_that_was_hints_is_not_shown_twice(build):
     one = hinted(make_episode("0-0"))
     seen = replace(one, target=replace(one.target, context=one.hints[0].hint.text))
     _, page = read(write_report(build([[seen]]), decode=decode))
-    assert "what only the teacher saw" not in page.text
+    assert "teacher-only context" not in page.text
 
 
 def test_a_single_answer_with_a_hint_is_told_like_an_episode(build):
@@ -298,7 +304,7 @@ def test_a_single_answer_with_a_hint_is_told_like_an_episode(build):
 def test_episodes_before_beside_after(build):
     evaluations = [make_episode_evaluation(0, 0.4), make_episode_evaluation(1, 0.1)]
     text, page = read(write_report(build([make_hinted_batch(0)], evaluations)))
-    section = part(page, "The same tasks before and after", "Episodes")
+    section = part(page, "Samples before and after training", "Episodes")
     assert section.count("before · 6 turns · 2 with errors · 180 tokens") == 3
     assert section.count("after 1 steps · 4 turns · 118 tokens") == 3
     outlines = re.findall(r'<ol class="outline">.*?</ol>', text)
@@ -311,16 +317,18 @@ def test_very_long_episodes_show_the_telling_turns():
     quiet = make_episode("0-0", wrong=(), num=60)
     one = make_episode("0-0", wrong=(30,), num=60)
     wrong = next(i for i, turn in enumerate(one.turns) if turn.events)
-    text = transcript(Conversation(trajectory=one))
+    text = render_transcript(Conversation(trajectory=one))
     assert "Tool not found: calculator" in text or "Tool not found: notes" in text
-    left = [int(n) for n in re.findall(r"(\d+) turns? left out", text)]
+    left = [int(n) for n in re.findall(r"(\d+) turns? omitted", text)]
     shown = len(one.turns) - sum(left)
     assert shown == 5 + 3 and left[0] == wrong - 1 - 3
-    assert sum(map(int, re.findall(r"(\d+) turns left out", transcript(
+    assert sum(map(int, re.findall(r"(\d+) turns omitted", render_transcript(
         Conversation(trajectory=quiet)
     )))) == len(quiet.turns) - 5  # fmt: skip
     everywhere = make_episode("0-0", wrong=range(60), num=60)
-    left = re.findall(r"(\d+) turns? left out", transcript(Conversation(trajectory=everywhere)))
+    left = re.findall(
+        r"(\d+) turns? omitted", render_transcript(Conversation(trajectory=everywhere))
+    )
     assert len(everywhere.turns) - sum(map(int, left)) == MAX_TURNS
 
 
@@ -330,7 +338,7 @@ def test_a_run_of_single_answers_has_no_sections_for_episodes(tmp_path, recipe):
         batch = make_batch(0)
         folder.record(0, batch, make_update(0, batch), seconds={}, store_trajectories=True)
         text, _ = read(write_report(folder, decode=lambda ids: [f"[{i}]" for i in ids]))
-    for title in ("Errors", "Hints", "Tokens that moved", "Episodes"):
+    for title in ("Errors", "Hints", "Tokens with the largest shift", "Episodes"):
         assert f"<h2>{title}</h2>" not in text
 
 
@@ -358,7 +366,7 @@ def test_the_reader_is_named_at_the_top(recipe):
 
 @given(st.text("ab<& \n", max_size=30), st.lists(st.text("ab<", max_size=4), max_size=3))
 def test_underlining_changes_no_word(text, spans):
-    marked = plain(text, spans)
+    marked = render_text(text, spans)
     assert unescape(re.sub(r'<span class="bad">|</span>', "", marked)) == text
     underlined = "".join(map(unescape, re.findall(r'<span class="bad">(.*?)</span>', marked)))
     found = {i for s in spans if s in text for i in range(text.find(s), text.find(s) + len(s))}
@@ -366,12 +374,12 @@ def test_underlining_changes_no_word(text, spans):
 
 
 def test_very_long_texts_are_cut_and_say_so():
-    assert plain("x" * (MAX_CHARS + 1234)).endswith("… 1,234 more characters</span>")
+    assert render_text("x" * (MAX_CHARS + 1234)).endswith("… 1,234 more characters</span>")
     turn = make_episode("0-0", wrong=(), num=1).turns[1]
     size = MAX_TOKENS + 7
     long = replace(
         turn, token_ids=turn.token_ids[:1] * size, completion_mask=(True,) * size, sampler_logp=None
     )
-    gaps = [Gap(teacher=-1.0, student=-2.0)] * size
-    text = words(long, gaps, decode)
+    gaps = [TokenGap(teacher=-1.0, student=-2.0)] * size
+    text = render_turn_text(long, gaps, decode)
     assert text.count("title=") == MAX_TOKENS and "… 7 more tokens" in text

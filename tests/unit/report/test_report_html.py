@@ -9,8 +9,8 @@ import pytest
 from unit.report.pages import read
 
 from courtside.report.folder.folder import RunFolder
-from courtside.report.page.page import before_and_after, write_report
-from courtside.report.page.svg import Series, line_chart, moving_average, thin_out, ticks
+from courtside.report.page.page import first_and_last_evaluation, write_report
+from courtside.report.page.svg import Series, downsample, line_chart, moving_average, ticks
 from courtside.report.page.token_gaps import shade
 from courtside.types import PhaseCost
 
@@ -109,7 +109,7 @@ def test_without_decode_the_text_is_plain(build):
 
 def test_samples_stand_side_by_side_for_the_same_task(build):
     _, page = read(write_report(build(3)))
-    section = page.text.split("The same tasks before and after")[1].split("What the teacher")[0]
+    section = page.text.split("Samples before and after training")[1].split("What the teacher")[0]
     assert section.count("before ·") == section.count("after 3 steps ·") == 3
     assert "1 + 4 = ?" in section
 
@@ -130,7 +130,7 @@ def test_a_thousand_steps_stay_a_small_page(tmp_path, recipe, batch, update):
         path = write_report(folder)
     text, page = read(path)
     assert len(text) < 500_000
-    assert "a moving average" in page.text
+    assert "moving average" in page.text
 
 
 def test_a_value_that_was_not_finite_is_a_gap(build):
@@ -145,11 +145,11 @@ def test_before_and_after_prefers_the_test_split(evaluation):
     test = [evaluation(0), evaluation(9)]
     validation = [replace(evaluation(step), split="validation") for step in (5, 7)]
     teacher = evaluation(0, policy="teacher")
-    both = before_and_after([teacher, *test[:1], *validation, *test[1:]])
+    both = first_and_last_evaluation([teacher, *test[:1], *validation, *test[1:]])
     assert both == (test[0], test[1])
-    assert before_and_after([*test[:1], *validation]) == tuple(validation)
-    assert before_and_after([teacher, test[0]]) == (test[0], None)
-    assert before_and_after([teacher]) == (None, None)
+    assert first_and_last_evaluation([*test[:1], *validation]) == tuple(validation)
+    assert first_and_last_evaluation([teacher, test[0]]) == (test[0], None)
+    assert first_and_last_evaluation([teacher]) == (None, None)
 
 
 # ── curves ───────────────────────────────────────────────────────────────────────────────────────
@@ -170,7 +170,7 @@ def test_thinning_keeps_every_spike():
     points = [(float(x), 0.0) for x in range(5000)]
     points[1234] = (1234.0, 9.0)
     points[4321] = (4321.0, -9.0)
-    thinned = thin_out(points)
+    thinned = downsample(points)
     assert len(thinned) <= 600
     assert (1234.0, 9.0) in thinned and (4321.0, -9.0) in thinned
     assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)

@@ -8,7 +8,7 @@ from unit.report.made_up import make_batch, make_update
 from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
 
 from courtside.report.folder.folder import RunFolder
-from courtside.report.metrics import event_columns, hint_columns, metrics_row
+from courtside.report.metrics import compute_metrics, event_metrics, hint_metrics
 from courtside.report.page.curves import metric_figures
 from courtside.types import Event
 
@@ -21,13 +21,13 @@ def new_columns(row):
 
 def test_answers_of_one_turn_have_none_of_these_columns():
     batch = make_batch(0)
-    assert new_columns(metrics_row(batch, make_update(0, batch), {})) == {}
+    assert new_columns(compute_metrics(batch, make_update(0, batch), {})) == {}
 
 
 def test_shares_are_of_assistant_turns():
     # Five turns with one error, seven with three: 4 of 12.
     one, other = make_episode("0-0", wrong=(1,)), make_episode("0-1", wrong=(0, 1, 2))
-    assert event_columns([one, other]) == {
+    assert event_metrics([one, other]) == {
         "turns": 6.0,
         "error_rate": 4 / 12,
         "events/tool_not_found": 4 / 12,
@@ -39,7 +39,7 @@ def test_a_turn_with_several_events_is_one_turn():
     again = Event(kind="repeated_call")
     first = replace(one.turns[1], events=(*one.turns[1].events, again, again))
     both = replace(one, turns=(one.turns[0], first, *one.turns[2:]))
-    assert event_columns([both]) == {
+    assert event_metrics([both]) == {
         "turns": 2.0,
         "error_rate": 0.5,
         "events/repeated_call": 0.5,
@@ -49,23 +49,23 @@ def test_a_turn_with_several_events_is_one_turn():
 
 def test_an_episode_of_one_turn_counts_once_something_was_wrong_with_it():
     clean = make_episode("0-0", wrong=(), num=1)
-    assert event_columns([clean]) == {}
+    assert event_metrics([clean]) == {}
     wrong = replace(
         clean, turns=(clean.turns[0], replace(clean.turns[1], events=(Event(kind="no_call"),)))
     )
-    assert event_columns([clean, wrong]) == {"turns": 1.0, "error_rate": 0.5, "events/no_call": 0.5}
+    assert event_metrics([clean, wrong]) == {"turns": 1.0, "error_rate": 0.5, "events/no_call": 0.5}
 
 
 def test_demonstrations_do_not_dilute_the_students_errors():
     own, shown = make_episode("0-0", wrong=(0,), num=1), make_episode("0-1", wrong=())
     demonstration = replace(shown, source="dataset")
-    assert event_columns([own, demonstration]) == event_columns([own])
-    assert event_columns([demonstration]) == {}
+    assert event_metrics([own, demonstration]) == event_metrics([own])
+    assert event_metrics([demonstration]) == {}
 
 
 def test_hints_are_counted_by_what_became_of_them():
     batch = make_hinted_batch(0)
-    row = hint_columns([hint_outcomes for one in batch for hint_outcomes in one.hints])
+    row = hint_metrics([hint_outcomes for one in batch for hint_outcomes in one.hints])
     kept = [j.shift for one in batch for j in one.hints if j.drop_reason is None]
     assert row == {
         "hints/trained": 4,
@@ -77,8 +77,8 @@ def test_hints_are_counted_by_what_became_of_them():
 
 def test_a_shift_that_was_never_measured_is_not_zero():
     [one] = hinted(make_episode("0-0")).hints
-    assert hint_columns([replace(one, shift=None)]) == {"hints/trained": 1}
-    row = hint_columns([replace(one, shift=None), replace(one, shift=2.0)])
+    assert hint_metrics([replace(one, shift=None)]) == {"hints/trained": 1}
+    row = hint_metrics([replace(one, shift=None), replace(one, shift=2.0)])
     assert row == {"hints/trained": 2, "hints/shift": 2.0}
 
 

@@ -5,8 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
-from courtside.report.console import Pace, PlainConsole, RichConsole, key_numbers, make_console
-from courtside.report.summary import compact, duration, summarize_recipe
+from courtside.report.console import (
+    PlainConsole,
+    Progress,
+    RichConsole,
+    headline_metrics,
+    make_console,
+)
+from courtside.report.summary import format_duration, format_number, summarize_recipe
 
 ROW = {
     "step": 10, "kl": 0.2134, "reward/mean": 0.625, "grad_norm": None, "tokens_per_second": 412.3,
@@ -33,18 +39,18 @@ class Terminal(io.StringIO):
      (None, "–"), (float("nan"), "–")],
 )  # fmt: skip
 def test_compact_numbers(value, text):
-    assert compact(value) == text
+    assert format_number(value) == text
 
 
 def test_durations():
-    assert [duration(s) for s in (0.04, 9.96, 59.6, 185, 7800)] == [
+    assert [format_duration(s) for s in (0.04, 9.96, 59.6, 185, 7800)] == [
         "0.0s", "10s", "1m 00s", "3m 05s", "2h 10m",
     ]  # fmt: skip
 
 
 def test_the_pace_does_not_count_what_precedes_the_first_step():
     clock = Clock()
-    pace = Pace(13, 3, clock)
+    pace = Progress(13, 3, clock)
     clock.now = 100.0  # an evaluation
     pace.step(3)
     assert pace.remaining is None
@@ -59,14 +65,14 @@ def test_the_pace_does_not_count_what_precedes_the_first_step():
 
 def test_plain_lines(recipe):
     stream, clock = io.StringIO(), Clock()
-    screen = PlainConsole(stream, clock)
-    screen.start(recipe(), 50, 10)
-    screen.phase("rollout")
+    console = PlainConsole(stream, clock)
+    console.start(recipe(), 50, 10)
+    console.phase("rollout")
     clock.now = 6.5
-    screen.step(ROW)
+    console.step(ROW)
     clock.now = 8.5
-    screen.step({"step": 11, "loss": 1.0})
-    screen.finish()
+    console.step({"step": 11, "loss": 1.0})
+    console.finish()
     head, *lines = stream.getvalue().splitlines()
     assert head == f"{summarize_recipe(recipe())} · steps 11 to 50"
     assert lines == [
@@ -77,7 +83,7 @@ def test_plain_lines(recipe):
 
 def test_a_stream_that_cannot_write_accents_does_not_end_the_run():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    PlainConsole(stream).say("modèle · 漢")
+    PlainConsole(stream).print_line("modèle · 漢")
     stream.seek(0)
     assert stream.read() == "mod?le ? ?\n"
 
@@ -89,33 +95,33 @@ def test_the_summary_names_all_parts(recipe):
     )
 
 
-def test_the_live_screen_shows_where_it_is(recipe):
+def test_the_live_console_shows_step_phase_and_rate(recipe):
     clock = Clock()
-    console = Console(file=io.StringIO(), force_terminal=True, width=110)
-    screen = RichConsole(console, clock)
-    screen.start(recipe(), 50, 10)
-    screen.phase("rollout")
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=110)
+    console = RichConsole(terminal, clock)
+    console.start(recipe(), 50, 10)
+    console.phase("rollout")
     clock.now = 4.0
-    screen.step(ROW)
+    console.step(ROW)
     clock.now = 10.0
-    screen.step(ROW | {"step": 11})
-    screen.say("KL rose [bold]3x[/bold]")
-    screen.phase("update")
+    console.step(ROW | {"step": 11})
+    console.print_line("KL rose [bold]3x[/bold]")
+    console.phase("update")
     clock.now = 11.0
-    with console.capture() as captured:
-        console.print(screen._line())
-    screen.finish()
-    printed = console.file.getvalue()
+    with terminal.capture() as captured:
+        terminal.print(console._line())
+    console.finish()
+    printed = terminal.file.getvalue()
     assert "KL rose [bold]3x[/bold]" in printed  # text is text, not markup
     plain = Console(file=io.StringIO(), width=110)
-    plain.print(screen._line())
+    plain.print(console._line())
     line = plain.file.getvalue()
     assert "step 13/50  update 1.0s" in line
     assert "412 tok/s · 11s elapsed · ETA 3m 47s" in line
     assert captured.get()
 
 
-def test_the_live_screen_is_for_terminals(monkeypatch):
+def test_the_live_console_needs_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(make_console(Terminal()), RichConsole)
     assert isinstance(make_console(io.StringIO()), PlainConsole)
@@ -131,7 +137,7 @@ def test_an_episode_s_step_says_what_went_wrong_and_how_many_hints_train() -> No
         "hints/trained": 12,
         "grad_norm": 1.5,
     }
-    assert key_numbers(row) == [
+    assert headline_metrics(row) == [
         ("kl", "0.213"),
         ("reward", "0.625"),
         ("error_rate", "18.8%"),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from unit.report.made_up import Logps, make_batch, make_evaluation
 from unit.report.played import hinted, make_episode, make_hinted_batch, make_hinted_update
 
+from courtside.report.folder.files import encode_json
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.jsonl import encode
 from courtside.report.folder.parquet import read_hints, read_trajectories, write_trajectories
-from courtside.report.folder.serialize import evaluation_from, evaluation_tree
+from courtside.report.folder.serialize import parse_evaluation, serialize_evaluation
 from courtside.types import Event, Hint, HintOutcome, Message, Scored, Target, Turn
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -107,8 +107,8 @@ def test_episodes_of_evaluations_come_back(own):
     own = [replace(turn, sampler_logp=None) for turn in own]
     sample = replace(make_episode("0-0", num=1), turns=tuple(own))
     evaluation = replace(make_evaluation(0), samples=(sample,))
-    tree = json.loads(encode(evaluation_tree(evaluation)))
-    assert evaluation_from(tree, where="here") == evaluation
+    tree = json.loads(encode_json(serialize_evaluation(evaluation)))
+    assert parse_evaluation(tree, where="here") == evaluation
 
 
 def test_a_teacher_that_spoke_on_some_tokens_is_aligned_with_the_others(tmp_path):

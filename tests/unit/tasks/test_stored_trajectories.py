@@ -15,7 +15,7 @@ from courtside.api import evaluate_student
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, TaskError, UserError
 from courtside.recipe import Recipe, TrajectoryTasks
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.report.folder.parquet import write_trajectories
 from courtside.tasks.stored_trajectories import ReplaySource, make_replay_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn
@@ -183,7 +183,7 @@ def tree(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
 
 def recipe(folder: Path, run: Path, **changes: Any) -> Recipe:
     (run / "hints.jsonl").touch()
-    return recipe_from(tree(folder, run, **changes))
+    return parse_recipe(tree(folder, run, **changes))
 
 
 REWARD = {"kind": "policy_gradient", "advantage": "reward", "on": "student"}
@@ -215,7 +215,7 @@ def test_what_stored_trajectories_cannot_be_used_for(
     tmp_path: Path, tiny_folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
-        recipe_from(tree(tiny_folder, tmp_path, **changes))
+        parse_recipe(tree(tiny_folder, tmp_path, **changes))
 
 
 def test_a_policy_gradient_on_recorded_conversations_is_refused(tiny_folder: Path) -> None:

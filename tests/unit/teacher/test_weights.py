@@ -14,7 +14,7 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.errors import ModelError, TaskError
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.runtime import Runtime
 from courtside.teacher.teacher import Teacher
 from courtside.types import Target, Trajectory
@@ -45,7 +45,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
         ]
         (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
         return assemble(
-            recipe_from(
+            parse_recipe(
                 {
                     "student": {"model": str(tiny_folder), "device": "cpu", **(student or {})},
                     "tasks": {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl")},

@@ -11,7 +11,7 @@ from courtside.reader.base import ReaderOutput, hintable_turns, sum_counts
 from courtside.reader.rules.detectors import detect_mistake
 from courtside.reader.rules.turn_log import TurnLog
 from courtside.reader.rules.wording import FACT_CHARS, truncate
-from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, slots_of
+from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, parse_slots
 from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
@@ -95,7 +95,7 @@ class RuleReader:
             **trajectory.task.privileged,
             **{name: _fact(name, text) for name, text in facts.items()},
         }
-        if any(not facts_by_slot.get(slot, "").strip() for slot in slots_of(template)):
+        if any(not facts_by_slot.get(slot, "").strip() for slot in parse_slots(template)):
             counts["dropped/missing_slot"] += 1
             return None
         text = escape_control_characters(template.format_map(facts_by_slot)).strip()

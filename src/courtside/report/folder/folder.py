@@ -18,16 +18,24 @@ from typing import Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.recipe.load import recipe_from
+from courtside.recipe.load import parse_recipe
 from courtside.report.folder import toml
-from courtside.report.folder.atomic_files import replace_file, writing
-from courtside.report.folder.jsonl import Row, append_line, encode, finite, keep_lines, read_lines
+from courtside.report.folder.files import (
+    Row,
+    append_line,
+    encode_json,
+    explain_write_errors,
+    filter_lines,
+    read_lines,
+    replace_file,
+    replace_non_finite,
+)
 from courtside.report.folder.locking import (
     RECIPE,
-    recipe_tree,
-    refuse_differences,
-    refuse_strangers,
-    take_lock,
+    acquire_lock,
+    dump_recipe,
+    refuse_foreign_folder,
+    refuse_other_recipe,
 )
 from courtside.report.folder.outlines import Outline, read_outlines
 from courtside.report.folder.parquet import (
@@ -36,8 +44,8 @@ from courtside.report.folder.parquet import (
     read_trajectories,
     write_trajectories,
 )
-from courtside.report.folder.serialize import evaluation_from, evaluation_tree
-from courtside.report.metrics import metrics_row
+from courtside.report.folder.serialize import parse_evaluation, serialize_evaluation
+from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
 from courtside.types import Evaluation, HintOutcome, PhaseCost, Scored, Update
 
@@ -52,22 +60,24 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Create the folder, or go on in one that has the same recipe (but for `opening.FREE`)."""
-        refuse_strangers(path)
-        lock = take_lock(path)
+        """Create the folder, or resume a run with the same recipe up to `CHANGEABLE_FIELDS`."""
+        refuse_foreign_folder(path)
+        lock = acquire_lock(path)
         folder = cls(path, lock)
         try:
             if folder._file(RECIPE).exists():
-                refuse_differences(path, folder.recipe(), recipe)
-            with writing(path):
+                refuse_other_recipe(path, folder.recipe(), recipe)
+            with explain_write_errors(path):
                 folder.checkpoints.mkdir(exist_ok=True)
                 folder._file("trajectories").mkdir(exist_ok=True)
             for name in ("metrics", "evaluations", "alarms"):
                 # A kill may have cut the last line; the next one must not be glued to it.
-                keep_lines(folder._file(f"{name}.jsonl"), lambda row: True)
-            replace_file(folder._file("environment.json"), encode(collect_versions(), indent=2))
+                filter_lines(folder._file(f"{name}.jsonl"), lambda row: True)
+            replace_file(
+                folder._file("environment.json"), encode_json(collect_versions(), indent=2)
+            )
             # Last: a folder with a recipe is a whole one.
-            replace_file(folder._file(RECIPE), toml.dumps(recipe_tree(recipe)).encode())
+            replace_file(folder._file(RECIPE), toml.dumps(dump_recipe(recipe)).encode())
         except BaseException:
             folder.close()
             raise
@@ -106,14 +116,14 @@ class RunFolder:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: not valid TOML: {error}") from None
-        return recipe_from(tree, name=str(path))
+        return parse_recipe(tree, name=str(path))
 
     def metrics(self) -> list[Row]:
         return read_lines(self._file("metrics.jsonl"))
 
     def evaluations(self) -> list[Evaluation]:
         path = self._file("evaluations.jsonl")
-        return [evaluation_from(tree, where=str(path)) for tree in read_lines(path)]
+        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path)]
 
     def alarms(self) -> list[Row]:
         return read_lines(self._file("alarms.jsonl"))
@@ -182,7 +192,7 @@ class RunFolder:
         """
         assert step == update.step
         self._check_writable()
-        row: Row = finite(metrics_row(scored, update, seconds, reader_counts))
+        row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
         if store_trajectories:
             write_trajectories(self._trajectory_file(step), scored, update.student_logp)
         append_line(self._file("metrics.jsonl"), row)
@@ -190,7 +200,7 @@ class RunFolder:
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
         self._check_writable()
-        append_line(self._file("evaluations.jsonl"), evaluation_tree(evaluation))
+        append_line(self._file("evaluations.jsonl"), serialize_evaluation(evaluation))
 
     def record_alarm(self, alarm: Mapping[str, Any]) -> None:
         self._check_writable()
@@ -199,7 +209,7 @@ class RunFolder:
     def write_costs(self, costs: Mapping[str, PhaseCost]) -> None:
         self._check_writable()
         tree = {phase: asdict(cost) for phase, cost in costs.items()}
-        replace_file(self._file("costs.json"), encode(tree, indent=2))
+        replace_file(self._file("costs.json"), encode_json(tree, indent=2))
 
     def rewind(self, step: int) -> None:
         """Forget what came after a checkpoint of `step` optimizer steps.
@@ -207,12 +217,12 @@ class RunFolder:
         Costs stay: they were paid.
         """
         self._check_writable()
-        keep_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
-        keep_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
-        keep_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
+        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
+        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
+        filter_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
         for stored in self.trajectory_steps():
             if stored >= step:
-                with writing(self._trajectory_file(stored)):
+                with explain_write_errors(self._trajectory_file(stored)):
                     self._trajectory_file(stored).unlink()
 
     def _file(self, name: str) -> Path:

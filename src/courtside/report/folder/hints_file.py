@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from courtside.errors import RunError, UserError
-from courtside.recipe import HumanReaderConfig, Recipe, persons_of
-from courtside.report.folder.atomic_files import replace_file
+from courtside.recipe import HumanReaderConfig, Recipe
+from courtside.report.folder.files import replace_file
 from courtside.sanitize import to_one_line
 from courtside.types import Hint, Trajectory
 
@@ -27,7 +27,7 @@ KEYS = ("trajectory", "turn", "text", "reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HintLimits:
     """What a reader of the file takes; the rest it drops and counts."""
 
     max_chars: int
@@ -36,14 +36,14 @@ class Limits:
     """Of one trajectory."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Limits:
+    def of(cls, recipe: Recipe) -> HintLimits:
         """Those of the recipe's own reader `person`; without one, of a recipe that leaves them."""
         usual = HumanReaderConfig(kind="human", path=Path("hints.jsonl"))
-        person = next(iter(persons_of(recipe)), usual)
+        person = next(iter(recipe.human_readers), usual)
         return cls(max_chars=person.max_chars, max_hints=person.max_hints)
 
 
-def hinted_id(trajectory: Trajectory) -> str:
+def hints_file_id(trajectory: Trajectory) -> str:
     """What a hints file calls a trajectory.
 
     Its id; but a recorded conversation is given a new id in every step it comes up in, and there it
@@ -58,15 +58,15 @@ def parse_hints(content: bytes, *, name: str) -> tuple[tuple[Hint, ...], Mapping
     *lines, rest = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            hints.append(_hint(line, where=f"{name}:{number}"))
+            hints.append(_parse_line(line, where=f"{name}:{number}"))
     if rest.strip():
-        if _is_open(rest):
+        if _is_unfinished(rest):
             return tuple(hints), {"human/unfinished_line": 1}
-        hints.append(_hint(rest, where=f"{name}:{len(lines) + 1}"))
+        hints.append(_parse_line(rest, where=f"{name}:{len(lines) + 1}"))
     return tuple(hints), {}
 
 
-def write_hint(path: Path, hint: Hint) -> None:
+def append_hint(path: Path, hint: Hint) -> None:
     """Add a hint to a file: the whole line or nothing, also when others add to it too."""
     row: dict[str, Any] = {
         "trajectory": hint.trajectory,
@@ -76,10 +76,10 @@ def write_hint(path: Path, hint: Hint) -> None:
     if hint.reason:
         row["reason"] = to_one_line(hint.reason)
     line = json.dumps(row).encode() + b"\n"
-    _hint(line, where=f"hint for {path}")
+    _parse_line(line, where=f"hint for {path}")
     try:
         # Appended in one write, which lands behind whatever others have added by then.
-        with _held(path, "ab+") as file:
+        with _open_locked(path, "ab+") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             if size and file.read(1) != b"\n":
@@ -89,7 +89,7 @@ def write_hint(path: Path, hint: Hint) -> None:
                 file.truncate(file.seek(0, os.SEEK_END) - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
-        raise _unwritten(path, "written", error) from None
+        raise _write_error(path, "written", error) from None
 
 
 def remove_hint(path: Path, trajectory: str, turn: int) -> None:
@@ -98,7 +98,7 @@ def remove_hint(path: Path, trajectory: str, turn: int) -> None:
     A file with a broken line is left alone: what that line is about, nobody can say.
     """
     try:
-        with _held(path, "rb") as file:
+        with _open_locked(path, "rb") as file:
             content = file.read()
             *whole, rest = content.split(b"\n")
             lines = [*(line + b"\n" for line in whole), rest]
@@ -113,25 +113,25 @@ def remove_hint(path: Path, trajectory: str, turn: int) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unwritten(path, "removed", error) from None
+        raise _write_error(path, "removed", error) from None
     except RunError as error:
         assert isinstance(error.__cause__, OSError)
-        raise _unwritten(path, "removed", error.__cause__) from None
+        raise _write_error(path, "removed", error.__cause__) from None
 
 
 @contextmanager
-def _held(path: Path, mode: str) -> Iterator[FileIO]:
+def _open_locked(path: Path, mode: str) -> Iterator[FileIO]:
     """The file, open, and nobody else's meanwhile who asks for it here."""
     while True:
         with open(path, mode, buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_still_there(path, file):
+            if _is_same_file(path, file):
                 assert isinstance(file, FileIO)
                 yield file
                 return
 
 
-def _is_still_there(path: Path, file: IO[bytes]) -> bool:
+def _is_same_file(path: Path, file: IO[bytes]) -> bool:
     """Whoever held it before may have put another file in its place, or removed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -139,14 +139,14 @@ def _is_still_there(path: Path, file: IO[bytes]) -> bool:
         return False
 
 
-def _unwritten(path: Path, done: str, error: OSError) -> UserError:
+def _write_error(path: Path, done: str, error: OSError) -> UserError:
     return UserError(
         f"{path}: the hint could not be {done} ({error.strerror}). Make room or make the "
         "folder writable; what was in the file is still there"
     )
 
 
-def _is_open(line: bytes) -> bool:
+def _is_unfinished(line: bytes) -> bool:
     """A last line without a break that is no JSON yet: somebody is in the middle of writing it."""
     try:
         json.loads(line)
@@ -156,13 +156,13 @@ def _is_open(line: bytes) -> bool:
 
 
 def _is_about(line: bytes, trajectory: str, turn: int, *, where: str) -> bool:
-    if not line.strip() or _is_open(line):
+    if not line.strip() or _is_unfinished(line):
         return False
-    hint = _hint(line, where=where)
+    hint = _parse_line(line, where=where)
     return (hint.trajectory, hint.turn) == (trajectory, turn)
 
 
-def _hint(line: bytes, *, where: str) -> Hint:
+def _parse_line(line: bytes, *, where: str) -> Hint:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

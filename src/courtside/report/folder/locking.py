@@ -10,11 +10,11 @@ from typing import Any
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.report.folder.atomic_files import TEMPORARY
+from courtside.report.folder.files import TEMPORARY
 
 RECIPE = "recipe.toml"
 LOCK = ".lock"
-FREE = (
+CHANGEABLE_FIELDS = (
     "run",
     "rollout.kv_cache_tokens",
     "student.gradient_checkpointing",
@@ -26,7 +26,7 @@ FREE = (
 is learned is the same but for rounding."""
 
 
-def refuse_strangers(path: Path) -> None:
+def refuse_foreign_folder(path: Path) -> None:
     """Never write among files that are not a run's."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def refuse_strangers(path: Path) -> None:
         )
 
 
-def take_lock(path: Path) -> int:
+def acquire_lock(path: Path) -> int:
     """A file descriptor that holds the folder until it is closed or the process ends."""
     try:
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -72,16 +72,16 @@ def take_lock(path: Path) -> int:
     return lock
 
 
-def recipe_tree(recipe: Recipe) -> dict[str, Any]:
+def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude_none=True)
 
 
-def refuse_differences(path: Path, old: Recipe, new: Recipe) -> None:
-    """But for what may change: see `FREE`."""
-    free = tuple(f"{name}{end}" for name in FREE for end in ".:")
+def refuse_other_recipe(path: Path, old: Recipe, new: Recipe) -> None:
+    """But for what may change: see `CHANGEABLE_FIELDS`."""
+    free = tuple(f"{name}{end}" for name in CHANGEABLE_FIELDS for end in ".:")
     lines = [
         line
-        for line in _differences(recipe_tree(old), recipe_tree(new))
+        for line in _find_differences(dump_recipe(old), dump_recipe(new))
         if not line.startswith(free)
     ]
     if lines:
@@ -92,17 +92,19 @@ def refuse_differences(path: Path, old: Recipe, new: Recipe) -> None:
         )
 
 
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+def _find_differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """`field: old → new` for each leaf that is not the same."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+            yield from _find_differences(
+                old.get(key), new.get(key), f"{name}.{key}" if name else key
+            )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(a, b, f"{name}[{index}]")
+            yield from _find_differences(a, b, f"{name}[{index}]")
     elif old != new:
-        yield f"{name}: {_shown(old)} → {_shown(new)}"
+        yield f"{name}: {_format_value(old)} → {_format_value(new)}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else repr(value)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from courtside.report.folder.parquet import StoredTrajectory, read_table, stored_from
-from courtside.report.folder.serialize import hint_outcome_from, task_from
+from courtside.report.folder.parquet import StoredTrajectory, parse_row, read_table
+from courtside.report.folder.serialize import parse_hint_outcome, parse_task
 from courtside.types import Event, Grade, HintOutcome, Trajectory, Turn
 
 TURN = "turns.list.element"
@@ -39,7 +39,7 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
     each = turns.flatten()
     roles = each.field("role").to_pylist()
     events = each.field("events").to_pylist()
-    chosen = _counts(each.field("completion_mask"))
+    mask = _counts(each.field("completion_mask"))
     lengths = pc.list_value_length(each.field("completion_mask")).to_pylist()
     sizes = pc.list_value_length(turns).to_pylist()
     rows = table.drop_columns(["turns"]).to_pylist()
@@ -52,8 +52,8 @@ def read_outlines(path: Path, step: int) -> list[Outline]:
                 trajectory=_trajectory(row, own),
                 step=step,
                 num_tokens=sum(lengths[i] for i in span),
-                num_completion_tokens=sum(chosen[i] for i in span),
-                hints=tuple(hint_outcome_from(tree, row["id"]) for tree in row["hints"]),
+                num_completion_tokens=sum(mask[i] for i in span),
+                hints=tuple(parse_hint_outcome(tree, row["id"]) for tree in row["hints"]),
             )
         )
         at += size
@@ -78,17 +78,17 @@ class StepTable:
         row = self._rows.get(id)
         if row is None:
             return None
-        return stored_from(self._table.slice(row, 1).to_pylist()[0], self.step)
+        return parse_row(self._table.slice(row, 1).to_pylist()[0], self.step)
 
 
-def _counts(chosen: Any) -> list[int]:
+def _counts(mask: Any) -> list[int]:
     """How many are true in each list, without an object for each token."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    flat = chosen.flatten().cast(pa.int64())
+    flat = mask.flatten().cast(pa.int64())
     until = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(flat)])
-    ends = pc.cumulative_sum(pc.list_value_length(chosen).cast(pa.int64()))
+    ends = pc.cumulative_sum(pc.list_value_length(mask).cast(pa.int64()))
     sums = until.take(ends).to_pylist()
     return [end - start for start, end in zip([0, *sums][:-1], sums, strict=True)]
 
@@ -105,7 +105,7 @@ def _trajectory(row: dict[str, Any], turns: tuple[Turn, ...]) -> Trajectory:
         grade = Grade(score=score, passed=passed, feedback=feedback, error=row.get("grade_error"))
     return Trajectory(
         id=row["id"],
-        task=task_from(json.loads(row["task"])),
+        task=parse_task(json.loads(row["task"])),
         turns=turns,
         source=row["source"],
         policy_version=row["policy_version"],

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import UserError
-from courtside.report.folder.atomic_files import replace_file
+from courtside.report.folder.files import replace_file
 from courtside.report.folder.serialize import (
     Tree,
     check_schema,
-    floats,
-    hint_outcome_from,
-    hint_outcome_tree,
-    task_tree,
-    trajectory_from,
-    turn_tree,
+    parse_floats,
+    parse_hint_outcome,
+    parse_trajectory,
+    serialize_hint_outcome,
+    serialize_task,
+    serialize_turn,
 )
 from courtside.types import SCHEMA_VERSION, HintOutcome, Scored, Trajectory, Turn
 
@@ -78,16 +78,16 @@ def read_trajectories(
     path: Path, step: int, only: Collection[str] | None = None
 ) -> list[StoredTrajectory]:
     """In their order. `only`: those with these ids; of the others no record is made."""
-    return [stored_from(row, step) for row in _chosen(read_table(path), only).to_pylist()]
+    return [parse_row(row, step) for row in _filter_ids(read_table(path), only).to_pylist()]
 
 
 def read_hints(path: Path) -> list[HintOutcome]:
     """Of all trajectories of a step, without reading the trajectories."""
     rows = read_table(path, ["id", "hints"]).to_pylist()
-    return [hint_outcomes for row in rows for hint_outcomes in _hints(row)]
+    return [hint_outcomes for row in rows for hint_outcomes in _parse_hints(row)]
 
 
-def _chosen(table: Any, only: Collection[str] | None) -> Any:
+def _filter_ids(table: Any, only: Collection[str] | None) -> Any:
     """Rows of trajectories with these ids."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -98,7 +98,7 @@ def _chosen(table: Any, only: Collection[str] | None) -> Any:
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> Any:
-    """An Arrow table with a row for each trajectory; `stored_from` makes a record of a row."""
+    """An Arrow table with a row for each trajectory; `parse_row` makes a record of a row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -179,7 +179,7 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
     assert all(hint_outcomes.hint.trajectory == trajectory.id for hint_outcomes in scored.hints)
     return {
         "id": trajectory.id,
-        "task": json.dumps(task_tree(trajectory.task)),
+        "task": json.dumps(serialize_task(trajectory.task)),
         "source": trajectory.source,
         "policy_version": trajectory.policy_version,
         "temperature": trajectory.temperature,
@@ -195,13 +195,13 @@ def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
         "teacher_logp": target and target.logp_T.tolist(),
         "teacher_token_indices": target and target.token_indices,
         "student_logp": student_logp,
-        "hints": [hint_outcome_tree(hint_outcomes) for hint_outcomes in scored.hints],
+        "hints": [serialize_hint_outcome(hint_outcomes) for hint_outcomes in scored.hints],
     }
 
 
 def _turn_row(turn: Turn) -> Tree:
     """Details as JSON, like the task: their names differ from kind to kind."""
-    tree = turn_tree(turn)
+    tree = serialize_turn(turn)
     for event in tree["events"]:
         event["details"] = json.dumps(event["details"])
     return tree
@@ -213,11 +213,11 @@ def _turn_tree(row: Tree) -> Tree:
     return row
 
 
-def _hints(row: Tree) -> tuple[HintOutcome, ...]:
-    return tuple(hint_outcome_from(tree, row["id"]) for tree in row["hints"])
+def _parse_hints(row: Tree) -> tuple[HintOutcome, ...]:
+    return tuple(parse_hint_outcome(tree, row["id"]) for tree in row["hints"])
 
 
-def stored_from(row: Tree, step: int) -> StoredTrajectory:
+def parse_row(row: Tree, step: int) -> StoredTrajectory:
     score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
     tree = {
         "id": row["id"],
@@ -238,14 +238,14 @@ def stored_from(row: Tree, step: int) -> StoredTrajectory:
         "preference": row["preference"],
     }
     return StoredTrajectory(
-        trajectory=trajectory_from(tree),
+        trajectory=parse_trajectory(tree),
         step=step,
-        student_logp=floats(row["student_logp"]),
+        student_logp=parse_floats(row["student_logp"]),
         teacher=row["teacher"],
-        teacher_logp=floats(row["teacher_logp"]),
+        teacher_logp=parse_floats(row["teacher_logp"]),
         context=row["context"],
         teacher_token_indices=_optional_tuple(row["teacher_token_indices"]),
-        hints=_hints(row),
+        hints=_parse_hints(row),
     )
 
 

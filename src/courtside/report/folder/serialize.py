@@ -33,11 +33,11 @@ def check_schema(version: Any, where: str) -> None:
         )
 
 
-def task_tree(task: Task) -> Tree:
+def serialize_task(task: Task) -> Tree:
     return {
         "id": task.id,
         "split": task.split,
-        "messages": messages_tree(task.messages),
+        "messages": serialize_messages(task.messages),
         "answer": task.answer,
         "completion": task.completion,
         "rejected": task.rejected,
@@ -49,8 +49,8 @@ def task_tree(task: Task) -> Tree:
     }
 
 
-def task_from(tree: Mapping[str, Any]) -> Task:
-    messages = messages_from(tree["messages"])
+def parse_task(tree: Mapping[str, Any]) -> Task:
+    messages = parse_messages(tree["messages"])
     conversation = tuple(tree["conversation"])
     return Task(
         **{
@@ -62,41 +62,41 @@ def task_from(tree: Mapping[str, Any]) -> Task:
     )
 
 
-def messages_tree(messages: Sequence[Message]) -> list[Tree]:
+def serialize_messages(messages: Sequence[Message]) -> list[Tree]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def messages_from(trees: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def parse_messages(trees: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(Message(**tree) for tree in trees)
 
 
-def turn_tree(turn: Turn) -> Tree:
+def serialize_turn(turn: Turn) -> Tree:
     return {
         "role": turn.role,
         "text": turn.text,
         "token_ids": list(turn.token_ids),
         "completion_mask": list(turn.completion_mask),
         "sampler_logp": None if turn.sampler_logp is None else list(turn.sampler_logp),
-        "messages": messages_tree(turn.messages),
+        "messages": serialize_messages(turn.messages),
         "num_generation_prompt_tokens": turn.num_generation_prompt_tokens,
         "events": [{"kind": one.kind, "details": dict(one.details)} for one in turn.events],
     }
 
 
-def turn_from(tree: Mapping[str, Any]) -> Turn:
+def parse_turn(tree: Mapping[str, Any]) -> Turn:
     return Turn(
         role=tree["role"],
         text=tree["text"],
         token_ids=tuple(tree["token_ids"]),
         completion_mask=tuple(tree["completion_mask"]),
-        sampler_logp=floats(tree["sampler_logp"]),
-        messages=messages_from(tree["messages"]),
+        sampler_logp=parse_floats(tree["sampler_logp"]),
+        messages=parse_messages(tree["messages"]),
         num_generation_prompt_tokens=tree.get("num_generation_prompt_tokens", 0),
         events=tuple(Event(**event) for event in tree["events"]),
     )
 
 
-def grade_tree(grade: Grade | None) -> Tree | None:
+def serialize_grade(grade: Grade | None) -> Tree | None:
     if grade is None:
         return None
     return {
@@ -107,33 +107,35 @@ def grade_tree(grade: Grade | None) -> Tree | None:
     }
 
 
-def trajectory_tree(trajectory: Trajectory) -> Tree:
+def serialize_trajectory(trajectory: Trajectory) -> Tree:
     return {
         "id": trajectory.id,
-        "task": task_tree(trajectory.task),
-        "turns": [turn_tree(turn) for turn in trajectory.turns],
+        "task": serialize_task(trajectory.task),
+        "turns": [serialize_turn(turn) for turn in trajectory.turns],
         "source": trajectory.source,
         "policy_version": trajectory.policy_version,
         "temperature": trajectory.temperature,
         "stop": trajectory.stop,
-        "grade": grade_tree(trajectory.grade),
+        "grade": serialize_grade(trajectory.grade),
         "preference": trajectory.preference,
     }
 
 
-def trajectory_from(tree: Mapping[str, Any]) -> Trajectory:
+def parse_trajectory(tree: Mapping[str, Any]) -> Trajectory:
     grade = tree["grade"]
     return Trajectory(
         **{
             **tree,
-            "task": task_from(tree["task"]),
-            "turns": tuple(turn_from(turn) for turn in tree["turns"]),
-            "grade": None if grade is None else Grade(**{**grade, "score": number(grade["score"])}),
+            "task": parse_task(tree["task"]),
+            "turns": tuple(parse_turn(turn) for turn in tree["turns"]),
+            "grade": None
+            if grade is None
+            else Grade(**{**grade, "score": none_to_nan(grade["score"])}),
         }
     )
 
 
-def hint_outcome_tree(hint_outcomes: HintOutcome) -> Tree:
+def serialize_hint_outcome(hint_outcomes: HintOutcome) -> Tree:
     """Without the trajectory's id: it is stored with its trajectory."""
     hint = hint_outcomes.hint
     return {
@@ -150,13 +152,13 @@ def hint_outcome_tree(hint_outcomes: HintOutcome) -> Tree:
     }
 
 
-def hint_outcome_from(tree: Mapping[str, Any], trajectory: str) -> HintOutcome:
+def parse_hint_outcome(tree: Mapping[str, Any], trajectory: str) -> HintOutcome:
     outcome = {key: tree[key] for key in ("shift", "bad_span_shift", "pass_rate", "drop_reason")}
     words = {key: value for key, value in tree.items() if key not in outcome}
     return HintOutcome(hint=Hint(trajectory=trajectory, **words), **outcome)
 
 
-def evaluation_tree(evaluation: Evaluation) -> Tree:
+def serialize_evaluation(evaluation: Evaluation) -> Tree:
     return {
         "schema_version": SCHEMA_VERSION,
         "step": evaluation.step,
@@ -167,28 +169,28 @@ def evaluation_tree(evaluation: Evaluation) -> Tree:
         "ci_high": evaluation.ci_high,
         "metrics": dict(evaluation.metrics),
         "scores": dict(evaluation.scores),
-        "samples": [trajectory_tree(trajectory) for trajectory in evaluation.samples],
+        "samples": [serialize_trajectory(trajectory) for trajectory in evaluation.samples],
     }
 
 
-def evaluation_from(tree: Mapping[str, Any], where: str) -> Evaluation:
+def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
     check_schema(tree.get("schema_version"), where)
     return Evaluation(
         step=tree["step"],
         policy=tree["policy"],
         split=tree["split"],
-        mean_score=number(tree["mean_score"]),
-        ci_low=number(tree["ci_low"]),
-        ci_high=number(tree["ci_high"]),
-        metrics={name: number(value) for name, value in tree["metrics"].items()},
-        scores={task: number(score) for task, score in tree["scores"].items()},
-        samples=tuple(trajectory_from(sample) for sample in tree["samples"]),
+        mean_score=none_to_nan(tree["mean_score"]),
+        ci_low=none_to_nan(tree["ci_low"]),
+        ci_high=none_to_nan(tree["ci_high"]),
+        metrics={name: none_to_nan(value) for name, value in tree["metrics"].items()},
+        scores={task: none_to_nan(score) for task, score in tree["scores"].items()},
+        samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
     )
 
 
-def number(value: float | None) -> float:
+def none_to_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def floats(values: list[float | None] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(number(value) for value in values)
+def parse_floats(values: list[float | None] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(none_to_nan(value) for value in values)

@@ -1,4 +1,4 @@
-"""Metrics and evaluations over steps, as panels of curves. Draws whatever keys the rows have."""
+"""Metrics and evaluations over steps as line charts; every key of the rows is plotted."""
 
 from __future__ import annotations
 
@@ -19,53 +19,60 @@ class Panel:
     title: str
     unit: str
     keys: re.Pattern[str]
-    share: bool = False
+    as_percent: bool = False
 
 
 PANELS = (
     Panel("KL to the teacher", "nats per token", re.compile(r"kl(/.*)?")),
     Panel("Loss", "value", re.compile(r"loss(/.*)?")),
-    Panel("Reward in training", "share", re.compile(r"reward/(mean|pass_rate)"), share=True),
-    Panel("Errors in training", "share of turns", re.compile(r"error_rate|events/.*"), share=True),
+    Panel(
+        "Reward in training", "fraction", re.compile(r"reward/(mean|pass_rate)"), as_percent=True
+    ),
+    Panel(
+        "Errors in training",
+        "fraction of turns",
+        re.compile(r"error_rate|events/.*"),
+        as_percent=True,
+    ),
     Panel("Hints", "per step", re.compile(r"hints/(trained|dropped/.*)")),
-    Panel("Shift of hints that train", "nats per turn", re.compile(r"hints/shift")),
-    Panel("Turns of an episode", "turns", re.compile(r"turns")),
+    Panel("Shift of trained hints", "nats per turn", re.compile(r"hints/shift")),
+    Panel("Turns per episode", "turns", re.compile(r"turns")),
     Panel("Entropy", "nats per token", re.compile(r"entropy.*")),
-    Panel("Answer length", "tokens", re.compile(r"length/(mean|max)")),
-    Panel("Answers cut off", "share", re.compile(r"length/truncated"), share=True),
+    Panel("Response length", "tokens", re.compile(r"length/(mean|max)")),
+    Panel("Truncated answers", "fraction", re.compile(r"length/truncated"), as_percent=True),
     Panel("Gradient norm", "norm", re.compile(r"grad_norm(/.*)?")),
     Panel("Speed", "tokens per second", re.compile(r"tokens_per_second")),
     Panel("Time", "seconds per step", re.compile(r"seconds/.*")),
 )
-"""The curves worth their place on the page, in order. All other keys come after, folded away."""
+"""Charts shown first, in order; all other keys follow in a collapsed section."""
 
-ZERO_BESIDE = {
+ZERO_WHERE_MEASURED = {
     "events/": "error_rate",
     "hints/dropped/": "hints/trained",
     "reader/": "hints/trained",
 }
-"""Columns that name only what occurred, and the one that says that it was looked for."""
+"""Key prefixes that are absent when a count is 0, and the key that is present when it was taken."""
 
 MAX_LINES = 6
-"""In one panel: more cannot be told apart by colour."""
+"""In one chart: more cannot be told apart by color."""
 
 
 def metric_figures(rows: Rows) -> tuple[list[str], list[str]]:
-    """The panels above, those that have numbers, and figures for the rest of the keys."""
+    """Figures of `PANELS`, and figures of all other keys."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "step"]
     keys = [key for key in keys if any(row.get(key) is not None for row in rows)]
     main: list[str] = []
     for panel in PANELS:
-        found = [key for key in keys if panel.keys.fullmatch(key)]
-        keys = [key for key in keys if key not in found]
-        if sum(key.startswith("loss/") for key in found) == 1:
-            found.remove("loss")  # one component: the total is the same curve again, scaled
-        main += _figures(panel, found, rows)
-    rest: list[str] = []
+        panel_keys = [key for key in keys if panel.keys.fullmatch(key)]
+        keys = [key for key in keys if key not in panel_keys]
+        if sum(key.startswith("loss/") for key in panel_keys) == 1:
+            panel_keys.remove("loss")  # with one component, the total is the same curve, scaled
+        main += _figures(panel, panel_keys, rows)
+    more: list[str] = []
     for group in dict.fromkeys(key.split("/")[0] for key in keys):
         panel = Panel(group.replace("_", " "), "value", re.compile(""))
-        rest += _figures(panel, [key for key in keys if key.split("/")[0] == group], rows)
-    return main, rest
+        more += _figures(panel, [key for key in keys if key.split("/")[0] == group], rows)
+    return main, more
 
 
 def _figures(panel: Panel, keys: Sequence[str], rows: Rows) -> Iterable[str]:
@@ -73,33 +80,37 @@ def _figures(panel: Panel, keys: Sequence[str], rows: Rows) -> Iterable[str]:
         series = [_series(key, rows) for key in keys[start : start + MAX_LINES]]
         yield line_chart(
             series, title=panel.title, x_label="optimizer step", y_label=panel.unit,
-            share=panel.share,
+            as_percent=panel.as_percent,
         )  # fmt: skip
 
 
 def _series(key: str, rows: Rows) -> Series:
     prefix, _, name = key.partition("/")
-    alone = {
+    labels = {
         "loss": "total",
         "tokens_per_second": "all phases",
         "error_rate": "any",
         "turns": "mean",
     }
-    shown = name or alone.get(prefix, prefix)
-    return Series(name=shown.replace("_", " ").replace("/", ": "), points=_points(key, rows))
+    label = name or labels.get(prefix, prefix)
+    return Series(name=label.replace("_", " ").replace("/", ": "), points=_points(key, rows))
 
 
 def _points(key: str, rows: Rows) -> tuple[Point, ...]:
-    """A step without the key (not measured then) is no gap; a null (not finite) is one."""
-    counted = next((beside for start, beside in ZERO_BESIDE.items() if key.startswith(start)), key)
-    return tuple((row["step"], row.get(key, 0.0)) for row in rows if key in row or counted in row)
+    """A null (not finite) leaves a gap in the line; a step without the key does not."""
+    key_if_measured = next(
+        (measured for start, measured in ZERO_WHERE_MEASURED.items() if key.startswith(start)), key
+    )
+    return tuple(
+        (row["step"], row.get(key, 0.0)) for row in rows if key in row or key_if_measured in row
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """One number of an evaluation, with the ends of its interval."""
+    """A rate of an evaluation with its interval."""
 
-    of: Evaluation
+    evaluation: Evaluation
     value: float
     low: float
     high: float
@@ -108,55 +119,63 @@ class Rate:
 def evaluation_figure(evaluations: Sequence[Evaluation]) -> str | None:
     """Held-out scores over steps with 95% intervals; teachers are dashed lines."""
     rates = [
-        Rate(of=one, value=one.mean_score, low=one.ci_low, high=one.ci_high) for one in evaluations
+        Rate(
+            evaluation=evaluation,
+            value=evaluation.mean_score,
+            low=evaluation.ci_low,
+            high=evaluation.ci_high,
+        )
+        for evaluation in evaluations
     ]
-    return _held_out(rates, title="Held-out score, 95% intervals", unit="mean score")
+    return _evaluation_chart(rates, title="Held-out score, 95% intervals", unit="mean score")
 
 
 def error_figure(evaluations: Sequence[Evaluation]) -> str | None:
-    """The same of the turns with an error, for environments."""
+    """The fraction of turns with an error over steps, for environments."""
     rates = [
         Rate(
-            of=one,
-            value=one.metrics["error_rate"],
-            low=one.metrics.get("error_rate/low", math.nan),
-            high=one.metrics.get("error_rate/high", math.nan),
+            evaluation=evaluation,
+            value=evaluation.metrics["error_rate"],
+            low=evaluation.metrics.get("error_rate/low", math.nan),
+            high=evaluation.metrics.get("error_rate/high", math.nan),
         )
-        for one in evaluations
-        if "error_rate" in one.metrics
+        for evaluation in evaluations
+        if "error_rate" in evaluation.metrics
     ]
-    return _held_out(rates, title="Held-out errors, 95% intervals", unit="share of turns")
+    return _evaluation_chart(
+        rates, title="Held-out errors, 95% intervals", unit="fraction of turns"
+    )
 
 
-def _held_out(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
-    """None: the student has no rate."""
-    known = [rate for rate in rates if math.isfinite(rate.value)]
+def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
+    """None: the student was not measured."""
+    finite = [rate for rate in rates if math.isfinite(rate.value)]
     lines: dict[tuple[str, str], list[Rate]] = {}
-    for rate in sorted(known, key=lambda rate: rate.of.step):
-        if is_student(rate.of.policy):
-            lines.setdefault((rate.of.policy, rate.of.split), []).append(rate)
+    for rate in sorted(finite, key=lambda rate: rate.evaluation.step):
+        if is_student(rate.evaluation.policy):
+            lines.setdefault((rate.evaluation.policy, rate.evaluation.split), []).append(rate)
     if not lines:
         return None
     series = [
         Series(
             name=f"{policy}, {split}",
-            points=tuple((rate.of.step, rate.value) for rate in line),
+            points=tuple((rate.evaluation.step, rate.value) for rate in line),
             bars=tuple((rate.low, rate.high) for rate in line),
         )
         for (policy, split), line in lines.items()
     ]
     series += [
         Series(
-            name=f"{rate.of.policy}, {rate.of.split}",
-            points=((rate.of.step, rate.value),),
+            name=f"{rate.evaluation.policy}, {rate.evaluation.split}",
+            points=((rate.evaluation.step, rate.value),),
             flat=True,
         )
-        for rate in known
-        if not is_student(rate.of.policy)
+        for rate in finite
+        if not is_student(rate.evaluation.policy)
     ]
-    return line_chart(series, title=title, x_label="optimizer step", y_label=unit, share=True)
+    return line_chart(series, title=title, x_label="optimizer step", y_label=unit, as_percent=True)
 
 
 def is_student(policy: str) -> bool:
-    """`student`, or `student:SUITE` for further tasks."""
+    """`student`, or `student:SUITE` for a further suite."""
     return policy.split(":")[0] == "student"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from html import escape
 
 from courtside.report.page.svg import Interval, interval_plot
-from courtside.report.page.tables import table
-from courtside.report.summary import compact, percent
+from courtside.report.page.tables import render_table
+from courtside.report.summary import format_number, format_percent
 from courtside.types import Evaluation
 
 Pair = tuple[Evaluation, Evaluation | None]
@@ -26,8 +26,8 @@ LOGP_DROPS = {
 }
 
 
-def error_rates(pairs: Mapping[str, Pair]) -> str:
-    """Numbers of the first pair, a plot and tables of all; nothing without an environment.
+def render_error_rates(pairs: Mapping[str, Pair]) -> str:
+    """Numbers of the first pair, a plot and tables of all; empty without an environment.
 
     `pairs` is keyed by evaluated policy, e.g. `student` and `student:held_out`.
     """
@@ -35,9 +35,9 @@ def error_rates(pairs: Mapping[str, Pair]) -> str:
     if not pairs:
         return ""
     before, after = next(iter(pairs.values()))
-    numbers = _number("before", before)
+    numbers = _render_rate("before", before)
     if after is not None:
-        numbers += _number(f"after {after.step} steps", after)
+        numbers += _render_rate(f"after {after.step} steps", after)
     caption = (
         "Fraction of assistant turns for which the environment reported an error, with 95% "
         "intervals."
@@ -45,46 +45,48 @@ def error_rates(pairs: Mapping[str, Pair]) -> str:
     intervals = [
         interval
         for policy, pair in pairs.items()
-        for interval in _intervals(pair, "" if len(pairs) == 1 else f"{_suite(policy)}, ")
+        for interval in _intervals(pair, "" if len(pairs) == 1 else f"{_suite_name(policy)}, ")
     ]
     plot = interval_plot(intervals, title=caption) if intervals else ""
     return (
         f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-        f"{_suites(pairs)}{_kinds(pairs)}"
+        f"{_render_suites(pairs)}{_render_kinds(pairs)}"
     )
 
 
-def _number(name: str, evaluation: Evaluation) -> str:
+def _render_rate(name: str, evaluation: Evaluation) -> str:
     return (
         f'<div class="number"><span>turns with an error, {escape(name)}</span>'
-        f"<b>{percent(_metric(evaluation, 'error_rate'))}</b>"
-        f"<small>{_ends(evaluation)}</small></div>"
+        f"<b>{format_percent(_metric(evaluation, 'error_rate'))}</b>"
+        f"<small>{_format_interval(evaluation)}</small></div>"
     )
 
 
 def _intervals(pair: Pair, prefix: str) -> list[Interval]:
-    named = zip(("before", "after"), pair, strict=True)
+    labeled = zip(("before", "after"), pair, strict=True)
     return [
         Interval(
             name=f"{prefix}{name}",
-            value=_metric(one, "error_rate"),
-            low=_metric(one, "error_rate/low"),
-            high=_metric(one, "error_rate/high"),
-            colour=colour,
+            value=_metric(evaluation, "error_rate"),
+            low=_metric(evaluation, "error_rate/low"),
+            high=_metric(evaluation, "error_rate/high"),
+            color=color,
         )
-        for colour, (name, one) in enumerate(named)
-        if one is not None
-        and all(math.isfinite(_metric(one, f"error_rate{end}")) for end in ("", "/low", "/high"))
+        for color, (name, evaluation) in enumerate(labeled)
+        if evaluation is not None
+        and all(
+            math.isfinite(_metric(evaluation, f"error_rate{end}")) for end in ("", "/low", "/high")
+        )
     ]
 
 
-def _suite(policy: str) -> str:
+def _suite_name(policy: str) -> str:
     """`held out` of `student:held_out`."""
     return policy.partition(":")[2].replace("_", " ") or policy
 
 
-def _suites(pairs: Mapping[str, Pair]) -> str:
-    heads = ["evaluated", "tasks", "errors before", "errors after", "turns per episode"]
+def _render_suites(pairs: Mapping[str, Pair]) -> str:
+    heads = ["policy", "tasks", "errors before", "errors after", "turns per episode"]
     drops = {
         name: title
         for name, title in LOGP_DROPS.items()
@@ -92,62 +94,66 @@ def _suites(pairs: Mapping[str, Pair]) -> str:
     }
     rows = (
         f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
-        f"<td>{_interval(before)}</td><td>{_interval(after)}</td>"
-        f"<td>{_turns(before)} → {_turns(after)}</td>"
-        f"{''.join(f'<td>{_nats(after, name)}</td>' for name in drops)}</tr>"
+        f"<td>{_render_interval(before)}</td><td>{_render_interval(after)}</td>"
+        f"<td>{_format_turns(before)} → {_format_turns(after)}</td>"
+        f"{''.join(f'<td>{_format_drop(after, name)}</td>' for name in drops)}</tr>"
         for policy, (before, after) in pairs.items()
     )
-    return table([*heads, *drops.values()], rows)
+    return render_table([*heads, *drops.values()], rows)
 
 
-def _nats(evaluation: Evaluation | None, name: str) -> str:
+def _format_drop(evaluation: Evaluation | None, name: str) -> str:
     value = None if evaluation is None else evaluation.metrics.get(name)
-    return "–" if value is None else f"{compact(value)} nats"
+    return "–" if value is None else f"{format_number(value)} nats"
 
 
-def _kinds(pairs: Mapping[str, Pair]) -> str:
+def _render_kinds(pairs: Mapping[str, Pair]) -> str:
     """Rows are kinds, the most frequent before training first."""
-    evaluations = [one for pair in pairs.values() for one in pair if one is not None]
-    kinds = {name for one in evaluations for name in one.metrics if name.startswith(EVENTS)}
+    evaluations = [
+        evaluation for pair in pairs.values() for evaluation in pair if evaluation is not None
+    ]
+    kinds = {
+        name for evaluation in evaluations for name in evaluation.metrics if name.startswith(EVENTS)
+    }
     first = next(iter(pairs.values()))[0]
     order = sorted(kinds, key=lambda kind: (-first.metrics.get(kind, 0.0), kind))
     rows = [
         f"<tr><th>{escape(kind.removeprefix(EVENTS).replace('_', ' '))}</th>"
-        f"{''.join(_kind(pair, kind) for pair in pairs.values())}</tr>"
+        f"{''.join(_render_kind(pair, kind) for pair in pairs.values())}</tr>"
         for kind in order
     ]
     heads = ["kind of error"]
     heads += (
         ["fraction of turns"] if len(pairs) == 1 else [f"{policy}, of turns" for policy in pairs]
     )
-    return table(heads, rows) if rows else ""
+    return render_table(heads, rows) if rows else ""
 
 
-def _kind(pair: Pair, kind: str) -> str:
-    """A kind that an evaluation does not name did not occur in it."""
+def _render_kind(pair: Pair, kind: str) -> str:
+    """A kind that an evaluation lacks did not occur in it."""
     before, after = pair
-    then = None if after is None else after.metrics.get(kind, 0.0)
-    return f"<td>{_change(before.metrics.get(kind, 0.0), then)}</td>"
+    rate_after = None if after is None else after.metrics.get(kind, 0.0)
+    return f"<td>{_format_change(before.metrics.get(kind, 0.0), rate_after)}</td>"
 
 
-def _change(before: float, after: float | None) -> str:
-    return f"{percent(before)} → {'–' if after is None else percent(after)}"
+def _format_change(before: float, after: float | None) -> str:
+    return f"{format_percent(before)} → {'–' if after is None else format_percent(after)}"
 
 
-def _interval(evaluation: Evaluation | None) -> str:
+def _render_interval(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "–"
-    rate = percent(_metric(evaluation, "error_rate"))
-    return f"<b>{rate}</b> <small>{_ends(evaluation)}</small>"
+    rate = format_percent(_metric(evaluation, "error_rate"))
+    return f"<b>{rate}</b> <small>{_format_interval(evaluation)}</small>"
 
 
-def _ends(evaluation: Evaluation) -> str:
+def _format_interval(evaluation: Evaluation) -> str:
     low, high = (_metric(evaluation, f"error_rate/{end}") for end in ("low", "high"))
-    return f"{percent(low)} to {percent(high)}"
+    return f"{format_percent(low)} to {format_percent(high)}"
 
 
-def _turns(evaluation: Evaluation | None) -> str:
-    return compact(None if evaluation is None else evaluation.metrics.get("turns"))
+def _format_turns(evaluation: Evaluation | None) -> str:
+    return format_number(None if evaluation is None else evaluation.metrics.get("turns"))
 
 
 def _metric(evaluation: Evaluation, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Answers for people to read: coloured by what the teacher thought, or before beside after."""
+"""Sampled answers: colored by the teacher's token gaps, or before and after training."""
 
 from __future__ import annotations
 
@@ -8,93 +8,94 @@ from itertools import islice
 
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.page.token_gaps import Decode, Gap, plain, token_gaps, words
+from courtside.report.page.token_gaps import (
+    Decode,
+    TokenGap,
+    compute_token_gaps,
+    render_text,
+    render_turn_text,
+)
 from courtside.report.page.transcript import (
     Conversation,
-    badge,
-    counted,
-    episode_facts,
-    event_badge,
-    teachers_context,
-    transcript,
+    describe_episode,
+    pluralize,
+    render_event,
+    render_grade,
+    render_teacher_context,
+    render_transcript,
 )
-from courtside.report.summary import shorten, signed
+from courtside.report.summary import format_signed, shorten
 from courtside.types import Evaluation, Message, Trajectory
 
-FOLD_FROM = 240
-"""Characters of a system message: longer ones, such as a list of tools, are folded away."""
-NUM_LINES = 12
-"""Turns of an episode beside another one."""
+MAX_SYSTEM_CHARS = 240
+"""Longer system messages, such as a list of tools, are collapsed."""
+MAX_OUTLINE_TURNS = 12
 
 
-def coloured(stored: StoredTrajectory, decode: Decode | None) -> str:
+def render_scored_answer(stored: StoredTrajectory, decode: Decode | None) -> str:
     """One answer from training as a card."""
-    trajectory = stored.trajectory
-    facts = [
-        f"step {stored.step}",
-        f"written by the {trajectory.source}",
-        *episode_facts(trajectory),
-    ]
+    trajectory, gaps = stored.trajectory, compute_token_gaps(stored)
+    facts = [f"step {stored.step}", f"source: {trajectory.source}", *describe_episode(trajectory)]
     if stored.teacher is not None:
         facts.append(f"teacher {stored.teacher}")
-    facts.append(_mean([gap for turn in token_gaps(stored) for gap in turn if gap is not None]))
+    facts.append(_format_mean_gap([gap for turn in gaps for gap in turn if gap is not None]))
     turns = "".join(
-        f'<div class="text {turn.role}">{words(turn, gaps, decode)}</div>'
-        for turn, gaps in zip(trajectory.turns, token_gaps(stored), strict=True)
+        f'<div class="text {turn.role}">{render_turn_text(turn, turn_gaps, decode)}</div>'
+        for turn, turn_gaps in zip(trajectory.turns, gaps, strict=True)
         if turn.role != "prompt"
     )
     return (
-        f'<article class="sample"><header>{badge(trajectory.grade)}'
+        f'<article class="sample"><header>{render_grade(trajectory.grade)}'
         f"<span>{escape(' · '.join(facts))}</span></header>"
-        f"{_prompt(trajectory)}{teachers_context(stored)}{turns}</article>"
+        f"{_render_prompt(trajectory)}{render_teacher_context(stored)}{turns}</article>"
     )
 
 
-def before_after(before: Evaluation, after: Evaluation, limit: int) -> list[str]:
-    """Cards of tasks that both evaluations kept an answer of."""
-    olds = {sample.task.id: sample for sample in reversed(before.samples)}
-    news = {sample.task.id: sample for sample in reversed(after.samples)}
-    shared = (task for task in dict.fromkeys(s.task.id for s in before.samples) if task in news)
+def render_pairs(before: Evaluation, after: Evaluation, limit: int) -> list[str]:
+    """Cards of tasks of which both evaluations stored an answer."""
+    first = {sample.task.id: sample for sample in reversed(before.samples)}
+    last = {sample.task.id: sample for sample in reversed(after.samples)}
+    shared = (task for task in dict.fromkeys(s.task.id for s in before.samples) if task in last)
     return [
-        f'<article class="sample">{_prompt(olds[task])}<div class="pair">'
-        f"{_answer('before', olds[task])}{_answer(f'after {after.step} steps', news[task])}"
-        "</div></article>"
+        f'<article class="sample">{_render_prompt(first[task])}<div class="pair">'
+        f"{_render_answer('before', first[task])}"
+        f"{_render_answer(f'after {after.step} steps', last[task])}</div></article>"
         for task in islice(shared, limit)
     ]
 
 
-def choose(stored: Sequence[StoredTrajectory], limit: int) -> list[StoredTrajectory]:
-    """The first of each task, so that samples of one prompt do not take all the room."""
+def first_per_task(stored: Sequence[StoredTrajectory], limit: int) -> list[StoredTrajectory]:
+    """The first of each task, so that samples of one prompt do not fill the section."""
     first: dict[str, StoredTrajectory] = {}
-    for one in stored:
-        first.setdefault(one.trajectory.task.id, one)
+    for item in stored:
+        first.setdefault(item.trajectory.task.id, item)
     return list(first.values())[:limit]
 
 
-def telling(stored: Sequence[StoredTrajectory]) -> list[StoredTrajectory]:
-    """Those with hints that train first, then those with other hints, then those with errors."""
+def informative_first(stored: Sequence[StoredTrajectory]) -> list[StoredTrajectory]:
+    """Those with trained hints first, then those with other hints, then those with errors."""
 
-    def rank(one: StoredTrajectory) -> tuple[bool, bool, bool]:
-        trains = any(hint_outcomes.drop_reason is None for hint_outcomes in one.hints)
-        wrong = any(turn.events for turn in one.trajectory.turns)
-        return not trains, not one.hints, not wrong
+    def rank(item: StoredTrajectory) -> tuple[bool, bool, bool]:
+        has_trained_hint = any(outcome.drop_reason is None for outcome in item.hints)
+        has_errors = any(turn.events for turn in item.trajectory.turns)
+        return not has_trained_hint, not item.hints, not has_errors
 
     return sorted(stored, key=rank)
 
 
-def _mean(gaps: Sequence[Gap]) -> str:
+def _format_mean_gap(gaps: Sequence[TokenGap]) -> str:
     if not gaps:
         return "not scored by a teacher"
-    return f"mean gap {signed(sum(gap.nats for gap in gaps) / len(gaps))} nats"
+    return f"mean gap {format_signed(sum(gap.nats for gap in gaps) / len(gaps))} nats"
 
 
-def _prompt(trajectory: Trajectory) -> str:
-    return f'<div class="prompt">{"".join(map(_message, trajectory.task.messages))}</div>'
+def _render_prompt(trajectory: Trajectory) -> str:
+    return f'<div class="prompt">{"".join(map(_render_message, trajectory.task.messages))}</div>'
 
 
-def _message(message: Message) -> str:
-    text = plain(message.content)
-    if message.role == "system" and len(message.content) > FOLD_FROM:
+def _render_message(message: Message) -> str:
+    text = render_text(message.content)
+    if message.role == "system" and len(message.content) > MAX_SYSTEM_CHARS:
         return (
             f'<details class="context"><summary>system: {escape(shorten(message.content, 80))}'
             f"</summary><pre>{text}</pre></details>"
@@ -102,29 +103,28 @@ def _message(message: Message) -> str:
     return f'<div class="message"><b>{message.role}</b> {text}</div>'
 
 
-def _answer(title: str, trajectory: Trajectory) -> str:
-    facts = " · ".join([title, *episode_facts(trajectory)])
+def _render_answer(title: str, trajectory: Trajectory) -> str:
+    facts = escape(" · ".join([title, *describe_episode(trajectory)]))
     if is_multi_turn(trajectory):
-        whole = transcript(Conversation(trajectory=trajectory), prompt=False)
+        turns = render_transcript(Conversation(trajectory=trajectory), with_prompt=False)
         body = (
-            f'{_outline(trajectory)}<details class="whole"><summary>the whole episode</summary>'
-            f"{whole}</details>"
+            f"{_render_outline(trajectory)}"
+            f'<details class="whole"><summary>the whole episode</summary>{turns}</details>'
         )
     else:
-        body = f'<div class="text assistant">{plain(trajectory.response)}</div>'
-    return (
-        f"<div><header>{badge(trajectory.grade)}<span>{escape(facts)}</span></header>{body}</div>"
-    )
+        body = f'<div class="text assistant">{render_text(trajectory.response)}</div>'
+    header = f"<header>{render_grade(trajectory.grade)}<span>{facts}</span></header>"
+    return f"<div>{header}{body}</div>"
 
 
-def _outline(trajectory: Trajectory) -> str:
-    """What the student said, a line a turn."""
-    own = [turn for turn in trajectory.turns if turn.role == "assistant"]
+def _render_outline(trajectory: Trajectory) -> str:
+    """A line for each assistant turn."""
+    turns = [turn for turn in trajectory.turns if turn.role == "assistant"]
     lines = "".join(
-        f"<li>{''.join(map(event_badge, turn.events))}<code>{escape(shorten(turn.text, 120))}"
+        f"<li>{''.join(map(render_event, turn.events))}<code>{escape(shorten(turn.text, 120))}"
         "</code></li>"
-        for turn in own[:NUM_LINES]
+        for turn in turns[:MAX_OUTLINE_TURNS]
     )
-    more = counted(len(own) - NUM_LINES, "more turn")
-    rest = f'<p class="left-out">… {more}</p>' if len(own) > NUM_LINES else ""
-    return f'<ol class="outline">{lines}</ol>{rest}'
+    num_omitted = len(turns) - MAX_OUTLINE_TURNS
+    more = f'<p class="omitted">… {pluralize(num_omitted, "more turn")}</p>'
+    return f'<ol class="outline">{lines}</ol>{more if num_omitted > 0 else ""}'

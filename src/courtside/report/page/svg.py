@@ -1,4 +1,4 @@
-"""Line charts and interval plots as inline SVG. Colours come from the page's style sheet."""
+"""Line charts and interval plots as inline SVG. The page's style sheet sets the colors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from courtside.report.summary import compact
+from courtside.report.summary import format_number
 
 WIDTH, HEIGHT = 480, 210
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 56, 12, 10, 34
 MAX_POINTS = 600
-"""Beyond this many, each stretch is drawn by its lowest and highest value, so no spike is lost."""
+"""Above this many, each bucket is drawn as its minimum and maximum, so no spike is lost."""
 SMOOTH_FROM = 60
 """From this many points on, a moving average is drawn over the faint raw line."""
 MAX_BARS = 20
-"""Beyond this many error bars, their ends are drawn as a band."""
-NUM_COLOURS = 6
+"""Above this many, error bars are drawn as a band."""
+NUM_COLORS = 6
 
 Point = tuple[float, float | None]
 
@@ -26,7 +26,7 @@ Point = tuple[float, float | None]
 class Series:
     name: str
     points: tuple[Point, ...]
-    """x and y, x rising; None leaves a gap in the line."""
+    """x and y, x ascending; None leaves a gap in the line."""
     bars: tuple[tuple[float, float], ...] | None = None
     """Low and high end of the error bar of each point."""
     flat: bool = False
@@ -38,40 +38,44 @@ class Series:
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, share: bool = False
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, as_percent: bool = False
 ) -> str:
-    """A figure with axes and legend; `share` shows 0…1 as per cent."""
-    xs = [x for one in series if not one.flat for x, _ in one.points] or [0.0]
-    ends = [end for one in series for bar in one.bars or () for end in bar if math.isfinite(end)]
-    low_y, high_y = y_range([y for one in series for y in one.values] + ends, share)
-    frame = Frame(x=x_range(xs), y=(low_y, high_y))
-    drawing = [*_axes(frame, x_label, y_label, share)]
-    for index, one in enumerate(series):
-        drawing.append(f'<g class="c{index % NUM_COLOURS}">{"".join(_draw(one, frame))}</g>')
+    """A figure with axes and legend; `as_percent` formats 0…1 as per cent."""
+    xs = [x for line in series if not line.flat for x, _ in line.points] or [0.0]
+    ends = [end for line in series for bar in line.bars or () for end in bar if math.isfinite(end)]
+    low_y, high_y = y_range([y for line in series for y in line.values] + ends, as_percent)
+    area = PlotArea(x=x_range(xs), y=(low_y, high_y))
+    parts = [*_axes(area, x_label, y_label, as_percent)]
+    for index, line in enumerate(series):
+        parts.append(f'<g class="c{index % NUM_COLORS}">{"".join(_draw_series(line, area))}</g>')
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(drawing)}</svg>"
+        f"{''.join(parts)}</svg>"
     )
     return (
-        f"<figure><figcaption><b>{escape(title)}</b>{_legend(series, share)}</figcaption>"
+        f"<figure><figcaption><b>{escape(title)}</b>{_legend(series, as_percent)}</figcaption>"
         f"{svg}</figure>"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """From values to places in the picture."""
+class PlotArea:
+    """Maps values to coordinates of the SVG."""
 
     x: tuple[float, float]
     y: tuple[float, float]
 
-    def place_x(self, value: float) -> float:
+    def to_x(self, value: float) -> float:
         low, high = self.x
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+        return MARGIN_LEFT + (value - low) / (high - low) * (WIDTH - MARGIN_LEFT - MARGIN_RIGHT)
 
-    def place_y(self, value: float) -> float:
+    def to_y(self, value: float) -> float:
         low, high = self.y
-        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - MARGIN_BOTTOM
+            - (value - low) / (high - low) * (HEIGHT - MARGIN_TOP - MARGIN_BOTTOM)
+        )
 
 
 def x_range(xs: Sequence[float]) -> tuple[float, float]:
@@ -79,17 +83,19 @@ def x_range(xs: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def y_range(values: Sequence[float], share: bool) -> tuple[float, float]:
-    """Room around the values; from zero where zero is near."""
+def y_range(values: Sequence[float], as_percent: bool) -> tuple[float, float]:
+    """The values with a margin; starts at zero where zero is near."""
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)
     if low >= 0 and low <= 0.5 * high:
         low = 0.0
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    top = high + room
-    bottom = low if low == 0 else low - room
-    return (max(bottom, 0.0), min(top, 1.0)) if share and 0 <= low <= high <= 1 else (bottom, top)
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    top = high + margin
+    bottom = low if low == 0 else low - margin
+    return (
+        (max(bottom, 0.0), min(top, 1.0)) if as_percent and 0 <= low <= high <= 1 else (bottom, top)
+    )
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -107,53 +113,55 @@ def step_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks(low, high, 6) if tick == round(tick)]
 
 
-def _axes(frame: Frame, x_label: str, y_label: str, share: bool) -> Iterable[str]:
-    base = HEIGHT - BOTTOM
-    for value in ticks(*frame.y, 5):
-        y = frame.place_y(value)
-        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
-        text = shown(value, share)
-        yield f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
-    for value in step_ticks(*frame.x):
-        x = frame.place_x(value)
+def _axes(area: PlotArea, x_label: str, y_label: str, as_percent: bool) -> Iterable[str]:
+    base = HEIGHT - MARGIN_BOTTOM
+    for value in ticks(*area.y, 5):
+        y = area.to_y(value)
+        yield f'<path class="grid" d="M{MARGIN_LEFT} {y:.1f}H{WIDTH - MARGIN_RIGHT}"/>'
+        text = format_tick(value, as_percent)
+        yield f'<text x="{MARGIN_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
+    for value in step_ticks(*area.x):
+        x = area.to_x(value)
         yield f'<path class="axis" d="M{x:.1f} {base}v4"/>'
         yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="middle">{value:.0f}</text>'
-    yield f'<path class="axis" d="M{LEFT} {base}H{WIDTH - RIGHT}"/>'
+    yield f'<path class="axis" d="M{MARGIN_LEFT} {base}H{WIDTH - MARGIN_RIGHT}"/>'
     yield (
-        f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">'
+        f'<text class="label" x="{WIDTH - MARGIN_RIGHT}" y="{HEIGHT - 4}" text-anchor="end">'
         f"{escape(x_label)}</text>"
     )
     yield (
-        f'<text class="label" transform="rotate(-90)" x="{-TOP}" y="9" text-anchor="end">'
+        f'<text class="label" transform="rotate(-90)" x="{-MARGIN_TOP}" y="9" text-anchor="end">'
         f"{escape(y_label)}</text>"
     )
 
 
-def _draw(series: Series, frame: Frame) -> Iterable[str]:
+def _draw_series(series: Series, area: PlotArea) -> Iterable[str]:
     if series.flat:
-        at = frame.place_y(series.values[0])
-        yield f'<path class="line flat" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
+        at = area.to_y(series.values[0])
+        yield f'<path class="line flat" d="M{MARGIN_LEFT} {at:.1f}H{WIDTH - MARGIN_RIGHT}"/>'
         return
     smooth = series.bars is None and len(series.values) >= SMOOTH_FROM
-    raw = _path(thin_out(series.points), frame)
+    raw = _path(downsample(series.points), area)
     yield f'<path class="line{" raw" if smooth else ""}" d="{raw}"/>'
     if smooth:
-        yield f'<path class="line" d="{_path(thin_out(moving_average(series.points)), frame)}"/>'
+        yield f'<path class="line" d="{_path(downsample(moving_average(series.points)), area)}"/>'
     if series.bars is not None:
-        yield _error_bars(series.points, series.bars, frame)
+        yield _error_bars(series.points, series.bars, area)
     if len(series.values) < SMOOTH_FROM:
         radius = 3 if len(series.points) <= 12 else 1.8
         for x, y in series.points:
             if y is not None:
                 yield (
-                    f'<circle cx="{frame.place_x(x):.1f}" cy="{frame.place_y(y):.1f}" r="{radius}">'
-                    f"<title>{escape(series.name)} at {x:g}: {compact(y)}</title></circle>"
+                    f'<circle cx="{area.to_x(x):.1f}" cy="{area.to_y(y):.1f}" r="{radius}">'
+                    f"<title>{escape(series.name)} at {x:g}: {format_number(y)}</title></circle>"
                 )
 
 
-def _error_bars(points: Sequence[Point], bars: Sequence[tuple[float, float]], frame: Frame) -> str:
+def _error_bars(
+    points: Sequence[Point], bars: Sequence[tuple[float, float]], area: PlotArea
+) -> str:
     ends = [
-        (frame.place_x(x), frame.place_y(low), frame.place_y(high))
+        (area.to_x(x), area.to_y(low), area.to_y(high))
         for (x, _), (low, high) in zip(points, bars, strict=True)
         if math.isfinite(low) and math.isfinite(high)
     ]
@@ -168,52 +176,53 @@ def _error_bars(points: Sequence[Point], bars: Sequence[tuple[float, float]], fr
     return f'<path class="band" d="M{"L".join(outline)}Z"/>'
 
 
-def _path(points: Sequence[Point], frame: Frame) -> str:
+def _path(points: Sequence[Point], area: PlotArea) -> str:
     commands, pen_down = [], False
     for x, y in points:
         if y is not None:
             command = "L" if pen_down else "M"
-            commands.append(f"{command}{frame.place_x(x):.1f} {frame.place_y(y):.1f}")
+            commands.append(f"{command}{area.to_x(x):.1f} {area.to_y(y):.1f}")
         pen_down = y is not None
     return "".join(commands)
 
 
-def thin_out(points: Sequence[Point]) -> list[Point]:
+def downsample(points: Sequence[Point]) -> list[Point]:
     if len(points) <= MAX_POINTS:
         return list(points)
-    stretch = math.ceil(len(points) / (MAX_POINTS / 2))
+    bucket = math.ceil(len(points) / (MAX_POINTS / 2))
     thinned: list[Point] = []
-    for start in range(0, len(points), stretch):
-        known = [(y, x) for x, y in points[start : start + stretch] if y is not None]
-        extremes = sorted({min(known), max(known)}, key=lambda at: at[1]) if known else []
+    for start in range(0, len(points), bucket):
+        values = [(y, x) for x, y in points[start : start + bucket] if y is not None]
+        extremes = sorted({min(values), max(values)}, key=lambda at: at[1]) if values else []
         thinned += [(x, y) for y, x in extremes] or [(points[start][0], None)]
     return thinned
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
     """Centred, over a thirtieth of the run on each side; gaps are skipped over."""
-    known = [(x, y) for x, y in points if y is not None]
+    values = [(x, y) for x, y in points if y is not None]
     sums = [0.0]
-    for _, y in known:
+    for _, y in values:
         sums.append(sums[-1] + y)
-    half = max(len(known) // 30, 1)
+    half = max(len(values) // 30, 1)
     averaged: list[Point] = []
-    for i, (x, _) in enumerate(known):
-        start, end = max(i - half, 0), min(i + half + 1, len(known))
+    for i, (x, _) in enumerate(values):
+        start, end = max(i - half, 0), min(i + half + 1, len(values))
         averaged.append((x, (sums[end] - sums[start]) / (end - start)))
     return averaged
 
 
-def _legend(series: Sequence[Series], share: bool) -> str:
+def _legend(series: Sequence[Series], as_percent: bool) -> str:
     return "".join(
-        f'<span class="key c{index % NUM_COLOURS}{" flat" if one.flat else ""}">'
-        f"{escape(one.name)} <em>{shown(one.values[-1], share) if one.values else '–'}</em></span>"
-        for index, one in enumerate(series)
+        f'<span class="key c{index % NUM_COLORS}{" flat" if line.flat else ""}">'
+        f"{escape(line.name)} <em>"
+        f"{format_tick(line.values[-1], as_percent) if line.values else '–'}</em></span>"
+        for index, line in enumerate(series)
     )
 
 
-def shown(value: float, share: bool) -> str:
-    return f"{100 * value:.3g}%" if share else compact(value)
+def format_tick(value: float, as_percent: bool) -> str:
+    return f"{100 * value:.3g}%" if as_percent else format_number(value)
 
 
 # ── intervals ────────────────────────────────────────────────────────────────────────────────────
@@ -225,37 +234,37 @@ class Interval:
     value: float
     low: float
     high: float
-    colour: int | None = None
-    """None: its place among the others."""
+    color: int | None = None
+    """None: its index in the plot."""
 
 
 def interval_plot(intervals: Sequence[Interval], *, title: str) -> str:
-    """Shares with their intervals, one under the other, on an axis from 0 to 100%."""
+    """Fractions with their intervals, a row each, on an axis from 0 to 100%."""
     # A letter takes up to 11 units: on narrow screens, where letters are larger.
-    longest = max(len(one.name) for one in intervals)
-    row, left, right = 30, max(128, min(30 + 11 * longest, 480)), 16
+    longest = max(len(interval.name) for interval in intervals)
+    row, margin_left, margin_right = 30, max(128, min(30 + 11 * longest, 480)), 16
     width, height = 960, 30 * len(intervals) + 26
     base = row * len(intervals)
 
-    def place(share: float) -> float:
-        return left + share * (width - left - right)
+    def to_x(value: float) -> float:
+        return margin_left + value * (width - margin_left - margin_right)
 
     parts = []
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(f'<path class="grid" d="M{place(share):.1f} 0V{base}"/>')
+    for as_percent in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(f'<path class="grid" d="M{to_x(as_percent):.1f} 0V{base}"/>')
         parts.append(
-            f'<text x="{place(share):.1f}" y="{base + 16}" text-anchor="middle">'
-            f"{100 * share:.0f}%</text>"
+            f'<text x="{to_x(as_percent):.1f}" y="{base + 16}" text-anchor="middle">'
+            f"{100 * as_percent:.0f}%</text>"
         )
-    for index, one in enumerate(intervals):
+    for index, interval in enumerate(intervals):
         y = row * index + row / 2
-        colour = index if one.colour is None else one.colour
+        color = index if interval.color is None else interval.color
         parts.append(
-            f'<g class="c{colour % NUM_COLOURS}">'
-            f'<text class="name" x="{left - 14}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{escape(one.name)}</text>"
-            f'<path class="span" d="M{place(one.low):.1f} {y}H{place(one.high):.1f}"/>'
-            f'<circle cx="{place(one.value):.1f}" cy="{y}" r="5.5"/></g>'
+            f'<g class="c{color % NUM_COLORS}">'
+            f'<text class="name" x="{margin_left - 14}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{escape(interval.name)}</text>"
+            f'<path class="span" d="M{to_x(interval.low):.1f} {y}H{to_x(interval.high):.1f}"/>'
+            f'<circle cx="{to_x(interval.value):.1f}" cy="{y}" r="5.5"/></g>'
         )
     return (
         f'<svg class="intervals" viewBox="0 0 {width} {height}" role="img" '

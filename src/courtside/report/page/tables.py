@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 
-def table(heads: Sequence[str], rows: Iterable[str], kind: str = "figures") -> str:
+def render_table(heads: Sequence[str], rows: Iterable[str], kind: str = "figures") -> str:
     """`rows` are HTML, `<tr>` each; wide ones scroll sideways."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     return (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from courtside.recipe import Recipe, SelfTeacherConfig, teachers_of
+from courtside.recipe import Recipe, SelfTeacherConfig
 from courtside.training.weights import StudentWeights
 
 DEFAULT_TOKENS, MIN_TOKENS, MAX_TOKENS = 65536, 4096, 2**19
@@ -46,7 +46,7 @@ def kv_cache_tokens(
 def num_weight_copies(recipe: Recipe) -> int:
     """Frozen and EMA self-teachers, and the reference: at most one copy of the weights each."""
     copies = [
-        t for t in teachers_of(recipe) if isinstance(t, SelfTeacherConfig) and t.weights != "live"
+        t for t in recipe.model_teachers if isinstance(t, SelfTeacherConfig) and t.weights != "live"
     ]
     return len(copies) + recipe.needs_reference
 
