@@ -27,8 +27,7 @@ from courtside.recipe import HintsConfig, LimitsConfig, RolloutConfig
 from courtside.recipe.load import parse_recipe
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.stage import TeacherStage
-from courtside.teacher.teacher import Teacher
+from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.training import weights as student_weights
 from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.student import Student

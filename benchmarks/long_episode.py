@@ -35,8 +35,7 @@ from courtside.engines.local import LocalEngine
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.stage import TeacherStage
-from courtside.teacher.teacher import Teacher
+from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.training import weights as student_weights
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.intervals import paired_difference
+from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
@@ -128,8 +129,11 @@ class Run:
     def record(
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
+        if not any(update.num_tokens.values()):
+            check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        scored = judge_hints(scored, update)
+        if update.teacher_logp:  # the update scored hints
+            scored = judge_hints(scored, update)
         self._add_step_costs(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
@@ -273,7 +277,8 @@ class Run:
                 self.meter.add("teacher", input_tokens=length, flops=forward_flops(size, length))
             num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
             if num:
-                self.meter.add("update", input_tokens=num, flops=training_flops(size, num, trained))
+                flops = training_flops(size, num, trained)
+                self.meter.add("update", input_tokens=num, flops=flops)
         reader_tokens = {
             name: counts.get(f"model/{name}", 0) for name in ("input_tokens", "output_tokens")
         }
@@ -321,6 +326,30 @@ class Run:
                 f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
                 f"saved in {self.folder.path}. The same command goes on from there"
             )
+
+
+def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
+    """An empty batch is not a zero loss: raise unless the student made no mistake to correct."""
+    if recipe.reader is not None:
+        hints = [hint for s in scored for hint in s.hints]
+        # A threshold that drops every hint of the first step is a mistake in the recipe; later the
+        # student may no longer need any of them.
+        if not hints or (update.step > 0 and all(hint.drop_reason is not None for hint in hints)):
+            return
+    elif scored and recipe.rollout.corrections and all(x.on == "dataset" for x in recipe.losses):
+        num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
+        if not num_wrong:
+            return
+        raise RunError(
+            f"step {update.step}: {num_wrong} turns went wrong, and the environment says of none "
+            "what would have been right, so rollout.corrections has nothing to imitate. Put it "
+            "into the events' details as `correct`, or remove rollout.corrections"
+        )
+    raise RunError(
+        f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
+        f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "
+        "loss. Look at the tasks, the teacher's context and each loss's `on`"
+    )
 
 
 def _describe_errors(evaluation: Evaluation) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.evaluate.evaluator import Evaluator
-from courtside.reader.base import ReaderStage
+from courtside.reader.base import Reader
 from courtside.recipe import Recipe
 from courtside.tasks.base import TaskSource
-from courtside.teacher.stage import TeacherStage
+from courtside.teacher.teacher import TeacherStage
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage
-from courtside.types import Scored, Task, Trajectory, Update
+from courtside.types import Task, Trajectory
 
 
 class Rollout(Protocol):
@@ -28,11 +28,9 @@ class Runtime:
     recipe: Recipe
     tasks: TaskSource
     rollout: Rollout
-    reader: ReaderStage
+    reader: Reader
     teacher: TeacherStage
     student: Student
-    check_update: Callable[[Sequence[Scored], Update], None]
-    """Raises where an update without a trained token is a mistake."""
     engine: Engine
     """Samples with the student's weights; the student itself only trains."""
     evaluator: Evaluator

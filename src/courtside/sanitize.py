@@ -34,3 +34,11 @@ def to_one_line(text: str) -> str:
     """
     # Line breaks first become spaces, so that the words on their two sides stay apart.
     return " ".join(escape_control_characters(" ".join(text.split())).split())
+
+
+def truncate(text: str, limit: int) -> str:
+    """
+    >>> truncate("abcdef", 4)
+    'abc…'
+    """
+    return text if len(text) <= limit else text[: limit - 1] + "…"

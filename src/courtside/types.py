@@ -196,6 +196,12 @@ class Trajectory:
         return tuple(logps)
 
     @property
+    def hintable_turns(self) -> tuple[int, ...]:
+        """Indices of turns that can get a hint: assistant turns with completion tokens."""
+        turns = enumerate(self.turns)
+        return tuple(i for i, t in turns if t.role == "assistant" and any(t.completion_mask))
+
+    @property
     def response(self) -> str:
         """Text of the last assistant turn, for graders."""
         return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")

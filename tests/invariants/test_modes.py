@@ -55,7 +55,8 @@ def train(parts: Runtime, steps: int) -> list[tuple[list[Trajectory], Update]]:
         )
         scored = parts.teacher(trajectories)
         done.append((trajectories, parts.student.step(step, scored)))
-        parts.teacher.follow()
+        for average in parts.averages.values():
+            average.update()
     return done
 
 

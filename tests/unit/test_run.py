@@ -31,9 +31,13 @@ class Recorder(SilentConsole):
 
     def __init__(self, on_step: Any = None) -> None:
         self.said: list[str] = []
+        self.phases: list[str] = []
         self.steps = 0
         self.finished = 0
         self.on_step = on_step
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
 
     def print_line(self, text: str) -> None:
         self.said.append(text)
@@ -85,6 +89,10 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
     assert console.steps == 5 and console.finished == 1
+    step = ["rollout", "reader", "teacher", "update"]
+    saved = ["checkpoint", "evaluate"]
+    between = ["evaluate"] * 3, [], saved, [], saved
+    assert console.phases == [p for before in between for p in (*before, *step)] + saved
     assert not (folder.path / "failed").exists()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from courtside.assemble.capabilities import require_capabilities
-from courtside.assemble.empty_updates import check_trained
 from courtside.assemble.models import load_models
 from courtside.assemble.notes import describe_setup
 from courtside.assemble.offline import hinted_ids, make_offline_rollout
@@ -30,9 +29,9 @@ from courtside.engines.cpu.threads import limit_threads
 from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.evaluate.evaluator import Evaluator, PlayAttempts, TaskSuite
-from courtside.reader.base import NoReader, ReaderStage
+from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.loading import make_reader
-from courtside.reader.model.student_client import make_student_client
+from courtside.reader.model.client import make_student_client
 from courtside.recipe import CombinedReaderConfig, ModelReaderConfig, Recipe
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import grade
@@ -114,7 +113,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         reader=make_reader_stage(recipe, engine, template),
         teacher=teacher,
         student=student,
-        check_update=partial(check_trained, recipe),
         engine=engine,
         evaluator=Evaluator(
             recipe,
@@ -134,13 +132,13 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     )
 
 
-def make_reader_stage(recipe: Recipe, engine: Engine, template: ChatTemplate) -> ReaderStage:
+def make_reader_stage(recipe: Recipe, engine: Engine, template: ChatTemplate) -> Reader:
     if recipe.reader is None:
-        return NoReader()
+        return propose_no_hints
     ask_student = make_student_client(
         engine, template, context_length=engine.context_length, seed=recipe.seed
     )
-    return ReaderStage(make_reader(recipe.reader, ask_self=ask_student, seed=recipe.seed))
+    return make_reader(recipe.reader, ask_self=ask_student, seed=recipe.seed)
 
 
 def _student_reads(recipe: Recipe) -> bool:

@@ -30,8 +30,7 @@ from courtside.teacher.context import task_context
 from courtside.teacher.custom import CustomTeacher
 from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.stage import TeacherStage
-from courtside.teacher.teacher import Teacher
+from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage
 from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage
@@ -71,11 +70,11 @@ class TeacherFactory:
         self.notes: list[str] = []
 
     def make_stage(self) -> TeacherStage:
-        teacher: Teacher | RoutedTeachers | CustomTeacher | None = None
+        teacher: ScoringTeacher | None = None
         config = self.recipe.teacher
         if isinstance(config, CustomTeacherConfig):
-            teacher = CustomTeacher(config, list(find_needs(self.recipe)))
-            self.sizes[teacher.name] = teacher.num_parameters
+            teacher = custom = CustomTeacher(config, list(find_needs(self.recipe)))
+            self.sizes[custom.name] = custom.num_parameters
         elif isinstance(config, RoutedTeacherConfig):
             routes = {tag: self._make(t, f"{tag}:{_label(t)}") for tag, t in config.routes.items()}
             teacher = RoutedTeachers(routes, config.default)
@@ -92,13 +91,12 @@ class TeacherFactory:
         student_template, template = self.template.renderer, self.template.renderer
         engine: Engine
         swap: Callable[[], AbstractContextManager[None]] = nullcontext
-        follow: Callable[[], None] = _stay
         if isinstance(config, ModelTeacherConfig):
             engine, template = self._model_teacher(config)
         else:
             engine, swap, average = self._self_weights(config, label)
             if average is not None:
-                self.averages[label], follow = average, average.update
+                self.averages[label] = average
         self.sizes[label] = engine.num_parameters
         want, top_k = require_capabilities(self.recipe, engine, "teacher")
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
@@ -114,7 +112,6 @@ class TeacherFactory:
             hints=hints if self.recipe.reader is not None else None,
             defers_hints=self.defers_hints,
             weights=swap,
-            follow=follow,
         )
 
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
@@ -200,7 +197,3 @@ def _trained_copies(model: Any, weights: Any) -> dict[str, Tensor]:
 
 def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
     return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacherConfig) else teacher.model
-
-
-def _stay() -> None:
-    """A teacher whose weights do not change."""

@@ -1,9 +1,9 @@
-"""The reader protocol: trajectories to hints, without models that train or losses."""
+"""The reader protocol, and the reader that combines others: trajectories in, hints out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from courtside.types import Hint, Trajectory
@@ -23,48 +23,72 @@ class ReaderOutput:
     counts: Mapping[str, int]
 
 
-@contextmanager
-def no_phase(name: str) -> Iterator[None]:
-    yield
-
-
 Reader = Callable[[Sequence[Trajectory]], ReaderOutput]
 
-Phase = Callable[[str], AbstractContextManager[None]]
-"""Charges what happens inside to the phase of this name."""
+Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], ReaderOutput]
+"""(selected hints, all proposed hints, trajectories, seed) → controlled hints."""
 
 
-class ReaderStage:
-    """The reader stage of the loop: trajectories in, hints out."""
-
-    def __init__(self, reader: Reader):
-        self.reader = reader
-
-    def __call__(self, trajectories: Sequence[Trajectory], phase: Phase = no_phase) -> ReaderOutput:
-        with phase("reader"):
-            return self.reader(trajectories)
+def propose_no_hints(_trajectories: Sequence[Trajectory]) -> ReaderOutput:
+    """The reader of a recipe without one."""
+    return ReaderOutput(hints=(), counts={})
 
 
-class NoReader(ReaderStage):
-    """Gives no hints and costs nothing."""
+class CombinedReader:
+    """Several readers in order, one hint a turn, a budget for each trajectory, then a control.
 
-    def __init__(self) -> None:
-        super().__init__(lambda trajectories: ReaderOutput(hints=(), counts={}))
+    A hint for a turn that does not exist is dropped whichever reader proposed it; of several for
+    one turn the first stays, in the order of the readers; then come the first `max_hints` of each
+    trajectory.
+    """
 
-    def __call__(self, trajectories: Sequence[Trajectory], phase: Phase = no_phase) -> ReaderOutput:
-        return self.reader(trajectories)
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        *,
+        max_hints: int,
+        control: Control | None = None,
+        seed: int = 0,
+    ):
+        self.readers = tuple(readers)
+        self.max_hints, self.control, self.seed = max_hints, control, seed
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        assert len(by_id) == len(trajectories), "ids name trajectories"
+        counts: Counter[str] = Counter()
+        proposed: dict[tuple[str, int], Hint] = {}
+        for output in [reader(trajectories) for reader in self.readers]:
+            # Members that are CombinedReaders counted "accepted" hints, which are selected again.
+            counts.update({name: n for name, n in output.counts.items() if name != "accepted"})
+            for hint in output.hints:
+                if problem := _find_problem(hint, by_id):
+                    counts[f"dropped/{problem}"] += 1
+                elif (hint.trajectory, hint.turn) in proposed:
+                    counts["dropped/duplicate"] += 1
+                else:
+                    proposed[hint.trajectory, hint.turn] = hint
+        selected = self._within_budget(list(proposed.values()), counts)
+        if self.control is not None:
+            controlled = self.control(selected, list(proposed.values()), trajectories, self.seed)
+            selected = list(controlled.hints)
+            counts.update(controlled.counts)
+        counts["accepted"] = len(selected)
+        return ReaderOutput(hints=tuple(selected), counts=dict(sorted((+counts).items())))
+
+    def _within_budget(self, hints: Sequence[Hint], counts: Counter[str]) -> list[Hint]:
+        num_hints: Counter[str] = Counter()
+        selected: list[Hint] = []
+        for hint in hints:
+            if num_hints[hint.trajectory] < self.max_hints:
+                num_hints[hint.trajectory] += 1
+                selected.append(hint)
+            else:
+                counts["dropped/budget"] += 1
+        return selected
 
 
-def hintable_turns(trajectory: Trajectory) -> tuple[int, ...]:
-    """Indices of turns that can get a hint: assistant turns with completion tokens."""
-    return tuple(
-        i
-        for i, t in enumerate(trajectory.turns)
-        if t.role == "assistant" and any(t.completion_mask)
-    )
-
-
-def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
+def _find_problem(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str | None:
     """Why the hint is dropped, whichever reader it is from; None: it is valid."""
     if hint.trajectory not in trajectories:
         return "no_such_trajectory"
@@ -76,12 +100,3 @@ def rejection_reason(hint: Hint, trajectories: Mapping[str, Trajectory]) -> str 
     if not any(turns[hint.turn].completion_mask):
         return "no_completion"
     return None if hint.text.strip() else "empty_hint"
-
-
-def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by name, in the order of the names; names that counted nothing are left out."""
-    sums: dict[str, int] = {}
-    for mapping in counts:
-        for name, number in mapping.items():
-            sums[name] = sums.get(name, 0) + number
-    return {name: sums[name] for name in sorted(sums) if sums[name]}

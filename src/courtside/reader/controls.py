@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from courtside.reader.base import ReaderOutput, hintable_turns
+from courtside.reader.base import Control, ReaderOutput
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
-
-Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], ReaderOutput]
-"""(selected hints, all proposed hints, trajectories, seed) → controlled hints."""
 
 
 def random_turn(
@@ -33,7 +30,7 @@ def random_turn(
     for trajectory in trajectories:
         hinted_turns = {hint.turn for hint in proposed if hint.trajectory == trajectory.id}
         free[trajectory.id] = [
-            turn for turn in hintable_turns(trajectory) if turn not in hinted_turns
+            turn for turn in trajectory.hintable_turns if turn not in hinted_turns
         ]
         random.Random(seed_for(seed, "random_turn", trajectory.id)).shuffle(free[trajectory.id])
     for hint in hints:
@@ -90,7 +87,7 @@ def all_turns(
             first = next(iter(hint_at.values()))
             spread += [
                 hint_at.get(turn) or _relocate(first, turn, first.text, "all_turns")
-                for turn in hintable_turns(trajectory)
+                for turn in trajectory.hintable_turns
             ]
     return ReaderOutput(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
 

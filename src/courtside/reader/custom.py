@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from courtside.errors import RecipeError, RunError
 from courtside.plugins import call_with_settings, load_plugin
-from courtside.reader.base import ReaderOutput, sum_counts
+from courtside.reader.base import ReaderOutput
 from courtside.recipe.reader import CustomReaderConfig
 from courtside.types import Hint, Trajectory
 
@@ -47,7 +47,7 @@ class CustomReader:
                 counts["dropped/long_hint"] += 1
             else:
                 hints.append(hint)
-        return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
+        return ReaderOutput(hints=tuple(hints), counts=counts)
 
     def _validate_hint(self, hint: object) -> None:
         where = f"reader {self.config.path!r}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from courtside.errors import RunError, UserError
-from courtside.reader.base import ReaderOutput, sum_counts
+from courtside.reader.base import ReaderOutput
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hints_file_id, parse_hints
 from courtside.types import Hint, Trajectory
@@ -46,7 +46,7 @@ class HumanReader:
                 replaced = hint_at.pop((id, hint.turn), None)
                 counts["dropped/replaced"] += replaced is not None
                 hint_at[id, hint.turn] = replace(hint, trajectory=id)
-        return ReaderOutput(hints=tuple(hint_at.values()), counts=sum_counts([counts]))
+        return ReaderOutput(hints=tuple(hint_at.values()), counts=+counts)
 
     def _hints(self) -> tuple[tuple[Hint, ...], Mapping[str, int]]:
         path = self.config.path

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from courtside.errors import RecipeError
-from courtside.reader.base import Reader
-from courtside.reader.combine import CombinedReader
+from courtside.reader.base import CombinedReader, Reader
+from courtside.reader.controls import CONTROLS
 from courtside.reader.custom import CustomReader
 from courtside.reader.human import HumanReader
 from courtside.reader.model.client import ModelClient
 from courtside.reader.model.reader import ModelReader
-from courtside.reader.rules.reader import RuleReader
+from courtside.reader.rules import RuleReader
 from courtside.recipe.reader import (
     CombinedReaderConfig,
     CustomReaderConfig,
@@ -30,13 +30,18 @@ def make_reader(
 ) -> Reader:
     """A reader whose hints can be used as they are: existing turns, one hint each, in the budget.
 
-    `ask_self` is how the student itself can be asked; `own.make_student_client` makes one.
+    `ask_self` makes the client whose model is the student (`model.client.make_student_client`).
     """
     if isinstance(config, CombinedReaderConfig):
         members = [make_reader(member, ask_self=ask_self, seed=seed) for member in config.readers]
     else:
         members = [_make_single(config, ask_self, seed)]
-    return CombinedReader(members, max_hints=config.max_hints, control=config.control, seed=seed)
+    return CombinedReader(
+        members,
+        max_hints=config.max_hints,
+        control=CONTROLS.get(config.control),
+        seed=seed,
+    )
 
 
 def _make_single(

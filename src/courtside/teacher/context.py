@@ -12,11 +12,9 @@ from courtside.types import Message, Task, Trajectory
 
 
 def choose_contexts(
-    config: Context | None, trajectories: Sequence[Trajectory]
+    config: Context, trajectories: Sequence[Trajectory]
 ) -> Mapping[str, str | None]:
     """By trajectory id; None: there is no text, so the trajectory gets no target."""
-    if config is None:
-        return {trajectory.id: None for trajectory in trajectories}
     if config.kind == "system" or config.kind == "field":
         return {t.id: task_context(config, t.task) for t in trajectories}
     if config.kind == "feedback":
@@ -43,9 +41,8 @@ def task_context(config: Context, task: Task) -> str | None:
     return None
 
 
-def privileged_messages(config: Context | None, task: Task, text: str | None) -> Sequence[Message]:
-    if config is None or text is None:
-        return task.messages
+def insert_context_text(config: Context, task: Task, text: str) -> tuple[Message, ...]:
+    """The task's messages with the privileged text where the recipe puts it."""
     place: Literal["system", "user"] = "system" if config.kind == "system" else config.position
     return insert_context(task.messages, text, place)
 

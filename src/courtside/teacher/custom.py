@@ -54,14 +54,14 @@ class CustomTeacher:
             self._check(by_id[id], target)
         return {id: replace(target, teacher=self.name) for id, target in targets.items()}
 
+    def score_hints(self, *args: object) -> NoReturn:
+        raise AssertionError("the recipe was checked: a custom teacher has no reader")
+
     def write(self, *args: object) -> NoReturn:
         raise RecipeError(
             f"teacher.path = {self.name!r} scores and does not sample. Set evaluate.forward_kl = "
             "false, and off_policy_source = 'dataset'"
         )
-
-    def follow(self) -> None:
-        """The user's teacher does not move with the student."""
 
     def _check(self, trajectory: Trajectory, target: Target) -> None:
         indices = target.token_indices

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.teacher.teacher import HintedTarget, Teacher
-from courtside.types import Hint, Sample, Target, Task, Trajectory
+from courtside.teacher.teacher import Teacher
+from courtside.types import Hint, Sample, Scored, Target, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -27,17 +27,15 @@ class RoutedTeachers:
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
-    ) -> Mapping[str, HintedTarget]:
-        targets: dict[str, HintedTarget] = {}
+    ) -> Mapping[str, Scored]:
+        scored: dict[str, Scored] = {}
         for tag, group in self._by_route(trajectories, lambda t: t.task).items():
-            ids = {trajectory.id for _, trajectory in group}
-            targets.update(
-                self.routes[tag].score_hints(
-                    [trajectory for _, trajectory in group],
-                    [hint for hint in hints if hint.trajectory in ids],
-                )
+            trajectories = [trajectory for _, trajectory in group]
+            ids = {trajectory.id for trajectory in trajectories}
+            scored |= self.routes[tag].score_hints(
+                trajectories, [hint for hint in hints if hint.trajectory in ids]
             )
-        return targets
+        return scored
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
@@ -49,10 +47,6 @@ class RoutedTeachers:
             )
             samples.update({i: s for (i, _), s in zip(group, answers, strict=True)})
         return [samples[i] for i in range(len(tasks))]
-
-    def follow(self) -> None:
-        for teacher in self.routes.values():
-            teacher.follow()
 
     def route(self, task: Task) -> str:
         tag = next((tag for tag in task.tags if tag in self.routes), self.default)

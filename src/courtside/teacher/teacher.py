@@ -1,11 +1,14 @@
-"""A teacher: an engine, its privileged context, and the weights it scores with."""
+"""The teacher stage of the loop: trajectories in, scored trajectories out.
+
+A teacher is an engine, its privileged context, and the weights it scores with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Literal, Protocol, cast
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import (
@@ -20,27 +23,64 @@ from courtside.engines.base import (
 from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe import Context
-from courtside.teacher.context import choose_contexts, privileged_messages, task_context
+from courtside.teacher.context import choose_contexts, insert_context_text, task_context
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.types import (
     DeferredTarget,
     Hint,
     HintOutcome,
     Sample,
+    Scored,
     Target,
     Task,
     Trajectory,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HintedTarget:
-    """What the hints of one trajectory did, and the target of those that train."""
+class ScoringTeacher(Protocol):
+    name: str
 
-    outcomes: tuple[HintOutcome, ...]
-    target: Target | None = None
-    deferred: DeferredTarget | None = None
-    """In place of a target, where the update scores the hints."""
+    def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
+        """By trajectory id; one without a target is left out."""
+
+    def score_hints(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
+    ) -> Mapping[str, Scored]:
+        """By trajectory id; those without a hint are left out."""
+
+    def write(
+        self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Sample]:
+        """Samples of the teacher itself."""
+
+
+class TeacherStage:
+    def __init__(
+        self,
+        teacher: ScoringTeacher | None,
+        reference: ScoringTeacher | None,
+        *,
+        hinted: bool = False,
+    ):
+        self.teacher = teacher
+        self.hinted = hinted
+        """With a reader, only hinted turns get targets."""
+        self.reference = reference
+        """The student before training, where a loss compares with it."""
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
+    ) -> list[Scored]:
+        scored = {t.id: Scored(trajectory=t, target=None) for t in trajectories}
+        if self.teacher and self.hinted:
+            scored |= self.teacher.score_hints(trajectories, hints)
+        elif self.teacher:
+            for id, target in self.teacher.score(trajectories).items():
+                scored[id] = replace(scored[id], target=target)
+        if self.reference:
+            for id, target in self.reference.score(trajectories).items():
+                scored[id] = replace(scored[id], reference=target)
+        return list(scored.values())
 
 
 class Teacher:
@@ -58,7 +98,6 @@ class Teacher:
         hints: HintScorer | None = None,
         defers_hints: bool = False,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-        follow: Callable[[], None] = lambda: None,
     ):
         self.name = name
         self.engine = engine
@@ -75,15 +114,13 @@ class Teacher:
         """Whether the update scores the hints, as this teacher is the live student."""
         self.weights = weights
         """Puts this teacher's weights in place (adapter off, moving average)."""
-        self.follow = follow
-        """Called after every optimizer step: a moving average moves, other teachers do not."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
         """By trajectory id; one without its context, or too long with it, has no target."""
-        texts = choose_contexts(self.context, trajectories)
+        texts = choose_contexts(self.context, trajectories) if self.context else {}
         requests: dict[str, ScoreRequest] = {}
         for trajectory in trajectories:
-            text = texts[trajectory.id]
+            text = texts.get(trajectory.id)
             if self.context is not None and text is None:
                 continue
             request = self._request(trajectory, text)
@@ -95,15 +132,17 @@ class Teacher:
         lengths = {trajectory.id: len(trajectory.token_ids) for trajectory in trajectories}
         return {
             id: self._target(
-                score, head, context=texts[id], num_tokens=len(requests[id].token_ids) - lengths[id]
+                score,
+                head,
+                context=texts.get(id),
+                num_tokens=len(requests[id].token_ids) - lengths[id],
             )
             for id, score in zip(requests, scores, strict=True)
         }
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
-    ) -> Mapping[str, HintedTarget]:
-        """By trajectory id; those without a hint are left out."""
+    ) -> Mapping[str, Scored]:
         assert self.hints is not None
         if self.defers_hints:
             return self._defer(trajectories, hints, self.hints)
@@ -111,8 +150,9 @@ class Teacher:
             results = self.hints.score(trajectories, hints, want=self.want, top_k=self.top_k)
             head = self._head()
         return {
-            trajectory.id: HintedTarget(
-                outcomes=result.outcomes,
+            trajectory.id: Scored(
+                trajectory=trajectory,
+                hints=result.outcomes,
                 target=None
                 if result.scores is None
                 else self._target(
@@ -133,15 +173,16 @@ class Teacher:
         """Samples of the teacher itself, with the context that is known before any answer."""
         requests = []
         for task, seed in zip(tasks, seeds, strict=True):
-            text = task_context(self.context, task) if self.context else None
-            messages = privileged_messages(self.context, task, text)
+            messages = task.messages
+            if self.context and (text := task_context(self.context, task)) is not None:
+                messages = insert_context_text(self.context, task, text)
             requests.append(SampleRequest(prompt_ids=self.renderer.prompt_ids(messages), seed=seed))
         with self.weights():
             return self.engine.sample(requests, sampling)
 
     def _defer(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], scorer: HintScorer
-    ) -> dict[str, HintedTarget]:
+    ) -> dict[str, Scored]:
         spliced = scorer.splice(trajectories, hints)
         results = {}
         for trajectory in trajectories:
@@ -163,8 +204,11 @@ class Teacher:
                 num_context_tokens=sum(len(branch.token_ids) for branch in branches),
                 needs_hidden=self.want == "hidden",
             )
-            results[trajectory.id] = HintedTarget(
-                outcomes=outcomes, deferred=deferred if branches else None
+            results[trajectory.id] = Scored(
+                trajectory=trajectory,
+                target=None,
+                deferred=deferred if branches else None,
+                hints=outcomes,
             )
         return results
 
@@ -201,9 +245,11 @@ class Teacher:
         prompt, *turns = trajectory.turns
         assert prompt.role == "prompt"
         prompt_ids = prompt.token_ids
-        if text is not None or not self.shares_prompts:
-            messages = privileged_messages(self.context, trajectory.task, text)
+        if self.context and text is not None:
+            messages = insert_context_text(self.context, trajectory.task, text)
             prompt_ids = self.renderer.prompt_ids(messages)
+        elif not self.shares_prompts:
+            prompt_ids = self.renderer.prompt_ids(trajectory.task.messages)
         return ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
             scored=(False,) * len(prompt_ids)

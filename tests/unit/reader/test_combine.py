@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_trajectories import assistant, balanced, play, tool, tool_missing
 
-from courtside.reader.base import ReaderOutput
-from courtside.reader.combine import CombinedReader
+from courtside.reader.base import CombinedReader, ReaderOutput
+from courtside.reader.controls import CONTROLS
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rule, RuleReaderConfig
 from courtside.report.folder.hints_file import append_hint
@@ -46,7 +46,7 @@ def composed(
     *readers: Says, trajectories: Sequence[Trajectory], max_hints: int = 8, control: str = "none",
     seed: int = 1,
 ) -> ReaderOutput:  # fmt: skip
-    whole = CombinedReader(readers, max_hints=max_hints, control=control, seed=seed)
+    whole = CombinedReader(readers, max_hints=max_hints, control=CONTROLS.get(control), seed=seed)
     output = whole(trajectories)
     assert balanced(output.counts), output.counts
     return output

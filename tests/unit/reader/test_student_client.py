@@ -9,8 +9,7 @@ from scripted_trajectories import play, tool
 
 from courtside.chat.template import ChatTemplate
 from courtside.reader.loading import make_reader
-from courtside.reader.model.client import ModelClient
-from courtside.reader.model.student_client import StudentClient, make_student_client
+from courtside.reader.model.client import ModelClient, StudentClient, make_student_client
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Message
 

@@ -20,8 +20,7 @@ from courtside.seeds import seed_for
 from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.judging import judge_hints, tokens_of_span
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.stage import TeacherStage
-from courtside.teacher.teacher import Teacher
+from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.types import Hint, HintOutcome, Message, Sample, Target, Task, Trajectory, Update
 
 MODEL = tiny_model()
@@ -94,7 +93,7 @@ def score_hints(
     """Targets and outcomes by trajectory id."""
     results = scorer.score_hints(trajectories, hints)
     targets = {id: result.target for id, result in results.items() if result.target is not None}
-    return targets, {id: result.outcomes for id, result in results.items()}
+    return targets, {id: result.hints for id, result in results.items()}
 
 
 def naive_logps(before: str, answer: str, *, temperature: float = 0.8) -> torch.Tensor:
@@ -204,10 +203,10 @@ def test_hints_can_be_deferred_to_the_update(want: Want, monkeypatch: pytest.Mon
     before = [ids_of(f"{PROMPT}{told()}{OPEN}meteo(Rome)"), ids_of(f"{SECOND}{told()}{OPEN}sun")]
     for branch, ids in zip(deferred.branches, before, strict=True):
         assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
-    assert [(j.hint, j.drop_reason) for j in result.outcomes] == [
+    assert [(j.hint, j.drop_reason) for j in result.hints] == [
         (j.hint, j.drop_reason) for j in outcomes["e"]
     ]
-    assert all(j.shift is None for j in result.outcomes)
+    assert all(j.shift is None for j in result.hints)
 
 
 def test_deferred_hints_are_judged_like_the_others() -> None:
@@ -246,7 +245,7 @@ def test_a_turn_without_a_chosen_token_leaves_nothing_to_score() -> None:
     result = deferring.score_hints([cut], [hint(1), hint(5)])["e"]
     assert result.deferred is not None
     assert [b.turn for b in result.deferred.branches] == [1]
-    assert [j.drop_reason for j in result.outcomes] == [None, None]
+    assert [j.drop_reason for j in result.hints] == [None, None]
     assert deferring.score_hints([cut], [hint(5)])["e"].deferred is None
 
 

@@ -18,7 +18,7 @@ class Stub:
     """A teacher that signs everything with its name."""
 
     def __init__(self, name: str):
-        self.name, self.moved, self.asked = name, 0, []
+        self.name, self.asked = name, []
 
     def score(self, trajectories: Sequence[Trajectory]) -> dict[str, Target]:
         self.asked.append([t.id for t in trajectories])
@@ -38,9 +38,6 @@ class Stub:
             Sample(token_ids=(1,), logp=(0.0,), stop="eos", text=f"{self.name} {task.id} {seed}")
             for task, seed in zip(tasks, seeds, strict=True)
         ]
-
-    def follow(self) -> None:
-        self.moved += 1
 
 
 def routed(*tags: str, default: str | None = None) -> Any:
@@ -97,9 +94,3 @@ def test_answers_come_back_in_order_with_their_own_seeds(make_task: Make) -> Non
     ]
     samples = teachers.write(tasks, Sampling(max_new_tokens=1), [10, 11, 12, 13])
     assert [s.text for s in samples] == ["code a 10", "maths b 11", "code c 12", "maths d 13"]
-
-
-def test_every_teacher_follows() -> None:
-    teachers = routed("maths", "code")
-    teachers.follow()
-    assert [t.moved for t in teachers.routes.values()] == [1, 1]

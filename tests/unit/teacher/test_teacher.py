@@ -14,8 +14,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.recipe import Context
-from courtside.teacher.stage import TeacherStage
-from courtside.teacher.teacher import Teacher
+from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.types import Task, Trajectory
 
 Encode = Callable[[str], tuple[int, ...]]
@@ -283,8 +282,7 @@ def test_it_writes_with_what_is_known_before(
 def test_the_stage_brings_teacher_and_reference_together_by_id(
     make_teacher: Make, make_trajectory: Make
 ) -> None:
-    moves: list[str] = []
-    teacher = make_teacher(context=context(kind="feedback"), follow=lambda: moves.append("moved"))
+    teacher = make_teacher(context=context(kind="feedback"))
     batch: list[Trajectory] = [
         make_trajectory("a", passed=True),
         make_trajectory("b", ids=(60, 1), passed=False, feedback="no"),
@@ -299,6 +297,3 @@ def test_the_stage_brings_teacher_and_reference_together_by_id(
     ]
     bare = TeacherStage(None, None)
     assert all(s.target is None and s.reference is None for s in bare(batch))
-    bare.follow()
-    TeacherStage(teacher, None).follow()
-    assert moves == ["moved"]

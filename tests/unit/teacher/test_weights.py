@@ -154,7 +154,8 @@ def test_a_live_teacher_is_the_student_of_this_moment(
     first = targets(parts, trajectories)
     agree(first, tiny_model(), parts, trajectories)
     move(parts, 1)
-    parts.teacher.follow()
+    for average in parts.averages.values():
+        average.update()
     second = targets(parts, trajectories)
     agree(second, parts.student.weights.model, parts, trajectories)
     assert all((second[id].logp_T - first[id].logp_T).abs().max() > 1e-3 for id in first)
@@ -168,13 +169,16 @@ def test_a_moving_average_moves_as_computed_by_hand(
     teacher = {"kind": "self", "weights": "ema", "ema_decay": 0.8, "context": CONTEXT}
     parts = prepare(teacher, student=student)
     trajectories = written(parts)
-    average = snapshot(parts)
+    expected_average = snapshot(parts)
     agree(targets(parts, trajectories), tiny_model(), parts, trajectories)
     for seed in range(3):
         move(parts, seed)
-        parts.teacher.follow()
+        for average in parts.averages.values():
+            average.update()
         now = snapshot(parts)
-        average = {name: 0.8 * average[name] + 0.2 * now[name] for name in average}
+        expected_average = {
+            name: 0.8 * value + 0.2 * now[name] for name, value in expected_average.items()
+        }
 
     own = snapshot(parts)
     places = {name: p.data_ptr() for name, p in parts.student.weights.trained.items()}
@@ -184,11 +188,11 @@ def test_a_moving_average_moves_as_computed_by_hand(
         assert parameter.data_ptr() == places[name]
     (kept,) = parts.averages.values()
     for name, tensor in kept.shadow.items():
-        torch.testing.assert_close(tensor, average[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tensor, expected_average[name], rtol=1e-6, atol=1e-6)
 
     # The same averages put into the student by hand.
     for name, parameter in parts.student.weights.trained.items():
-        parameter.data.copy_(average[name])
+        parameter.data.copy_(expected_average[name])
     agree(found, parts.student.weights.model, parts, trajectories)
 
 
@@ -221,7 +225,8 @@ def test_two_averages_of_one_student_do_not_mix(prepare: Any) -> None:
     )
     start = snapshot(parts)
     move(parts, 0)
-    parts.teacher.follow()
+    for average in parts.averages.values():
+        average.update()
     end = snapshot(parts)
     for label, decay in (("fast:self:ema", 0.1), ("slow:self:ema", 0.9)):
         for name, tensor in parts.averages[label].shadow.items():

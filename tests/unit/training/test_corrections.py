@@ -13,6 +13,7 @@ from support.small_runs import small_recipe
 from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RunError
+from courtside.run import check_empty_update
 from courtside.runtime import Runtime
 
 WORLD = '''
@@ -101,9 +102,9 @@ def test_a_batch_without_a_mistake_changes_no_weight(tiny_folder: Path) -> None:
     assert update.num_tokens == {"cross_entropy": 0} and update.metrics["grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
     assert not parts.student.optimizer.state
-    parts.check_update(scored, update)
+    check_empty_update(parts.recipe, scored, update)
     with pytest.raises(RunError, match="not a zero loss"):
-        parts.check_update([], parts.student.step(3, []))
+        check_empty_update(parts.recipe, [], parts.student.step(3, []))
 
 
 def test_mistakes_that_nobody_can_correct_are_an_error(tiny_folder: Path, tmp_path: Path) -> None:

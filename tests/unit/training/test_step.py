@@ -12,6 +12,7 @@ from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
+from courtside.run import check_empty_update
 from courtside.runtime import Runtime
 from courtside.types import Scored
 
@@ -101,7 +102,7 @@ def test_an_empty_batch_is_no_zero_loss(empty, parts):
     update = parts.student.step(0, scored)
     assert update.num_tokens == {"divergence": 0} and math.isnan(update.components["divergence"])
     with pytest.raises(RunError, match=r"anything to train on.*not a zero loss"):
-        parts.check_update(scored, update)
+        check_empty_update(parts.recipe, scored, update)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
 
 

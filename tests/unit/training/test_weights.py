@@ -163,7 +163,8 @@ def test_a_moving_average_teacher_speaks_with_its_own_weights(lora, tiny_folder)
     parts.student.step(0, first)
     again = parts.teacher(trajectories)
     assert torch.equal(first[0].target.logp_T, again[0].target.logp_T)  # it has not moved yet
-    parts.teacher.follow()
+    for average in parts.averages.values():
+        average.update()
     for name, parameter in parts.student.weights.trained.items():
         expected = 0.75 * start[name] + 0.25 * parameter.detach()
         torch.testing.assert_close(average.shadow[name], expected)

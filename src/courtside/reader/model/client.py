@@ -1,11 +1,15 @@
-"""The protocol of model clients: messages in, text out."""
+"""Clients of a reader's model: messages in, text out. This one is the student, in process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from courtside.chat.template import ChatTemplate
+from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.recipe.reader import ModelReaderConfig
+from courtside.seeds import seed_for
 from courtside.types import Message
 
 
@@ -25,3 +29,59 @@ class ModelClient(Protocol):
     def fits(self, prompt: Sequence[Message]) -> bool:
         """Whether it is short enough to be asked. True where that is not known beforehand."""
         ...
+
+
+class StudentClient:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatTemplate,
+        *,
+        sampling: Sampling,
+        context_length: int,
+        seed: int,
+    ):
+        self.engine = engine
+        self.renderer = renderer
+        self.sampling = sampling
+        self.max_prompt_tokens = context_length - sampling.max_new_tokens
+        self.seed = seed
+
+    def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
+        if not prompts:
+            return []
+        requests = []
+        for prompt in prompts:
+            ids = self.renderer.prompt_ids(prompt)
+            # From the prompt alone, so that a reply does not depend on the rest of the batch.
+            seed = seed_for(self.seed, "reader", *(message.content for message in prompt))
+            requests.append(SampleRequest(prompt_ids=ids, seed=seed))
+        samples = self.engine.sample(requests, self.sampling)
+        return [
+            Reply(
+                text=sample.text,
+                input_tokens=len(request.prompt_ids),
+                output_tokens=len(sample.token_ids),
+            )
+            for request, sample in zip(requests, samples, strict=True)
+        ]
+
+    def fits(self, prompt: Sequence[Message]) -> bool:
+        return len(self.renderer.prompt_ids(prompt)) <= self.max_prompt_tokens
+
+
+def make_student_client(
+    engine: Engine, renderer: ChatTemplate, *, context_length: int, seed: int
+) -> Callable[[ModelReaderConfig], ModelClient]:
+    """What `make_reader` takes as `ask_self`."""
+
+    def make(config: ModelReaderConfig) -> ModelClient:
+        return StudentClient(
+            engine,
+            renderer,
+            sampling=Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
+            context_length=context_length,
+            seed=seed,
+        )
+
+    return make

@@ -16,9 +16,8 @@ import httpx
 
 from courtside.errors import RecipeError, RunError
 from courtside.reader.model.client import Reply
-from courtside.reader.rules.wording import truncate
 from courtside.recipe.reader import ModelReaderConfig
-from courtside.sanitize import to_one_line
+from courtside.sanitize import to_one_line, truncate
 from courtside.types import Message
 
 LONGEST_WAIT = 60.0

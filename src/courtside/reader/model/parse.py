@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from courtside.reader.model.prompt import Window
-from courtside.reader.rules.wording import truncate
 from courtside.recipe.reader import ModelReaderConfig
-from courtside.sanitize import to_one_line
+from courtside.sanitize import to_one_line, truncate
 from courtside.types import Hint, Trajectory
 
 MAX_TRIES = 200

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from courtside.reader.base import hintable_turns
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Trajectory, Turn
 
@@ -55,7 +54,7 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
 
     Every turn that can get a hint is in at least one.
     """
-    hintable = set(hintable_turns(trajectory))
+    hintable = set(trajectory.hintable_turns)
     task_lines = [
         _line({"turn": 0, "by": m.role}, m.content, config.max_message_chars)
         for m in trajectory.task.messages

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from courtside.reader.base import ReaderOutput, sum_counts
+from courtside.reader.base import ReaderOutput
 from courtside.reader.model.client import ModelClient
 from courtside.reader.model.parse import parse_reply
 from courtside.reader.model.prompt import CLOSE, OPEN, Window, make_windows
@@ -66,7 +66,7 @@ class ModelReader:
         hints.sort(
             key=lambda hint: -1.0 if hint.confidence is None else hint.confidence, reverse=True
         )
-        return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
+        return ReaderOutput(hints=tuple(hints), counts=+counts)
 
     def prompt(self, window: Window) -> tuple[Message, Message]:
         task = TASK.format(

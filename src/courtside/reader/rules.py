@@ -7,15 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from courtside.reader.base import ReaderOutput, hintable_turns, sum_counts
-from courtside.reader.rules.detectors import detect_mistake
-from courtside.reader.rules.turn_log import TurnLog
-from courtside.reader.rules.wording import FACT_CHARS, truncate
+from courtside.reader.base import ReaderOutput
+from courtside.reader.detectors import TurnLog, detect_mistake
 from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, parse_slots
-from courtside.sanitize import escape_control_characters, to_one_line
+from courtside.sanitize import escape_control_characters, to_one_line, truncate
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory
 
+FACT_CHARS = 200
+"""Of a text from the trajectory that goes into a hint: an error message can be a whole page."""
 LONG_FACTS = frozenset({"message", "arguments", "match"})
 
 
@@ -31,9 +31,9 @@ class RuleReader:
         counts: Counter[str] = Counter()
         for trajectory in trajectories:
             log = TurnLog(trajectory, self.error)
-            for turn in hintable_turns(trajectory):
+            for turn in trajectory.hintable_turns:
                 hints += self._hints_for_turn(log, turn, counts)
-        return ReaderOutput(hints=tuple(hints), counts=sum_counts([counts]))
+        return ReaderOutput(hints=tuple(hints), counts=counts)
 
     def _hints_for_turn(self, log: TurnLog, turn: int, counts: Counter[str]) -> list[Hint]:
         hints: list[Hint] = []

@@ -1,1 +1,0 @@
-"""Declared rules as the reader: detectors, and the words of a hint."""
