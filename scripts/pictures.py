@@ -84,11 +84,11 @@ STEP = (
         ),
         owner="student",
     ),
-    Stage("reader", "Hint", (("reader/base.py", "finds turns that went wrong"),)),
+    Stage("reader", "Hint", (("reader/base.py", "hints for turns that went wrong"),)),
     Stage(
         "teacher", "Scored, Target",
         (
-            ("teacher/stage.py", "teacher and hints of a batch"),
+            ("teacher/teacher.py", "targets of a batch and its hints"),
             ("teacher/context.py", "privileged context"),
             ("engines/forward/forward.py", "packed forward passes"),
             ("engines/forward/batching.py", "prompts once per group"),
