@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_models import NUM_WORDS, saved
+from support.gpu_models import VOCAB_SIZE, save_qwen3
 from support.small_runs import small_recipe
 from torch import Tensor
 
@@ -26,7 +26,7 @@ LENGTH = 512
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Deep enough for what a layer needs for itself to be little beside what all keep."""
-    return saved(tmp_path_factory.mktemp("deep"), layers=8, size=128)
+    return save_qwen3(tmp_path_factory.mktemp("deep"), layers=8, size=128)
 
 
 def assemble_with(
@@ -46,7 +46,7 @@ def sequences(samples: int) -> list[list[int]]:
     draw = random.Random(0)
 
     def ids() -> list[int]:
-        return [draw.randrange(NUM_WORDS) for _ in range(LENGTH // 2)]
+        return [draw.randrange(VOCAB_SIZE) for _ in range(LENGTH // 2)]
 
     prompts = [ids() for _ in range(16 // samples)]
     return [[*prompt, *ids()] for prompt in prompts for _ in range(samples)]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.gpu_models import in_float64, qwen3
+from support.float64 import in_float64
+from support.gpu_models import qwen3
 from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest

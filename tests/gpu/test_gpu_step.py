@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_models import NUM_WORDS, in_float64, off, saved
+from support.float64 import in_float64, relative_error
+from support.gpu_models import VOCAB_SIZE, save_qwen3
+from support.gradients import accumulate, compute_gradients, flatten_gradients, perturb_weights
 from support.small_runs import small_recipe
 from support.textbook import naive_loss
 from torch import Tensor
@@ -19,8 +21,6 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.losses.fused import linear_divergence, torch_backend
 from courtside.runtime import Runtime
-from courtside.training.loss_terms import make_loss_terms
-from courtside.training.metrics import MetricAccumulator
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
 TOP_K = {"kind": "divergence", "support": {"kind": "top_k", "k": 20, "of": "teacher"}}
@@ -46,7 +46,7 @@ def make_trajectory(parts: Runtime, number: int) -> Trajectory:
     draw = random.Random(number)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(2, NUM_WORDS) for _ in range(count))
+        return tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(count))
 
     def answer() -> Turn:
         words = ids(draw.randint(3, 25))
@@ -81,9 +81,9 @@ def make_trajectory(parts: Runtime, number: int) -> Trajectory:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make = tmp_path_factory.mktemp
     return {
-        "tied": saved(make("tied")),
-        "untied": saved(make("untied"), tied=False, size=96),
-        "teacher": saved(make("teacher"), seed=1, layers=3, size=128, tied=False),
+        "tied": save_qwen3(make("tied")),
+        "untied": save_qwen3(make("untied"), tied=False, size=96),
+        "teacher": save_qwen3(make("teacher"), seed=1, layers=3, size=128, tied=False),
     }
 
 
@@ -107,10 +107,7 @@ def make_parts(
     parts = assemble(recipe)
     if dtype == "float32":
         parts.teacher.teacher.engine.model.float()
-    torch.manual_seed(3)
-    with torch.no_grad():  # away from where adapters start, which is nowhere
-        for parameter in parts.student.weights.trained.values():
-            parameter += 0.02 * torch.randn(parameter.shape).to(parameter)
+    perturb_weights(parts, 0.02)
     return parts
 
 
@@ -124,22 +121,6 @@ def textbook_gradients(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, values
 
 
-def our_gradients(
-    parts: Runtime, scored: list[Scored]
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    metrics = MetricAccumulator()
-    parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained
-    return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
-
-
-def together(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat(
-        [gradients[name].detach().cpu().double().flatten() for name in sorted(gradients)]
-    )
-
-
 @pytest.mark.parametrize("model", ["tied", "untied"])
 @pytest.mark.parametrize("losses", LOSSES)
 def test_gradients_in_float32(
@@ -147,15 +128,15 @@ def test_gradients_in_float32(
 ) -> None:
     parts = make_parts(folders, device, LOSSES[losses], dtype="float32", model=model)
     scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
-    ours, values = our_gradients(parts, scored)
+    ours, metrics = accumulate(parts, scored)
     right, right_values = textbook_gradients(parts, scored, LOSSES[losses])
     assert ours.keys() == right.keys()
     # A GPU's attention in float32 is that of three products of fewer digits.
     limit = 2e-4 if device.type == "cpu" else 1e-3
-    assert off(together(ours), together(right)) < limit
+    assert relative_error(flatten_gradients(ours), flatten_gradients(right)) < limit
     for name, gradient in right.items():
-        assert off(ours[name], gradient) < 10 * limit, name
-    assert values["divergence"] == pytest.approx(right_values["divergence"], rel=1e-4)
+        assert relative_error(ours[name], gradient) < 10 * limit, name
+    assert metrics.losses["divergence"] == pytest.approx(right_values["divergence"], rel=1e-4)
 
 
 @pytest.mark.parametrize("student", [FULL, LORA, HEAD], ids=["all weights", "LoRA", "LoRA, head"])
@@ -167,16 +148,17 @@ def test_gradients_in_bfloat16(
     bfloat16 is from float64 at all is what autograd over blocks of logits gives."""
     parts = make_parts(folders, device, LOSSES[losses], dtype="bfloat16", **student)
     scored = parts.teacher([make_trajectory(parts, n) for n in range(5)])
-    ours, _ = our_gradients(parts, scored)
+    ours = compute_gradients(parts, scored)
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())
-    for parameter in parts.student.weights.trained.values():
-        parameter.grad = None
     right, _ = textbook_gradients(parts, scored, LOSSES[losses])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(linear_divergence, "choose_backend", lambda *_: "torch")
         patched.setattr(torch_backend, "as_closed_form", lambda _: None)
-        plain, _ = our_gradients(parts, scored)
-    error, usual = (off(together(found), together(right)) for found in (ours, plain))
+        plain = compute_gradients(parts, scored)
+    error, usual = (
+        relative_error(flatten_gradients(found), flatten_gradients(right))
+        for found in (ours, plain)
+    )
     # Which 20 words of a random teacher are the likeliest is itself a matter of rounding.
     inherent = 0.25 if losses == "top k" else 0.1
     assert error < max(1.5 * usual, 5e-3) and usual < inherent, (error, usual)
@@ -195,7 +177,7 @@ def test_a_whole_step(
                 if k in ("betas", "eps", "weight_decay")}  # fmt: skip
     update = parts.student.step(0, scored)
     copies = {name: value.clone().requires_grad_() for name, value in before.items()}
-    clip = min(1.0, parts.recipe.train.max_grad_norm / float(together(right).norm()))
+    clip = min(1.0, parts.recipe.train.max_grad_norm / float(flatten_gradients(right).norm()))
     for name, copy in copies.items():
         copy.grad = right[name] * clip
     rate = update.metrics["learning_rate"]
@@ -203,7 +185,9 @@ def test_a_whole_step(
     moved = {name: p.detach().cpu().double() - before[name] for name, p in weights.items()}
     expected = {name: copy.detach() - before[name] for name, copy in copies.items()}
     # Adam divides by the gradient's size: where that is all rounding, the sign may be too.
-    assert off(together(moved), together(expected)) < 0.05
-    assert update.metrics["grad_norm"] == pytest.approx(float(together(right).norm()), rel=1e-3)
+    assert relative_error(flatten_gradients(moved), flatten_gradients(expected)) < 0.05
+    assert update.metrics["grad_norm"] == pytest.approx(
+        float(flatten_gradients(right).norm()), rel=1e-3
+    )
     found = torch.tensor([x for s in scored for x in update.student_logp[s.trajectory.id]])
     assert bool(found.isfinite().all())

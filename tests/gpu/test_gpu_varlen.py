@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from support.gpu_models import NUM_WORDS, in_float64, off, qwen3
+from support.float64 import in_float64, relative_error
+from support.gpu_models import VOCAB_SIZE, qwen3
+from support.gradients import take_gradients
 from torch import Tensor
 
 from courtside.engines.forward.forward import ForwardPasses, probe_packing, probe_prefix_sharing
@@ -37,14 +38,7 @@ def casting(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
 
 def sequences() -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(NUM_WORDS) for _ in range(length)] for length in LENGTHS]
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return gradients
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
@@ -79,7 +73,7 @@ def test_packed_sequences_equal_separate_passes(
             pieces = [hidden_ND[p.start : p.start + n] for p, n in zip(spans, LENGTHS, strict=True)]
             samples_ND = torch.cat(pieces)
             samples_ND.backward(weight_ND.to(samples_ND))
-        results[name] = samples_ND, take_gradients(model)
+        results[name] = samples_ND, take_gradients(dict(model.named_parameters()))
     expected_calls = model.config.num_hidden_layers * (2 if checkpointing else 1)
     has_kernel = device.type == "cuda" and precision != "float32"
     assert sum(kernel_calls) == (expected_calls if has_kernel else 0)
@@ -91,16 +85,20 @@ def test_packed_sequences_equal_separate_passes(
         ]
     )
     exact_ND.backward(weight_ND)
-    expected = take_gradients(exact)
+    expected = take_gradients(dict(exact.named_parameters()))
     # The rounding error is that of the padded pass; attention across sequences would be far off.
     packed_ND, packed = results["packed"]
     padded_ND, padded = results["padded"]
-    assert off(packed_ND, exact_ND.detach()) < 1e-5 + 1.5 * off(padded_ND, exact_ND.detach())
-    assert off(packed_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
+    assert relative_error(packed_ND, exact_ND.detach()) < 1e-5 + 1.5 * relative_error(
+        padded_ND, exact_ND.detach()
+    )
+    assert relative_error(packed_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
     assert packed.keys() == padded.keys() == expected.keys()
     slack = 1e-5 if precision == "float32" else 0.01
     for name, gradient in expected.items():
-        assert off(packed[name], gradient) < slack + 2 * off(padded[name], gradient), name
+        assert relative_error(packed[name], gradient) < slack + 2 * relative_error(
+            padded[name], gradient
+        ), name
 
 
 def two_groups() -> list[list[int]]:
@@ -108,9 +106,9 @@ def two_groups() -> list[list[int]]:
     rng = random.Random(2)
     samples: list[list[int]] = []
     for num_prompt, suffixes in ((150, (40, 1, 0, 130)), (33, (64, 7, 65, 200))):
-        prompt = [rng.randrange(NUM_WORDS) for _ in range(num_prompt)]
-        samples += [prompt + [rng.randrange(NUM_WORDS) for _ in range(n)] for n in suffixes]
-    return [*samples[1:], [rng.randrange(NUM_WORDS) for _ in range(77)], samples[0]]
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)]
+        samples += [prompt + [rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in suffixes]
+    return [*samples[1:], [rng.randrange(VOCAB_SIZE) for _ in range(77)], samples[0]]
 
 
 NUM_SHARED = 150 + 171 + 33 + 336 + 77
@@ -141,21 +139,25 @@ def test_samples_with_a_shared_prompt_equal_separate_passes(
             indices = [i for p, n in zip(spans, sizes, strict=True) for i in p.indices(range(n))]
             samples_ND = hidden_ND.index_select(0, torch.tensor(indices, device=device))
             samples_ND.backward(weight_ND.to(samples_ND))
-        results[name] = samples_ND, take_gradients(model)
+        results[name] = samples_ND, take_gradients(dict(model.named_parameters()))
     exact_ND = torch.cat(
         [exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
     )
     exact_ND.backward(weight_ND)
-    expected = take_gradients(exact)
+    expected = take_gradients(dict(exact.named_parameters()))
     # The rounding error is that of unshared samples; a missing prompt key would be far off.
     shared_ND, shared = results["shared"]
     separate_ND, separate = results["separate"]
-    assert off(shared_ND, exact_ND.detach()) < 1e-5 + 1.5 * off(separate_ND, exact_ND.detach())
-    assert off(shared_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
+    assert relative_error(shared_ND, exact_ND.detach()) < 1e-5 + 1.5 * relative_error(
+        separate_ND, exact_ND.detach()
+    )
+    assert relative_error(shared_ND, exact_ND.detach()) < (1e-4 if precision == "float32" else 0.05)
     assert shared.keys() == separate.keys() == expected.keys()
     slack = 1e-5 if precision == "float32" else 0.01
     for name, gradient in expected.items():
-        assert off(shared[name], gradient) < slack + 2 * off(separate[name], gradient), name
+        assert relative_error(shared[name], gradient) < slack + 2 * relative_error(
+            separate[name], gradient
+        ), name
 
 
 SHAPES = [(0, 130, 40), (0, 17, 1), (1, 1, 64), (4, 300, 9), (4, 150, 200), (5, 0, 30), (4, 1, 3)]
@@ -166,7 +168,7 @@ def branches() -> list[tuple[int, Branch]]:
     rng = random.Random(1)
     return [
         (trunk, Branch(trajectory="t", turn=1, splice=splice, scored=(False,) * size,
-                       token_ids=tuple(rng.randrange(NUM_WORDS) for _ in range(size))))
+                       token_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(size))))
         for trunk, splice, size in SHAPES
     ]  # fmt: skip
 
@@ -197,16 +199,16 @@ def test_branches_equal_separate_passes(precision: str, device: torch.device) ->
                     if device.type == "cuda":
                         torch.cuda.set_sync_debug_mode("default")
             trunk_ND.square().mean().backward()
-        results[with_branches] = trunk_ND.detach(), take_gradients(model)
+        results[with_branches] = trunk_ND.detach(), take_gradients(dict(model.named_parameters()))
     slack = 1e-5 if precision == "float32" else 0.01
     for name, gradient in results[False][1].items():
-        assert off(results[True][1][name], gradient) < slack, name
+        assert relative_error(results[True][1][name], gradient) < slack, name
     with torch.no_grad():
         for (trunk, branch), hidden_ND in zip(branches(), hidden, strict=True):
             ids = [*sequences()[trunk][: branch.splice], *branch.token_ids]
             out = exact.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
             exact_ND = out[branch.splice :]
-            assert off(hidden_ND, exact_ND) < (1e-4 if precision == "float32" else 0.05)
+            assert relative_error(hidden_ND, exact_ND) < (1e-4 if precision == "float32" else 0.05)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import batch_of, gradients
+from support.gradients import compute_gradients, score_batch
 from support.small_runs import small_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,7 +72,7 @@ def test_each_weight_is_rounded_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder, **settings)
-    scored, student = batch_of(parts), parts.student
+    scored, student = score_batch(parts), parts.student
     num_passes = 0
     real = student._micro_batch
 
@@ -86,10 +86,10 @@ def test_each_weight_is_rounded_once_a_step(
     monkeypatch.setattr(student, "_micro_batch", micro_batch)
     linear = {n: p for n, p in student.weights.trained.items() if "proj" in n}
     anew = False
-    gradients(parts, scored)  # layers are tried out now, which rounds too
+    compute_gradients(parts, scored)  # layers are tried out now, which rounds too
     num_passes = 0
     with Casts(linear) as casts:
-        ours = gradients(parts, scored)
+        ours = compute_gradients(parts, scored)
     assert num_passes >= 3 and len(linear) >= 14
     assert casts.count == dict.fromkeys(linear, 1)
     monkeypatch.setattr(cpu_patches, "_linear_patches", lambda *_: [])
@@ -97,7 +97,7 @@ def test_each_weight_is_rounded_once_a_step(
     for anew in (False, True):  # noqa: B007  (`micro_batch` looks at it)
         num_passes = 0
         with Casts(linear) as casts:
-            found.append(gradients(parts, scored))
+            found.append(compute_gradients(parts, scored))
         counts.append(set(casts.count.values()))
     assert counts == [{1}, {num_passes}], "autocast's own, kept and as it would be without"
     for theirs in found:
@@ -109,7 +109,7 @@ def test_both_heads_are_rounded_once_a_step(
     tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder)
-    scored, rounding = batch_of(parts), []
+    scored, rounding = score_batch(parts), []
     real = head._cast
 
     def cast(*parameters: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_step_reads_the_weights_of_the_step_before(
     losses: Any, outer: bool, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder, losses)
-    scored = batch_of(parts)
+    scored = score_batch(parts)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outer):
         before = parts.student.step(0, scored).student_logp
         second = parts.student.step(1, scored)
@@ -150,7 +150,7 @@ def test_a_pass_that_fails_leaves_nothing_rounded(
     tiny_folder: Path, tiny_teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder)
-    scored = batch_of(parts)
+    scored = score_batch(parts)
     weight = parts.student.weights.model.model.layers[0].mlp.up_proj.weight
     hidden_1D = torch.ones(1, weight.shape[1])
 

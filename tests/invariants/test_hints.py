@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import compute_gradients, take_gradients
 from support.small_runs import small_recipe
 
 from courtside.api import rescore, train
@@ -17,7 +18,6 @@ from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.load import parse_recipe
 from courtside.training.loss_terms import make_loss_terms
-from courtside.training.metrics import MetricAccumulator
 from courtside.types import Hint, Scored
 
 
@@ -38,15 +38,6 @@ def scored_batch(parts: Any, hints: Any = None) -> list[Scored]:
     trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
     found = parts.reader(trajectories).hints
     return parts.teacher(trajectories, found if hints is None else hints(trajectories, found))
-
-
-def gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
-    recipe = parts.recipe
-    chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, MetricAccumulator())
-    found = {n: p.grad.clone() for n, p in parts.student.weights.trained.items()}
-    parts.student.optimizer.zero_grad(set_to_none=True)
-    return found
 
 
 def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
@@ -73,9 +64,7 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
             total = total + (p.exp() * (p - q)).sum()
             count += len(turn.token_ids)
     (total / count).backward()
-    found = {n: p.grad.clone() for n, p in parts.student.weights.trained.items()}
-    parts.student.optimizer.zero_grad(set_to_none=True)
-    return found
+    return take_gradients(parts.student.weights.trained)
 
 
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -89,7 +78,7 @@ def test_the_update_is_that_of_the_textbook(roomy_folder: Path) -> None:
     assert sum(len(s.hints) for s in scored) >= 4 and all(
         j.drop_reason is None for s in scored for j in s.hints
     )
-    close(gradient(parts, scored), naive_gradient(parts, scored))
+    close(compute_gradients(parts, scored), naive_gradient(parts, scored))
 
 
 def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
@@ -111,7 +100,7 @@ def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
         scored = scored_batch(parts, which)
         (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         sizes[name] = part.denominator
-        sums[name] = {n: g * part.denominator for n, g in gradient(parts, scored).items()}
+        sums[name] = {n: g * part.denominator for n, g in compute_gradients(parts, scored).items()}
     assert sizes["one"] + sizes["rest"] == sizes["all"]
     for name, whole in sums["all"].items():
         both = sums["one"][name] + sums["rest"][name]
@@ -135,7 +124,7 @@ def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
         with torch.no_grad():  # away from the reference, or the anchor has no gradient
             for p in parts.student.weights.trained.values():
                 p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
-        found.append(gradient(parts, scored_batch(parts, half)))
+        found.append(compute_gradients(parts, scored_batch(parts, half)))
     close(*found)
 
 

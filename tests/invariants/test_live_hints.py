@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import accumulate, make_float64
 from support.small_runs import small_recipe
-from support.textbook import double
 from torch import Tensor
 
 from courtside.api import rescore, train
@@ -21,7 +21,6 @@ from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training.hint_branches import uses_dropout
 from courtside.training.loss_terms import make_loss_terms
-from courtside.training.metrics import MetricAccumulator
 from courtside.types import Hint, Scored, Trajectory
 
 EVERY = -1e9
@@ -65,17 +64,7 @@ def in_update(parts: Runtime) -> bool:
 def prepared(recipe: Any) -> Runtime:
     """In float64, moved off the start so that adapters and references differ from it."""
     parts = assemble(recipe)
-    for model in {parts.engine.model, *_models(parts)}:
-        double(model)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in parts.student.weights.trained.values():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return parts
-
-
-def _models(parts: Runtime) -> list[Any]:
-    return [parts.teacher.reference.engine.model] if parts.teacher.reference else []
+    return make_float64(parts)
 
 
 def some_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
@@ -105,12 +94,7 @@ def counted(parts: Runtime) -> Iterator[list[int]]:
 
 
 def accumulated(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    metrics = MetricAccumulator()
-    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained
-    gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-    parts.student.optimizer.zero_grad(set_to_none=True)
+    gradients, metrics = accumulate(parts, scored)
     return gradients, {**metrics.losses, **metrics.means()}
 
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.float64 import double
+from support.gradients import (
+    Gradients,
+    assert_equal_gradients,
+    make_float64,
+    score_batch,
+    take_gradients,
+)
 from support.small_runs import small_recipe, write_jsonl
-from support.textbook import double, naive_loss
+from support.textbook import naive_loss
 from support.tiny_model import tiny_model, tiny_tokenizer
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from courtside.assemble import assemble
@@ -25,8 +32,6 @@ from courtside.training import student as step
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
-
-Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +63,7 @@ def prepared(
     lines = [{"prompt": prompt, "split": "train"} for prompt in prompts]
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", lines))}
     parts = assemble(small_recipe(model, teacher, tasks=tasks, **sections))
-    double(parts.engine.model)
-    double(parts.teacher.teacher.engine.model)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in parts.student.weights.trained.values():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return parts
-
-
-def batch_of(parts: Runtime) -> list[Scored]:
-    return parts.teacher(parts.rollout(parts.tasks.batch(0, 5), 0))
+    return make_float64(parts)
 
 
 def accumulated(
@@ -87,22 +82,7 @@ def accumulated(
     chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     logps = student.accumulate(0, scored, chosen, MetricAccumulator()).student
     hook.remove()
-    return take_gradients(parts), logps, computed
-
-
-def take_gradients(parts: Runtime) -> Gradients:
-    trained = parts.student.weights.trained
-    found = {name: p.grad for name, p in trained.items() if p.grad is not None}
-    for parameter in trained.values():
-        parameter.grad = None
-    return found
-
-
-def assert_equal(ours: Gradients, theirs: Gradients) -> None:
-    assert ours.keys() == theirs.keys() and ours
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-11)
-    assert max(float(g.abs().max()) for g in theirs.values()) > 1e-4
+    return take_gradients(parts.student.weights.trained), logps, computed
 
 
 def read_lengths(parts: Runtime, scored: list[Scored]) -> list[int]:
@@ -135,7 +115,7 @@ def test_packed_passes_are_one_sequence_at_a_time(
     student: dict[str, Any], tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, student=student)
-    scored = batch_of(parts)
+    scored = score_batch(parts, 5)
     lengths = read_lengths(parts, scored)
     assert parts.student.passes.padding_reason is None
 
@@ -145,14 +125,14 @@ def test_packed_passes_are_one_sequence_at_a_time(
         [{"kind": "divergence"}], scored, model, {teacher.name: teacher.engine.model}, model
     )
     total.backward()
-    textbook = take_gradients(parts)
+    textbook = take_gradients(parts.student.weights.trained)
     alone, logps, computed = accumulated(parts, scored, 1)
     assert sorted(computed) == sorted(lengths)
-    assert_equal(alone, textbook)
+    assert_equal_gradients(alone, textbook)
     parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     for budget in (60, 250, 10**6):
         packed, again, computed = accumulated(parts, scored, budget)
-        assert_equal(packed, alone)
+        assert_equal_gradients(packed, alone)
         assert sum(computed) == sum(lengths), "no token is computed that nobody wrote"
         assert len(computed) < len(lengths) and max(computed) <= max(budget, *lengths)
         assert again.keys() == logps.keys()
@@ -165,14 +145,14 @@ def test_padded_passes_give_the_same_update(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path)
-    scored = batch_of(parts)
+    scored = score_batch(parts, 5)
     packed, logps, computed = accumulated(parts, scored, 300)
     real = parts.student.passes
     parts.student.passes = ForwardPasses(
         model=real.model, pad_id=real.pad_id, padding_reason="asked for"
     )
     padded, again, more = accumulated(parts, scored, 300)
-    assert_equal(padded, packed)
+    assert_equal_gradients(padded, packed)
     assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
     assert sum(more) > sum(computed)
 
@@ -217,7 +197,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path)
-    scored = batch_of(parts)
+    scored = score_batch(parts, 5)
     model = parts.student.weights.model
     assert parts.student.passes.padding_reason is None
 
@@ -267,7 +247,7 @@ def test_samples_that_share_their_prompt_give_the_same_update(
     # One sequence a pass, groups cut over passes, all in one.
     for budget in (1, max(lengths) + 10, 10**6):
         found, again, computed = accumulated(parts, scored, budget)
-        assert_equal(found, separate)
+        assert_equal_gradients(found, separate)
         assert max(computed) <= max(budget, *lengths)
         assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
         counts[budget] = sum(computed)
@@ -346,7 +326,7 @@ def test_pairs_share_their_prompt(tiny_folder: Path, tmp_path: Path) -> None:
     assert sum(computed) == once_a_prompt(scored)
     parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     separate, again, _ = accumulated(parts, scored, 10**6)
-    assert_equal(found, separate)
+    assert_equal_gradients(found, separate)
     assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import gradients
+from support.gradients import compute_gradients
 from support.small_runs import digest, small_recipe
 
 from courtside.api import evaluate_student, rescore, train
@@ -133,7 +133,7 @@ def test_the_update_is_that_of_the_run_that_sampled_them(
         stored = now.rollout(now.tasks.batch(step, 4), step)
         again = now.teacher(stored, now.reader(stored).hints)
         assert {t.id: t.token_ids for t in stored} == {t.id: t.token_ids for t in trajectories}
-        expected, found = gradients(then, scored), gradients(now, again)
+        expected, found = compute_gradients(then, scored), compute_gradients(now, again)
         assert expected.keys() == found.keys()
         assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-5
         for name, gradient in expected.items():

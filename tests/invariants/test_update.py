@@ -12,20 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import (
+    Gradients,
+    accumulate,
+    assert_equal_gradients,
+    compute_gradients,
+    make_float64,
+    take_gradients,
+)
 from support.small_runs import small_recipe
-from support.textbook import double, logp_of, naive_loss
+from support.textbook import logp_of, naive_loss
 from support.tiny_model import tiny_model, tiny_tokenizer
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
-from courtside.training.metrics import MetricAccumulator
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
-
-Gradients = dict[str, Tensor]
-
 
 # ── a batch with everything in it ────────────────────────────────────────────────────────────────
 
@@ -107,42 +110,12 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_float64(parts: Runtime) -> Runtime:
-    """All models of the parts, the student moved away from its reference."""
-    double(parts.engine.model)
-    scorers = [parts.teacher.teacher, parts.teacher.reference]
-    for teacher in scorers:
-        for one in getattr(teacher, "routes", {"": teacher}).values():
-            if one is not None:
-                double(one.engine.model)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in parts.student.weights.trained.values():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return parts
-
-
 def engines_of(parts: Runtime) -> dict[str, Any]:
     teacher = parts.teacher.teacher
     if teacher is None:
         return {}
     routes = getattr(teacher, "routes", {"": teacher}).values()
     return {one.name: one.engine.model for one in routes}
-
-
-def gradients_of(parts: Runtime, scored: list[Scored]) -> tuple[Gradients, dict[str, float]]:
-    metrics = MetricAccumulator()
-    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    parts.student.accumulate(0, scored, chosen, metrics)
-    return take_gradients(parts), metrics.losses
-
-
-def take_gradients(parts: Runtime) -> Gradients:
-    trained = parts.student.weights.trained
-    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
-    for parameter in trained.values():
-        parameter.grad = None
-    return gradients
 
 
 def naive_gradients(
@@ -154,14 +127,7 @@ def naive_gradients(
         losses, scored, model, engines_of(parts), reference.engine.model if reference else model
     )
     total.backward()
-    return take_gradients(parts), values
-
-
-def assert_equal(ours: Gradients, theirs: Gradients) -> None:
-    assert ours.keys() == theirs.keys() and ours
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-11)
-    assert max(float(g.abs().max()) for g in theirs.values()) > 1e-4
+    return take_gradients(parts.student.weights.trained), values
 
 
 def top_k(of: str, form: str = "tail", **more: Any) -> dict[str, Any]:
@@ -215,11 +181,11 @@ HALF = {"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": 0.5}
 
 
 def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
-    ours, values = gradients_of(parts, scored)
+    ours, metrics = accumulate(parts, scored)
     theirs, expected = naive_gradients(parts, scored, losses)
-    assert_equal(ours, theirs)
+    assert_equal_gradients(ours, theirs)
     if not any(loss["kind"] == "policy_gradient" for loss in losses):
-        assert values == pytest.approx(expected, rel=1e-9)
+        assert metrics.losses == pytest.approx(expected, rel=1e-9)
     return ours
 
 
@@ -227,7 +193,7 @@ def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) ->
 def test_gradient_is_the_textbooks(name, tiny_folder, tiny_teacher_folder):
     losses = ON_POLICY[name]
     teacher = None if losses[0].get("advantage") == "reward" else tiny_teacher_folder
-    parts = in_float64(assemble(small_recipe(tiny_folder, teacher, losses=losses)))
+    parts = make_float64(assemble(small_recipe(tiny_folder, teacher, losses=losses)))
     scored = parts.teacher(make_batch(parts))
     check(parts, scored, losses)
     if name == "entropy aware":
@@ -240,18 +206,20 @@ def test_gradient_is_the_textbooks(name, tiny_folder, tiny_teacher_folder):
 def test_values_of_policy_gradients(tiny_folder, tiny_teacher_folder):
     """Only where surrogate and textbook agree in value: −A·log π, and the clipped one."""
     for losses in (ON_POLICY["no ratio"], ON_POLICY["clipped ratio"], ON_POLICY["truncate"]):
-        parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
+        parts = make_float64(
+            assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses))
+        )
         scored = parts.teacher(make_batch(parts))
-        _, values = gradients_of(parts, scored)
+        _, metrics = accumulate(parts, scored)
         _, expected = naive_gradients(parts, scored, losses)
-        assert values == pytest.approx(expected, rel=1e-9)
+        assert metrics.losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_cross_entropy_on_data(tiny_folder):
     losses = [{"kind": "cross_entropy"}]
     recipe = small_recipe(tiny_folder, losses=losses, tasks={"kind": "arithmetic"},
                           rollout={"student_fraction": 0.0})  # fmt: skip
-    parts = in_float64(assemble(recipe))
+    parts = make_float64(assemble(recipe))
     batch = [make_trajectory(parts, n, source="dataset") for n in range(5)]
     check(parts, parts.teacher(batch), losses)
 
@@ -270,7 +238,7 @@ def test_preference_is_dpo_over_pairs(budget, tiny_folder):
     recipe = preference_recipe(
         tiny_folder, train={"micro_batch_tokens": budget, "logits_chunk_tokens": 3}
     )
-    parts = in_float64(assemble(recipe))
+    parts = make_float64(assemble(recipe))
     scored = parts.teacher(make_pairs(parts))
     losses = [{"kind": "preference", "beta": 0.4}]
     check(parts, scored, losses)
@@ -282,7 +250,7 @@ def test_a_pair_of_which_the_teacher_knows_one_half(tiny_folder, tiny_teacher_fo
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=losses,
                           tasks={"kind": "arithmetic"},
                                  rollout={"student_fraction": 0.0})  # fmt: skip
-    parts = in_float64(assemble(recipe))
+    parts = make_float64(assemble(recipe))
     scored = parts.teacher(make_pairs(parts))
     check(parts, [replace(scored[0], target=None), *scored[1:]], losses)
 
@@ -307,11 +275,11 @@ def test_a_mix_does_not_depend_on_the_cut(train, checkpointing, tiny_folder, tin
         losses=MIX,
         train=train,
     )
-    parts = in_float64(assemble(recipe))
+    parts = make_float64(assemble(recipe))
     scored = parts.teacher(make_batch(parts, mixed=True))
     gradients = check(parts, scored, MIX)
-    backwards, _ = gradients_of(parts, scored[::-1])
-    assert_equal(backwards, gradients)
+    backwards = compute_gradients(parts, scored[::-1])
+    assert_equal_gradients(backwards, gradients)
 
 
 def test_metrics_do_not_depend_on_the_cut(tiny_folder, tiny_teacher_folder):
@@ -319,7 +287,7 @@ def test_metrics_do_not_depend_on_the_cut(tiny_folder, tiny_teacher_folder):
     for train in MIXED:
         recipe = small_recipe(tiny_folder, tiny_teacher_folder, tasks={"kind": "arithmetic"},
                               rollout=HALF, losses=MIX, train=train)  # fmt: skip
-        parts = in_float64(assemble(recipe))
+        parts = make_float64(assemble(recipe))
         scored = parts.teacher(make_batch(parts, mixed=True))
         update = parts.student.step(0, scored)
         metrics.append(dict(update.metrics) | dict(update.components))
@@ -332,18 +300,18 @@ def test_trajectories_of_others_change_nothing(tiny_folder, tiny_teacher_folder)
     losses = [{"kind": "divergence", "on": "student"}]
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, tasks={"kind": "arithmetic"},
                           rollout=HALF, losses=losses)  # fmt: skip
-    parts = in_float64(assemble(recipe))
+    parts = make_float64(assemble(recipe))
     scored = parts.teacher(make_batch(parts, mixed=True))
     alone = [s for s in scored if s.trajectory.source == "student"]
     assert 0 < len(alone) < len(scored)
-    assert_equal(gradients_of(parts, scored)[0], gradients_of(parts, alone)[0])
+    assert_equal_gradients(compute_gradients(parts, scored), compute_gradients(parts, alone))
 
 
 @pytest.mark.parametrize("kind", ["divergence", "policy_gradient"])
 def test_where_no_teacher_spoke_nothing_is_trained(kind, tiny_folder, tiny_teacher_folder):
     """Missing log-probs are NaN; they must not reach the gradient of the others."""
     losses = [{"kind": kind}]
-    parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
+    parts = make_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses)))
     scored = parts.teacher(make_batch(parts))
     scored = [replace(s, target=None) if i % 2 else s for i, s in enumerate(scored)]
     check(parts, scored, losses)
@@ -362,7 +330,7 @@ def test_routed_teachers_of_different_width(tiny_folder, tiny_teacher_folder, wi
             teacher={"kind": "routes", "routes": routes, "default": "plain"},
             train={"micro_batch_tokens": budget},
         )
-        parts = in_float64(assemble(recipe))
+        parts = make_float64(assemble(recipe))
         scored = parts.teacher(make_batch(parts))
         assert len({s.target.hidden_TD.shape[1] for s in scored}) == 2
         check(parts, scored, losses)
@@ -394,9 +362,9 @@ def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_fo
 
 
 def test_a_tied_embedding_gets_the_gradient_of_both_its_uses(tiny_folder, tiny_teacher_folder):
-    parts = in_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder)))
+    parts = make_float64(assemble(small_recipe(tiny_folder, tiny_teacher_folder)))
     scored = parts.teacher(make_batch(parts))
-    tied, _ = gradients_of(parts, scored)
+    tied = compute_gradients(parts, scored)
     model = parts.student.weights.model
     name = "model.embed_tokens.weight"
     assert model.lm_head.weight is model.model.embed_tokens.weight

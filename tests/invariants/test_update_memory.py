@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import batch_of, gradients
+from support.gradients import compute_gradients, perturb_weights, score_batch
 from support.small_runs import small_recipe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,10 +50,7 @@ def assemble_perturbed(student: Path, teacher: Path, **settings: Any) -> Runtime
         train={"prompts_per_step": 3, "micro_batch_tokens": 32},
     )
     parts = assemble(recipe)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in parts.student.weights.trained.values():  # half of an adapter is zero
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb_weights(parts)
     return parts
 
 
@@ -65,10 +62,10 @@ def test_gradients_are_those_of_unpatched_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = assemble_perturbed(tiny_folder, tiny_teacher_folder, **settings)
-    scored = batch_of(parts)
-    patched = gradients(parts, scored)
+    scored = score_batch(parts)
+    patched = compute_gradients(parts, scored)
     monkeypatch.setattr(parts.student, "_reuse_buffers", nullcontext)
-    plain = gradients(parts, scored)
+    plain = compute_gradients(parts, scored)
     assert patched.keys() == plain.keys() == parts.student.weights.trained.keys()
     for name, gradient in patched.items():
         assert gradient.any() and torch.equal(gradient, plain[name]), name
@@ -82,7 +79,7 @@ def test_gradients_share_a_buffer_that_the_next_step_reuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = assemble_perturbed(tiny_folder, tiny_teacher_folder, **settings)
-    scored, student = batch_of(parts), parts.student
+    scored, student = score_batch(parts), parts.student
     trained = student.weights.trained
     head = student.head.module.weight
     buffers: list[set[int]] = []
@@ -108,7 +105,7 @@ def test_an_unused_weight_has_no_gradient(tiny_folder: Path, tiny_teacher_folder
     extra = nn.Parameter(torch.ones(3))
     parts.student.weights.model.register_parameter("extra", extra)
     assert "extra" in parts.student.weights.trained
-    assert "extra" not in gradients(parts, batch_of(parts))
+    assert "extra" not in compute_gradients(parts, score_batch(parts))
 
 
 class Allocations(TorchDispatchMode):
@@ -160,7 +157,7 @@ def test_a_pass_saves_shared_casts_once_and_allocates_no_gradient_of_the_vocabul
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = assemble_perturbed(tiny_folder, tiny_teacher_folder, dtype=dtype)
-    scored = batch_of(parts)
+    scored = score_batch(parts)
     _, patched, calls = measure_pass(parts, scored)
     assert "aten.embedding_dense_backward" not in calls
     monkeypatch.setattr(parts.student, "_reuse_buffers", nullcontext)

@@ -1,19 +1,16 @@
-"""Small random models with the shapes of real ones, and float64 references on a CPU."""
+"""Small random Qwen3 models with a real layout: query and key norms, GQA, tied embeddings."""
 
 from __future__ import annotations
 
-import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.tiny_model import tiny_tokenizer
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-NUM_WORDS = 258
-"""Those of `tiny_tokenizer`."""
+VOCAB_SIZE = 258
+"""That of `tiny_tokenizer`."""
 
 
 def qwen3(
@@ -22,7 +19,7 @@ def qwen3(
     size: int = 64,
     layers: int = 2,
     tied: bool = True,
-    vocab_size: int = NUM_WORDS,
+    vocab_size: int = VOCAB_SIZE,
     spread: float = 0.15,
 ) -> Any:
     """A Qwen3: norms on queries and keys, grouped heads, tied embeddings."""
@@ -45,29 +42,8 @@ def qwen3(
     return Qwen3ForCausalLM(config).eval()
 
 
-def saved(folder: Path, **options: Any) -> Path:
+def save_qwen3(folder: Path, **options: Any) -> Path:
     """A model folder as a user would have it."""
     qwen3(**options).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def in_float64(model: Any) -> Any:
-    """A copy on the CPU, in float64 throughout: norms would compute in float32 otherwise."""
-    duplicate = copy.deepcopy(model).cpu().double()
-    for module in duplicate.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(_norm, module)
-    return duplicate
-
-
-def _norm(layer: Any, hidden: Tensor) -> Tensor:
-    size = hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon
-    return layer.weight * hidden * size.rsqrt()
-
-
-def off(value: Tensor, right: Tensor) -> float:
-    """‖value − right‖ / ‖right‖; inf where something is not finite."""
-    value, right = (t.detach().cpu().double() for t in (value, right))
-    error = (value - right).norm() / right.norm()
-    return float(error) if bool(error.isfinite()) else float("inf")

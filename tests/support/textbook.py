@@ -5,7 +5,6 @@ One whole forward pass a trajectory, full logits, one mean over all tokens of a 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,16 +157,3 @@ def naive_loss(
         values[loss.get("name", loss["kind"])] = float(mean.detach())
         total = total + loss.get("weight", 1.0) * mean
     return total, values
-
-
-def double(model: Any) -> None:
-    """In float64 throughout: the norm layers would compute in float32 whatever the weights are."""
-    model.double()
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(norm, module)
-
-
-def norm(layer: Any, hidden: Tensor) -> Tensor:
-    size = hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon
-    return layer.weight * hidden * size.rsqrt()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.textbook import double
+from support.float64 import double, relative_error
+from support.gradients import take_gradients
 from support.tiny_model import tiny_model
 from support.varlen import (
     KERNEL_BACKENDS,
@@ -60,30 +61,15 @@ NUM_SHARED = 20 + 7 + 31 + 33 + 1 + 12 + 9
 """Tokens of `two_groups` where both prompts are computed once."""
 
 
-def in_float64(model: Any) -> Any:
-    double(model)
-    return model
-
-
 def make_passes(model: Any, backend: VarlenBackend | None = None) -> ForwardPasses:
     return ForwardPasses(
         model=model, pad_id=1, padding_reason=None, backend=backend or VarlenBackend()
     )
 
 
-def relative_error(ours: Tensor, reference: Tensor) -> float:
-    return float((ours - reference).norm() / reference.norm())
-
-
 def forward_alone(model: Any, ids: list[int]) -> Tensor:
     hidden_LD: Tensor = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     return hidden_LD
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients
 
 
 def check_shared(
@@ -108,7 +94,7 @@ def check_shared(
         samples_ND = hidden_ND.index_select(0, torch.tensor(indices))
         weight_ND = torch.randn_like(samples_ND)
         samples_ND.backward(weight_ND)
-    shared = take_gradients(model)
+    shared = take_gradients(dict(model.named_parameters()))
     lengths = [len(ids) for ids in sequences]
     for ids, shared_LD, weight_LD in zip(
         sequences, samples_ND.detach().split(lengths), weight_ND.split(lengths), strict=True
@@ -116,7 +102,7 @@ def check_shared(
         alone_LD = forward_alone(model, ids)
         assert relative_error(shared_LD, alone_LD.detach()) < limit
         alone_LD.backward(weight_LD)
-    separate = take_gradients(model)
+    separate = take_gradients(dict(model.named_parameters()))
     assert shared.keys() == separate.keys() and shared
     for name, gradient in separate.items():
         assert relative_error(shared[name], gradient) < limit or gradient.norm() < limit, name
@@ -128,18 +114,18 @@ def check_shared(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_with_a_shared_prompt_equal_separate_passes(name: str, dtype: torch.dtype) -> None:
-    model = in_float64(MODELS[name]()) if dtype == torch.float64 else MODELS[name]()
+    model = double(MODELS[name]()) if dtype == torch.float64 else MODELS[name]()
     assert probe_prefix_sharing(model) is None
     check_shared(model, two_groups(), NUM_SHARED)
 
 
 def test_equal_samples_are_computed_once() -> None:
-    check_shared(in_float64(tiny_model()), [two_groups()[0]] * 3, 27)
+    check_shared(double(tiny_model()), [two_groups()[0]] * 3, 27)
 
 
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_with_a_varlen_kernel(backend: VarlenBackend) -> None:
-    check_shared(in_float64(qwen3()), two_groups(), NUM_SHARED, backend)
+    check_shared(double(qwen3()), two_groups(), NUM_SHARED, backend)
 
 
 def with_gather_index(layout: VarlenLayout) -> VarlenLayout:
@@ -171,7 +157,7 @@ def test_kernels_gather_and_sum_as_torch_does(heads: int) -> None:
 def test_adapters_and_recomputed_layers(checkpointing: bool) -> None:
     model = qwen3()
     get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    in_float64(model).eval()
+    double(model).eval()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -181,7 +167,7 @@ def test_adapters_and_recomputed_layers(checkpointing: bool) -> None:
 @pytest.mark.parametrize("query_block", [1, 5, 31, 32])
 def test_masks_are_split_into_query_blocks(query_block: int) -> None:
     """A mask of all queries would grow with the square of a sequence."""
-    model = in_float64(tiny_model())
+    model = double(tiny_model())
     layouts: list[VarlenLayout] = []
     model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: layouts.append(kwargs.get("varlen_layout")), with_kwargs=True
@@ -312,7 +298,7 @@ def test_a_group_is_split_only_where_it_must_be(make_engine: Make) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_branches_leave_a_shared_trunk_anywhere(name: str) -> None:
-    model, sequences = in_float64(MODELS[name]()), two_groups()
+    model, sequences = double(MODELS[name]()), two_groups()
     branches = [
         (trunk, make_branch(splice, [(11 * splice + 5 * i) % 258 for i in range(length)]))
         for trunk, splice, length in (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.float64 import in_float64, relative_error
+from support.gradients import accumulate, flatten_gradients
 from support.small_runs import small_recipe
 from support.textbook import logp_of, naive_loss
 from support.tiny_model import tiny_model, tiny_tokenizer
@@ -21,8 +22,6 @@ from courtside.engines.local import LocalEngine
 from courtside.engines.patches import onednn_prepack
 from courtside.engines.precision import has_bf16_flag, resolve_dtype
 from courtside.runtime import Runtime
-from courtside.training.loss_terms import make_loss_terms
-from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
 
 CPU = torch.device("cpu")
@@ -174,22 +173,6 @@ def test_log_probs_of_samples_are_those_of_scoring_them(
     assert abs(float(error_T.mean())) < 0.01
 
 
-def gradients(parts: Runtime, scored: list[Scored]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    chosen = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-    metrics = MetricAccumulator()
-    parts.student.accumulate(0, scored, chosen, metrics)
-    trained = parts.student.weights.trained
-    return {n: p.grad for n, p in trained.items() if p.grad is not None}, metrics.losses
-
-
-def flatten(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
-
-
-def in_float64(model: Any) -> Any:
-    return copy.deepcopy(model).double()
-
-
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
 def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
     name: str, tiny_folder: Path, tiny_teacher_folder: Path, native_bf16: None
@@ -211,7 +194,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
     teacher = parts.teacher.teacher
     assert teacher is not None
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
-    actual, values = gradients(parts, scored)
+    actual, metrics = accumulate(parts, scored)
     model = in_float64(parts.student.weights.model)
     model.zero_grad()
     teachers = {teacher.name: in_float64(teacher.engine.model)}  # type: ignore[union-attr, attr-defined]
@@ -220,9 +203,9 @@ def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert actual.keys() == expected.keys()
     assert all(gradient.dtype == torch.float32 for gradient in actual.values())
-    error = (flatten(actual) - flatten(expected)).norm() / flatten(expected).norm()
-    assert 1e-4 < float(error) < 0.06, "rounded, and no more than that"
-    assert values["divergence"] == pytest.approx(float(total.detach()), rel=0.02)
+    error = relative_error(flatten_gradients(actual), flatten_gradients(expected))
+    assert 1e-4 < error < 0.06, "rounded, and no more than that"
+    assert metrics.losses["divergence"] == pytest.approx(float(total.detach()), rel=0.02)
 
 
 def test_the_update_scores_samples_as_the_sampler_did(tiny_folder: Path, native_bf16: None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.gradients import take_gradients
 from support.tiny_model import tiny_model
 from support.varlen import (
     KERNEL_BACKENDS,
@@ -84,21 +85,15 @@ def check_packed(
         torch.manual_seed(0)
         weight_ND = torch.randn_like(hidden_ND)
         hidden_ND.backward(weight_ND)
-    packed = take_gradients(model)
+    packed = take_gradients(dict(model.named_parameters()))
     for start, ids in zip(starts, sequences, strict=True):
         alone_LD = forward_alone(model, ids)
         assert_near(hidden_ND[start : start + len(ids)].detach(), alone_LD.detach())
         alone_LD.backward(weight_ND[start : start + len(ids)])
-    separate = take_gradients(model)
+    separate = take_gradients(dict(model.named_parameters()))
     assert packed.keys() == separate.keys() and packed
     for name, gradient in separate.items():
         assert_near(packed[name], gradient)
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients
 
 
 # ── exactness ────────────────────────────────────────────────────────────────────────────────────

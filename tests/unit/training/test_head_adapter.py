@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.float64 import double
 from support.small_runs import small_recipe
-from support.textbook import double
 from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 
