@@ -314,7 +314,9 @@ def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
     raws = [RawLogits(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
     whole = slice(0, len(inputs.ids_N))
-    load_backend(inputs.backend)(raws[0], [(whole, raws[1])], inputs.spec(divergence), whole)
+    vocabulary_pass = load_backend(inputs.backend)(raws[0], inputs.spec(divergence), whole)
+    vocabulary_pass.run_part(whole, raws[1])
+    vocabulary_pass.finish()
     return relative(logits_NV, right_NV)
 
 

@@ -60,9 +60,9 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
                 for values_NV in (student_NV, logits[1])
             )
             whole = slice(0, len(student_NV))
-            triton_backend.vocabulary_pass_triton(
-                student, [(whole, teacher)], spec, whole, tiling=tiling
-            )
+            one_pass = triton_backend.TritonVocabularyPass(student, spec, whole, tiling=tiling)
+            one_pass.run_part(whole, teacher)
+            one_pass.finish()
 
         found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
         moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()

@@ -19,7 +19,8 @@ from support.textbook import naive_loss
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.losses.fused import linear_divergence, torch_backend
+from courtside.losses.fused import linear_divergence
+from courtside.losses.fused.types import DivergenceSpec
 from courtside.runtime import Runtime
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
 
@@ -153,7 +154,7 @@ def test_gradients_in_bfloat16(
     right, _ = textbook_gradients(parts, scored, LOSSES[losses])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(linear_divergence, "choose_backend", lambda *_: "torch")
-        patched.setattr(torch_backend, "as_closed_form", lambda _: None)
+        patched.setattr(DivergenceSpec, "closed_form", None)
         plain = compute_gradients(parts, scored)
     error, usual = (
         relative_error(flatten_gradients(found), flatten_gradients(right))

@@ -255,41 +255,13 @@ reduce.py
 - assert denominator > 0
 + assert denominator >= 0
 
-fused/closed_forms.py
-- block.logp_NV.sub_(block.logq_NV)
-+ block.logp_NV.add_(block.logq_NV)
-- value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
-+ value_N = -block.dot(block.q_NV, block.logp_NV)
-- (weight_N - pull_N)[:, None], out=block.logp_NV)
-+ (weight_N + pull_N)[:, None], out=block.logp_NV)
-- block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
-+ block.logp_NV.addcmul_(block.q_NV, weight_N[:, None])
-- value_N = block.dot(block.p_NV, logp_NV) - student_share
-+ value_N = block.dot(block.p_NV, logp_NV)
-- logp_NV.sub_(torch.exp(logp_NV, out=block.scratch_NV))
-+ pass
-- pull_N = pull_N - weight_N * pulled_NV.sum(-1)
-+ pass
-- pulled_NV.mul_(-weight_N[:, None])
-+ pulled_NV.mul_(weight_N[:, None])
-- block.set_centered(weight_N * (1 - beta), center_N, pull_N)
-+ block.set_centered(weight_N * beta, center_N, pull_N)
-+ block.set_centered(weight_N, center_N, pull_N)
-- return beta * from_teacher_N + (1 - beta) * (center_N - student_share)
-+ return (1 - beta) * from_teacher_N + beta * (center_N - student_share)
+fused/types.py
 - else (shares[1], shares[0])
 + else shares
-- sub_((weight_N * center_N + pull_N)[:, None])
-+ sub_(pull_N[:, None])
-+ sub_((weight_N * center_N - pull_N)[:, None])
-- return value_N, p_NK * (gap_NK - gap_N1)
-+ return value_N, p_NK * (gap_NK + 1)
-- torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
-+ torch.linalg.vecdot(p_NK, gap_NK)
-- (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
-+ (1 - x.sum(-1, keepdim=True))
-- if divergence.support is not None or divergence.clip is not None or
-+ if divergence.support is not None or
+- self.support is not None or self.clip is not None
++ self.support is not None
+- "forward_kl" if share == 0 else "reverse_kl"
++ "reverse_kl" if share == 0 else "forward_kl"
 
 fused/torch_backend.py
 - reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
@@ -316,6 +288,36 @@ fused/torch_backend.py
 + pass
 - target.logp_NK[:, : support.k]
 + target.logp_NK[:, -support.k :]
+- block.logp_NV.sub_(block.logq_NV)
++ block.logp_NV.add_(block.logq_NV)
+- value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
++ value_N = -block.dot(block.q_NV, block.logp_NV)
+- (weight_N - pull_N)[:, None], out=block.logp_NV)
++ (weight_N + pull_N)[:, None], out=block.logp_NV)
+- block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
++ block.logp_NV.addcmul_(block.q_NV, weight_N[:, None])
+- value_N = block.dot(block.p_NV, logp_NV) - student_share
++ value_N = block.dot(block.p_NV, logp_NV)
+- logp_NV.sub_(torch.exp(logp_NV, out=block.scratch_NV))
++ pass
+- pull_N = pull_N - weight_N * pulled_NV.sum(-1)
++ pass
+- pulled_NV.mul_(-weight_N[:, None])
++ pulled_NV.mul_(weight_N[:, None])
+- block.set_centered(weight_N * (1 - beta), center_N, pull_N)
++ block.set_centered(weight_N * beta, center_N, pull_N)
++ block.set_centered(weight_N, center_N, pull_N)
+- return beta * from_teacher_N + (1 - beta) * (center_N - student_share)
++ return (1 - beta) * from_teacher_N + beta * (center_N - student_share)
+- sub_((weight_N * center_N + pull_N)[:, None])
++ sub_(pull_N[:, None])
++ sub_((weight_N * center_N - pull_N)[:, None])
+- return value_N, p_NK * (gap_NK - gap_N1)
++ return value_N, p_NK * (gap_NK + 1)
+- torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
++ torch.linalg.vecdot(p_NK, gap_NK)
+- (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
++ (1 - x.sum(-1, keepdim=True))
 
 fused/linear_divergence.py
 - vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))
@@ -323,20 +325,18 @@ fused/linear_divergence.py
 - mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
 + mixed_NV = lam * teacher_NV + (lam - 1) * reference_NV
 + mixed_NV = (1 - lam) * teacher_NV + lam * reference_NV
-
-fused/matmuls.py
-- _multiply(gradient_VC, _operand(student, rows), weight_VD, add=True)
+- _multiply(gradient_VC, self._operand(rows), weight_VD, add=True)
 + pass
-+ _multiply(gradient_VC, _operand(student, rows), weight_VD, add=False)
-- bias_V[:vocab_size].add_(gradient_CV.sum(0, dtype=bias_V.dtype))
++ _multiply(gradient_VC, self._operand(rows), weight_VD, add=False)
+- bias_V.add_(gradient_CV.sum(0, dtype=bias_V.dtype))
 + pass
-- values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t()) * low.scale
-+ values_NR = torch.mm(_operand(side, slice(None)), low.down_RD.t())
-- _multiply(gradient_VC, low_rank.values_NR[rows], up_VR, add=True)
+- self.low_NR = torch.mm(self._operand(slice(None)), low.down_RD.t()) * low.scale
++ self.low_NR = torch.mm(self._operand(slice(None)), low.down_RD.t())
+- _multiply(gradient_VC, self.low_NR[rows], up_VR, add=True)
 + pass
-+ _multiply(gradient_VC, low_rank.values_NR[rows], up_VR, add=False)
-- gradient_NR = (low_rank.gradient_NR * low.scale).to(low.down_RD.dtype)
-+ gradient_NR = low_rank.gradient_NR.to(low.down_RD.dtype)
++ _multiply(gradient_VC, self.low_NR[rows], up_VR, add=False)
+- gradient_NR = (self.low_gradient_NR * low.scale).to(low.down_RD.dtype)
++ gradient_NR = self.low_gradient_NR.to(low.down_RD.dtype)
 - _multiply(gradient_NR, low.down_RD, gradient_ND, add=True)
 + pass
 - _multiply(gradient_NR.t(), hidden_ND, head_gradient.down_RD, add=True)

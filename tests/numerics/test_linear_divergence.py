@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from courtside.losses.fused import torch_backend
-from courtside.losses.fused.closed_forms import reverse_kl_with_tail
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
+from courtside.losses.fused.torch_backend import reverse_kl_with_tail
 from courtside.losses.fused.types import (
     DivergenceSpec,
     Extrapolation,

@@ -20,9 +20,9 @@ def test_the_list_covers_every_loss_file() -> None:
     assert len(set(mutants.MUTATIONS)) == len(mutants.MUTATIONS) >= 40
     folder = mutants.PACKAGE / "losses"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
-    # Kernels are compared with the torch backend; the records have no formulas.
+    # Kernels are compared with the torch backend.
     kernels = {"kernels", "topk_select", "topk_support", "triton_backend"}
-    without = {f"fused/{name}.py" for name in (*kernels, "types", "__init__")}
+    without = {f"fused/{name}.py" for name in (*kernels, "__init__")}
     without |= {"__init__.py", "divergences/__init__.py"}
     assert {m.file for m in mutants.MUTATIONS} == files - without
     assert all((Path(__file__).parent / name).is_file() for name in mutants.TESTS_IN_ORDER)

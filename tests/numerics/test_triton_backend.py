@@ -33,13 +33,14 @@ from torch.testing import assert_close
 
 import courtside
 from courtside.errors import RunError
-from courtside.losses.fused.closed_forms import CLOSED_FORMS, as_closed_form
 from courtside.losses.fused.linear_divergence import (
     ChunkPlan,
     choose_backend,
     fused_linear_divergence,
 )
+from courtside.losses.fused.torch_backend import CLOSED_FORM_GRADIENTS
 from courtside.losses.fused.types import (
+    CLOSED_FORMS,
     DivergenceSpec,
     HeadGradient,
     HeadLoss,
@@ -65,22 +66,22 @@ pytestmark = [
 EVERY = [
     divergence
     for divergence in (*FULL, *ENDS, *ON_SUPPORT, *TOTAL_VARIATION_ON_SUPPORT)
-    if divergence.support is not None or as_closed_form(divergence) is not None
+    if divergence.support is not None or divergence.closed_form is not None
 ]
 SMALL = ChunkPlan(chunk=4, part=3)
 TILE = 32 * 4
 """Tokens in a tile of float32 on one warp, the smallest there is."""
 
 
-launch = triton_backend.vocabulary_pass_triton
+make_pass = triton_backend.TritonVocabularyPass
 
 
 @pytest.fixture(autouse=True)
 def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Small tiles, so that small vocabularies have several."""
     options = getattr(request, "param", {"num_warps": 1})
-    tiled_pass = partial(launch, tiling=triton_backend.Tiling(**options))
-    monkeypatch.setattr(triton_backend, "vocabulary_pass_triton", tiled_pass)
+    tiled_pass = partial(make_pass, tiling=triton_backend.Tiling(**options))
+    monkeypatch.setattr(triton_backend, "TritonVocabularyPass", tiled_pass)
 
 
 def through(
@@ -282,7 +283,7 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec |
 
 
 def test_there_is_a_kernel_for_every_closed_form_and_torch_for_the_others() -> None:
-    assert triton_backend.FORMS.keys() == CLOSED_FORMS.keys()
+    assert {*CLOSED_FORMS} == triton_backend.FORMS.keys() == CLOSED_FORM_GRADIENTS.keys()
     if DEVICE == "cuda":
         weight_VD = torch.empty(2, 2, device=DEVICE)
         assert choose_backend(weight_VD, FULL[0]) == "triton"

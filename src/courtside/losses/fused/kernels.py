@@ -3,7 +3,7 @@
 
 First sweep: running softmax statistics of both rows at once. Second sweep: the gradient, stored
 over the student's logits. Mixtures need a sweep between the two, for sums over normalized
-probabilities. The formulas are those of `closed_forms`.
+probabilities. The formulas are those of `torch_backend`.
 
 A row is cut into tiles [LANES, WIDTH] of neighboring tokens. WIDTH logits are what one thread loads
 at once, so maxima and sums along WIDTH stay in its registers; each lane has running sums of its

@@ -7,28 +7,20 @@ the head. [rows × vocabulary] exists for one chunk, in the dtype of the heads; 
 float32 or better.
 
 The pass over the vocabulary is `triton_backend` on a GPU where it has kernels for the divergence,
-and `torch_backend` for everything else; both compute the formulas of `closed_forms`.
+and `torch_backend` for everything else; both compute the same formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from courtside.losses.fused.closed_forms import as_closed_form
-from courtside.losses.fused.matmuls import (
-    adapter_backward,
-    allocate_logits,
-    compute_logits,
-    head_backward,
-    padded_vocab_size,
-    project_low_rank,
-)
-from courtside.losses.fused.torch_backend import vocabulary_pass_torch
+from courtside.losses.fused.torch_backend import TorchVocabularyPass
 from courtside.losses.fused.types import (
     Backend,
     DivergenceSpec,
@@ -39,11 +31,11 @@ from courtside.losses.fused.types import (
     HeadLossSpec,
     Projection,
     RawLogits,
+    RowStats,
     Target,
-    TeacherLogits,
     TokenStatistics,
     TopKTarget,
-    concatenate_rows,
+    VocabularyPass,
 )
 
 CPU_BYTES = 9 * 2**24
@@ -60,12 +52,8 @@ CUDA_BYTES = 2**29
 CUDA_PART_BYTES = 5 * 2**25
 """Of the teacher: 512 rows of a vocabulary of 151936 in bfloat16. Smaller matmuls run worse, and
 the kernel runs four rows per multiprocessor of an H200 at a time."""
-
-
-VocabularyPass = Callable[
-    [RawLogits, TeacherLogits | TopKTarget | None, HeadLossSpec, slice],
-    tuple[TokenStatistics, DivergenceStats | None],
-]
+MAX_UPCAST_ROWS = 4096
+"""Vocabulary rows of the gradient by logits that exist in float32 at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,95 +81,71 @@ def fused_linear_divergence(
 
     What `head_gradient` leaves out is frozen; without the weight's that saves one of the four
     matmuls. `target` = None: only sampled tokens matter, which saves another. `plan`, `backend` =
-    None: chosen here.
+    None: chosen by size and device.
     """
     student, target = _share_vocabulary(student, target)
     spec = _check(student, target, spec)
     num_rows = len(student.hidden_ND)
     head_gradient = head_gradient or HeadGradient()
-    has_logits = isinstance(target, Projection | Extrapolation)
     plan = plan or plan_chunks(
-        student, teacher=has_logits, trained=head_gradient.weight_VD is not None
+        student,
+        teacher=bool(_projections(target)),
+        trained=head_gradient.weight_VD is not None,
     )
-    pass_vocabulary = load_backend(backend or choose_backend(student.weight_VD, spec.divergence))
-    # Allocated once, for all chunks: what outlives a chunk must not lie between its temporaries.
-    gradient_ND = torch.empty_like(student.hidden_ND)
-    chunk_CV = allocate_logits(student, min(plan.chunk, num_rows))
-    statistics: list[TokenStatistics] = []
-    stats: list[DivergenceStats] = []
-    with torch.no_grad(), torch.autocast(gradient_ND.device.type, enabled=False):
-        low_rank = project_low_rank(student, gradient=True)
-        teacher = None
-        if isinstance(target, Projection | Extrapolation):
-            teacher = _TargetLogits(target, min(plan.part, num_rows))
+    make_pass = load_backend(backend or choose_backend(student.weight_VD, spec.divergence))
+    results: list[RowStats] = []
+    with torch.no_grad(), torch.autocast(student.weight_VD.device.type, enabled=False):
+        # Allocated once, for all chunks: what outlives a chunk must not lie between its
+        # temporaries.
+        gradient_ND = torch.empty_like(student.hidden_ND)
+        matmuls = _HeadMatmuls(student, min(plan.chunk, num_rows), for_backward=True)
+        target_parts = _TargetParts(target, min(plan.part, num_rows))
         for start in range(0, max(1, num_rows), plan.chunk):
             rows = slice(start, min(start + plan.chunk, num_rows))
-            logits = compute_logits(student, low_rank, rows, chunk_CV)
-            chunk_target = target if isinstance(target, TopKTarget) else None
-            chunk_statistics, chunk_stats = pass_vocabulary(
-                logits, chunk_target if teacher is None else teacher.parts(rows), spec, rows
-            )
-            statistics.append(chunk_statistics)
-            stats += [] if chunk_stats is None else [chunk_stats]
-            head_backward(
-                student, low_rank, logits.values_NV, rows,
-                gradient_ND=gradient_ND, head_gradient=head_gradient,
-            )  # fmt: skip
-        if low_rank is not None:
-            adapter_backward(
-                student, low_rank, gradient_ND=gradient_ND, head_gradient=head_gradient
-            )
+            logits = matmuls.logits(rows)
+            vocabulary_pass = make_pass(logits, spec, rows)
+            for part, part_target in target_parts.within(rows):
+                vocabulary_pass.run_part(part, part_target)
+            results += vocabulary_pass.finish()
+            matmuls.backward(logits.values_NV, rows, gradient_ND, head_gradient)
+        matmuls.adapter_backward(gradient_ND, head_gradient)
+    stats = [stats for _, stats in results if stats is not None]
     return HeadLoss(
         hidden_gradient_ND=gradient_ND,
-        statistics=concatenate_rows(statistics),
-        divergence=concatenate_rows(stats) if stats else None,
+        statistics=_concatenate([statistics for statistics, _ in results]),
+        divergence=_concatenate(stats) if stats else None,
     )
 
 
-class _TargetLogits:
-    """Logits of a target, a part of the rows at a time; each part takes the memory of the last."""
-
-    def __init__(self, target: Projection | Extrapolation, size: int):
-        self.target, self.size = target, size
-        self.sides = _projections(target)
-        self.low_rank = [project_low_rank(side) for side in self.sides]
-        self.buffers = [allocate_logits(side, size) for side in self.sides]
-
-    def parts(self, rows: slice) -> TeacherLogits:
-        for first in range(rows.start, max(rows.start + 1, rows.stop), max(1, self.size)):
-            part = slice(first, min(first + self.size, rows.stop))
-            logits = [
-                compute_logits(side, low_rank, part, buffer_PV)
-                for side, low_rank, buffer_PV in zip(
-                    self.sides, self.low_rank, self.buffers, strict=True
-                )
-            ]
-            if isinstance(self.target, Extrapolation):
-                yield part, _extrapolate(*logits, lam=self.target.lam)
-            else:
-                yield part, logits[0]
+Rows = TypeVar("Rows", TokenStatistics, DivergenceStats)
 
 
-def _extrapolate(teacher: RawLogits, reference: RawLogits, *, lam: float) -> RawLogits:
-    """Mixed logits: the normalizers of both cancel in the softmax of the mixture."""
-    teacher_NV, reference_NV = (
-        values_NV if side.softcap is None else side.softcap * (values_NV / side.softcap).tanh()
-        for side in (teacher, reference)
-        for values_NV in [side.scale * side.values_NV.to(_wide_dtype(side.values_NV))]
-    )
-    mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
-    return RawLogits(values_NV=mixed_NV, scale=1.0, softcap=None)
+def _concatenate(parts: list[Rows]) -> Rows:
+    together = {
+        field.name: torch.cat([getattr(part, field.name) for part in parts])
+        for field in fields(parts[0])
+        if getattr(parts[0], field.name) is not None
+    }
+    return replace(parts[0], **together)
 
 
-def _wide_dtype(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+# ── chunks and backends ──────────────────────────────────────────────────────────────────────────
 
 
 def choose_backend(weight_VD: Tensor, divergence: DivergenceSpec | None = None) -> Backend:
     """Triton on a GPU, in the dtypes and for the divergences it has kernels for."""
     fits = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float32)
-    has_kernel = divergence is None or divergence.support or as_closed_form(divergence)
+    has_kernel = divergence is None or divergence.support or divergence.closed_form
     return "triton" if fits and has_kernel and find_spec("triton") is not None else "torch"
+
+
+def load_backend(backend: Backend) -> Callable[[RawLogits, HeadLossSpec, slice], VocabularyPass]:
+    if backend == "torch":
+        return TorchVocabularyPass
+    # Late: Triton is optional, and depends on the environment when it is imported.
+    from courtside.losses.fused import triton_backend
+
+    return triton_backend.TritonVocabularyPass
 
 
 def plan_chunks(
@@ -189,9 +153,8 @@ def plan_chunks(
 ) -> ChunkPlan:
     """As many rows as the budget allows, in chunks of about equal size. `device`: plan for another
     type of device than the student's."""
-    vocab_size = student.weight_VD.shape[0]
     num_rows = max(1, len(student.hidden_ND))
-    row_bytes = student.weight_VD.element_size() * padded_vocab_size(vocab_size)
+    row_bytes = student.weight_VD.element_size() * _padded_vocab_size(student)
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
@@ -213,6 +176,132 @@ def plan_chunks(
 def _whole_tiles(num_rows: int, tile: int) -> int:
     """Round down to whole GEMM tiles, at least one."""
     return max(1, num_rows // tile) * tile
+
+
+def _padded_vocab_size(side: Projection) -> int:
+    """Rows start at multiples of 128 bytes, for vectorized loads and for the matmuls."""
+    return -(-len(side.weight_VD) // 64) * 64
+
+
+# ── matmuls ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _HeadMatmuls:
+    """An LM head's matmuls: logits of some rows in a buffer, and the gradient by them back.
+
+    A LoRA adapter of rank R on the head is a second, narrow pair of matmuls. The [rows, R]
+    activations between the two are small enough to be computed once for all chunks; their gradient
+    is gathered chunk by chunk and goes on to the hidden states and the adapter once, at the end.
+    The sum of weight and adapter is never formed.
+    """
+
+    def __init__(self, side: Projection, num_rows: int, *, for_backward: bool = False):
+        self.side = side
+        self.vocab_size = len(side.weight_VD)
+        buffer_NV = side.weight_VD.new_empty(num_rows, _padded_vocab_size(side))
+        self.buffer_NV = buffer_NV[:, : self.vocab_size]
+        if (low := side.low_rank) is not None:
+            self.low_NR = torch.mm(self._operand(slice(None)), low.down_RD.t()) * low.scale
+            if for_backward:
+                self.low_gradient_NR = torch.empty_like(self.low_NR, dtype=_wide_dtype(self.low_NR))
+
+    def logits(self, rows: slice) -> RawLogits:
+        side, values_NV = self.side, self.buffer_NV[: rows.stop - rows.start]
+        if side.bias_V is None:
+            torch.mm(self._operand(rows), side.weight_VD.t(), out=values_NV)
+        else:
+            torch.addmm(side.bias_V, self._operand(rows), side.weight_VD.t(), out=values_NV)
+        if side.low_rank is not None:
+            values_NV.addmm_(self.low_NR[rows], side.low_rank.up_VR.t())
+        return RawLogits(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
+
+    def backward(
+        self, gradient_CV: Tensor, rows: slice, gradient_ND: Tensor, head_gradient: HeadGradient
+    ) -> None:
+        """From the gradient by logits to those by hidden states (set) and by the head (added)."""
+        _multiply(gradient_CV, self.side.weight_VD, gradient_ND[rows], add=False)
+        gradient_VC = gradient_CV.t()
+        if head_gradient.weight_VD is not None:
+            weight_VD = head_gradient.weight_VD[: self.vocab_size]
+            _multiply(gradient_VC, self._operand(rows), weight_VD, add=True)
+        if head_gradient.bias_V is not None:
+            bias_V = head_gradient.bias_V[: self.vocab_size]
+            bias_V.add_(gradient_CV.sum(0, dtype=bias_V.dtype))
+        if self.side.low_rank is None:
+            return
+        _multiply(gradient_CV, self.side.low_rank.up_VR, self.low_gradient_NR[rows], add=False)
+        if head_gradient.up_VR is not None:
+            up_VR = head_gradient.up_VR[: self.vocab_size]
+            _multiply(gradient_VC, self.low_NR[rows], up_VR, add=True)
+
+    def adapter_backward(self, gradient_ND: Tensor, head_gradient: HeadGradient) -> None:
+        """From the gradient by the low-rank activations of all rows; both results are added to."""
+        if (low := self.side.low_rank) is None:
+            return
+        gradient_NR = (self.low_gradient_NR * low.scale).to(low.down_RD.dtype)
+        _multiply(gradient_NR, low.down_RD, gradient_ND, add=True)
+        if head_gradient.down_RD is not None:
+            hidden_ND = self._operand(slice(None))
+            _multiply(gradient_NR.t(), hidden_ND, head_gradient.down_RD, add=True)
+
+    def _operand(self, rows: slice) -> Tensor:
+        return self.side.hidden_ND[rows].to(self.side.weight_VD.dtype)
+
+
+def _multiply(first: Tensor, second: Tensor, out: Tensor, *, add: bool) -> None:
+    if out.dtype == first.dtype:
+        torch.addmm(out, first, second, out=out) if add else torch.mm(first, second, out=out)
+    elif first.is_cuda and first.dtype == torch.bfloat16 and out.dtype == torch.float32:
+        # One matmul that accumulates in float32, from operands that stay in bfloat16.
+        if add:
+            torch.addmm(out, first, second, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(first, second, out_dtype=torch.float32, out=out)
+    elif add:
+        second = second.to(out.dtype)
+        blocks = zip(first.split(MAX_UPCAST_ROWS), out.split(MAX_UPCAST_ROWS), strict=True)
+        for block, out_block in blocks:
+            out_block.addmm_(block.to(out.dtype), second)
+    else:
+        out.copy_(torch.mm(first, second))
+
+
+# ── targets ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _TargetParts:
+    """A target's logits, a part of the rows at a time; each part takes the memory of the last."""
+
+    def __init__(self, target: Target | None, size: int):
+        self.target, self.size = target, max(1, size)
+        self.sides = [_HeadMatmuls(side, size) for side in _projections(target)]
+
+    def within(self, rows: slice) -> Iterator[tuple[slice, RawLogits | TopKTarget | None]]:
+        if self.target is None or isinstance(self.target, TopKTarget):
+            yield rows, None if self.target is None else self.target[rows]
+            return
+        for first in range(rows.start, max(rows.start + 1, rows.stop), self.size):
+            part = slice(first, min(first + self.size, rows.stop))
+            logits = [side.logits(part) for side in self.sides]
+            if isinstance(self.target, Extrapolation):
+                yield part, _extrapolate(*logits, lam=self.target.lam)
+            else:
+                yield part, logits[0]
+
+
+def _extrapolate(teacher: RawLogits, reference: RawLogits, *, lam: float) -> RawLogits:
+    """Mixed logits: the normalizers of both cancel in the softmax of the mixture."""
+    teacher_NV, reference_NV = (
+        values_NV if side.softcap is None else side.softcap * (values_NV / side.softcap).tanh()
+        for side in (teacher, reference)
+        for values_NV in [side.scale * side.values_NV.to(_wide_dtype(side.values_NV))]
+    )
+    mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
+    return RawLogits(values_NV=mixed_NV, scale=1.0, softcap=None)
+
+
+def _wide_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _projections(target: Target | None) -> tuple[Projection, ...]:
@@ -283,13 +372,3 @@ def _check_top_k_target(target: TopKTarget, spec: HeadLossSpec, num_rows: int) -
     assert not any(loss.baseline for loss in spec.sampled), (
         "a baseline needs KL(π‖q) over the whole vocabulary, and the teacher gives its top-k only"
     )
-
-
-def load_backend(backend: Backend) -> VocabularyPass:
-    """The pass over the vocabulary: statistics, and the gradient in place of the logits."""
-    if backend == "torch":
-        return vocabulary_pass_torch
-    # Late: Triton is optional, and depends on the environment when it is imported.
-    from courtside.losses.fused.triton_backend import vocabulary_pass_triton
-
-    return vocabulary_pass_triton

@@ -1,86 +1,68 @@
 """Loss and gradient from a chunk of logits in torch: any divergence, on any device.
 
-With x = logits / temperature and h = ∂L/∂log π, ∂L/∂x = h − π·Σ_u h_u; the sampled token y with
-∂L/∂log π_y = c adds c·(1[v = y] − π). A divergence with a closed form (`closed_forms`) is computed
-in place; any other has h from autograd, with the log-probs of a block of rows (or of their top-k
-support, [N, K]) as the leaf.
+With x = logits / temperature and h = ∂L/∂log π, the gradient is g_v = ∂L/∂x_v = h_v − π_v·Σ_u h_u
+(π student, q teacher); the sampled token y with ∂L/∂log π_y = c adds c·(1[v = y] − π). Divergences
+over the whole vocabulary that are computed in place, in closed form; sums are over the vocabulary:
+
+- reverse KL: g = π·(log(π/q) − KL(π‖q))
+- forward KL: g = π − q
+- JSD, M = β·q + (1 − β)·π: g = (1 − β)·π·(log(π/M) − KL(π‖M)); the derivatives of M cancel
+- skewed reverse, M = α·π + (1 − α)·q: g = π·(z − Σ_u π_u·z_u), z = log(π/M) − α·π/M
+- skewed forward, M = α·q + (1 − α)·π, b = (1 − α)·π/M ≤ 1: g = π·Σ_u q_u·b_u − q·b
+
+Any other divergence, and any cap on terms, has h from autograd, with the log-probs of a block of
+rows (or of their top-k support, [N, K]) as the leaf. Logits are finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from courtside.losses.fused.closed_forms import (
-    CLOSED_FORMS,
-    VocabularyBlock,
-    as_closed_form,
-    reverse_kl_with_tail,
-)
 from courtside.losses.fused.types import (
     DivergenceSpec,
     DivergenceStats,
     HeadLossSpec,
     RawLogits,
-    TeacherLogits,
+    RowStats,
     TokenStatistics,
     TopKTarget,
-    concatenate_rows,
 )
-from courtside.losses.top_k import check_top_k, combine_top_k, support_mass
+from courtside.losses.top_k import check_top_k, combine_top_k, support_mass, tail_floor
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**25
 """Elements of one block: on a CPU what its caches hold, so that many passes over it cost little."""
 
-RowStats = tuple[TokenStatistics, DivergenceStats | None]
 
+class TorchVocabularyPass:
+    def __init__(self, student: RawLogits, spec: HeadLossSpec, rows: slice):
+        self.student, self.spec, self.start = student, spec, rows.start
+        self.results: list[RowStats] = []
 
-def vocabulary_pass_torch(
-    student: RawLogits, teacher: TeacherLogits | TopKTarget | None, spec: HeadLossSpec, rows: slice
-) -> RowStats:
-    """Statistics and divergence of `rows`; the student's logits are replaced by the gradient."""
-    parts: Iterable[tuple[slice, RawLogits | TopKTarget | None]]
-    if teacher is None or isinstance(teacher, TopKTarget):
-        parts = [(rows, teacher and teacher.select_rows(rows))]
-    else:
-        parts = teacher
-    stats = [
-        block_stats
-        for part, target in parts
-        for block_stats in _pass_in_blocks(
-            student.select_rows(slice(part.start - rows.start, part.stop - rows.start)),
-            target, spec, part,
-        )
-    ]  # fmt: skip
-    divergences = [divergence for _, divergence in stats if divergence is not None]
-    return (
-        concatenate_rows([statistics for statistics, _ in stats]),
-        concatenate_rows(divergences) if divergences else None,
-    )
+    def run_part(self, rows: slice, target: RawLogits | TopKTarget | None) -> None:
+        """In blocks of a few rows."""
+        values_NV, temperature_N = self.student.values_NV, self.spec.temperature_N
+        num_rows, vocab_size = rows.stop - rows.start, values_NV.shape[1]
+        block_size = CPU_BLOCK if values_NV.device.type == "cpu" else GPU_BLOCK
+        size = max(1, min(num_rows, block_size // vocab_size))
+        # Scratch memory once for all blocks: memory of this size comes from the system page by
+        # page, which takes a CPU longer than the arithmetic. Two more where logits are upcast.
+        raw = [side.values_NV for side in (self.student, target) if isinstance(side, RawLogits)]
+        is_upcast = any(side_NV.dtype != temperature_N.dtype for side_NV in raw)
+        scratch = [temperature_N.new_empty(size, vocab_size) for _ in range(5 if is_upcast else 3)]
+        for first in range(0, max(1, num_rows), size):
+            last = min(first + size, num_rows)
+            block = slice(rows.start + first, rows.start + last)
+            student = self.student[block.start - self.start : block.stop - self.start]
+            block_target = None if target is None else target[first:last]
+            block_scratch = [scratch_NV[: last - first] for scratch_NV in scratch]
+            self.results.append(_pass_block(student, block_target, self.spec, block, block_scratch))
 
-
-def _pass_in_blocks(
-    student: RawLogits, target: RawLogits | TopKTarget | None, spec: HeadLossSpec, rows: slice
-) -> Iterator[RowStats]:
-    num_rows, vocab_size = student.values_NV.shape
-    on_cpu = student.values_NV.device.type == "cpu"
-    size = max(1, min(num_rows, (CPU_BLOCK if on_cpu else GPU_BLOCK) // vocab_size))
-    # Scratch memory once for all blocks: memory of this size comes from the system page by page,
-    # which takes a CPU longer than the arithmetic. Two more where logits are upcast.
-    raw = [side.values_NV for side in (student, target) if isinstance(side, RawLogits)]
-    is_upcast = any(values_NV.dtype != spec.temperature_N.dtype for values_NV in raw)
-    scratch = [spec.temperature_N.new_empty(size, vocab_size) for _ in range(5 if is_upcast else 3)]
-    for start in range(0, max(1, num_rows), size):
-        block = slice(start, min(start + size, num_rows))
-        yield _pass_block(
-            student.select_rows(block),
-            None if target is None else target.select_rows(block),
-            spec,
-            slice(rows.start + block.start, rows.start + block.stop),
-            [scratch_NV[: block.stop - block.start] for scratch_NV in scratch],
-        )
+    def finish(self) -> list[RowStats]:
+        return self.results
 
 
 def _pass_block(
@@ -95,13 +77,12 @@ def _pass_block(
     teacher_NV = None
     if isinstance(target, RawLogits):
         teacher_NV, _ = _scale_logits(target, temperature_N, scratch[-1])
-    block, statistics = open_block(student_NV, teacher_NV, ids_N, scratch[:3])
+    block, statistics = _open_block(student_NV, teacher_NV, ids_N, scratch[:3])
     # From gradients by logits / temperature to gradients by the output of the matmul.
     factor_N = student.scale / temperature_N
-    coefficient_N = spec.coefficient(rows, statistics)
-    if coefficient_N is not None:
-        coefficient_N = coefficient_N.to(factor_N.dtype) * factor_N
-    pull_N = torch.zeros_like(factor_N) if coefficient_N is None else coefficient_N
+    pull_N = torch.zeros_like(factor_N)
+    if spec.sampled:
+        pull_N = spec.coefficient(rows, statistics).to(factor_N.dtype) * factor_N
     stats = None
     if spec.divergence is None or spec.weight_N is None:
         torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
@@ -109,12 +90,12 @@ def _pass_block(
         weight_N = spec.weight_N[rows] * factor_N
         if spec.divergence.support is not None:
             top_k = target if isinstance(target, TopKTarget) else None
-            stats = _support_gradient(block, top_k, spec.divergence, weight_N, pull_N)
+            stats = _set_support_gradient(block, top_k, spec.divergence, weight_N, pull_N)
         else:
-            value_N = _full_gradient(block, statistics, spec.divergence, weight_N, pull_N)
+            value_N = _set_gradient(block, statistics, spec.divergence, weight_N, pull_N)
             stats = DivergenceStats(value_N=value_N.masked_fill(weight_N == 0, 0.0))
-    if coefficient_N is not None:
-        block.logp_NV.scatter_add_(-1, ids_N[:, None], coefficient_N[:, None])
+    if spec.sampled:
+        block.logp_NV.scatter_add_(-1, ids_N[:, None], pull_N[:, None])
     if slope_NV is not None:
         block.logp_NV.mul_(slope_NV)
     if block.logp_NV.data_ptr() != student.values_NV.data_ptr():
@@ -140,7 +121,32 @@ def _scale_logits(
     return tanh_NV.mul_((raw.softcap / temperature_N)[:, None]), slope_NV
 
 
-def open_block(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyBlock:
+    """Log-probs and probabilities of a few rows, all of which are overwritten on the way."""
+
+    logp_NV: Tensor
+    """Becomes the gradient by logits / temperature."""
+    p_NV: Tensor
+    logq_NV: Tensor | None
+    q_NV: Tensor | None
+    """The teacher's two are None where there is no teacher."""
+    scratch_NV: Tensor
+
+    def dot(self, first_NV: Tensor, second_NV: Tensor) -> Tensor:
+        """Σ over the vocabulary; a factor of 0 in `first_NV` gives 0, also against −inf."""
+        sum_N = torch.mul(first_NV, second_NV, out=self.scratch_NV).sum(-1)
+        if bool(sum_N.isnan().any()):
+            sum_N = self.scratch_NV.masked_fill_(first_NV == 0, 0.0).sum(-1)
+        return sum_N
+
+    def set_centered(self, weight_N: Tensor, center_N: Tensor, pull_N: Tensor) -> None:
+        """`logp_NV` holds z: it becomes π·(weight·(z − center) − pull)."""
+        self.logp_NV.mul_(weight_N[:, None]).sub_((weight_N * center_N + pull_N)[:, None])
+        self.logp_NV.mul_(self.p_NV)
+
+
+def _open_block(
     student_NV: Tensor, teacher_NV: Tensor | None, ids_N: Tensor, scratch: list[Tensor]
 ) -> tuple[VocabularyBlock, TokenStatistics]:
     """From logits over temperature in float32 or better, which are overwritten, and three scratch
@@ -152,69 +158,138 @@ def open_block(
         q_NV=None if teacher_NV is None else torch.exp(teacher_NV, out=scratch[1]),
         scratch_NV=scratch[2],
     )
-    logp_N = _gather(block.logp_NV, ids_N)
+    logp_N = block.logp_NV.gather(-1, ids_N[:, None]).squeeze(-1)
     negative_N = block.dot(block.p_NV, block.logp_NV)
     if block.logq_NV is None or block.q_NV is None:
         return block, TokenStatistics(student_logp_N=logp_N, student_entropy_N=-negative_N)
     return block, TokenStatistics(
         student_logp_N=logp_N,
         student_entropy_N=-negative_N,
-        teacher_logp_N=_gather(block.logq_NV, ids_N),
+        teacher_logp_N=block.logq_NV.gather(-1, ids_N[:, None]).squeeze(-1),
         teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
         reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
     )
 
 
-def _gather(values_NV: Tensor, ids_N: Tensor) -> Tensor:
-    return values_NV.gather(-1, ids_N[:, None]).squeeze(-1)
-
-
 # ── gradients: `block.logp_NV` becomes h − π·(Σ h + pull), with h weighted ───────────────────────
 
 
-def _full_gradient(
-    block: VocabularyBlock,
-    statistics: TokenStatistics,
-    divergence: DivergenceSpec,
-    weight_N: Tensor,
-    pull_N: Tensor,
-) -> Tensor:
+def _set_gradient(
+    block: VocabularyBlock, statistics: TokenStatistics, divergence: DivergenceSpec,
+    weight_N: Tensor, pull_N: Tensor,
+) -> Tensor:  # fmt: skip
+    """Returns the value of the divergence."""
     assert block.logq_NV is not None
-    closed = as_closed_form(divergence)
-    if closed is not None:
-        value_N = CLOSED_FORMS[closed.name](block, statistics, closed, weight_N, pull_N)
+    name = divergence.closed_form
+    if name is not None:
+        value_N = CLOSED_FORM_GRADIENTS[name](block, statistics, divergence, weight_N, pull_N)
         off_N = weight_N == 0
         if bool(off_N.any()):  # Without their teacher: 0 · NaN is NaN.
             block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
         return value_N
-    value_N, gradient_NV = differentiate(block.logp_NV, block.logq_NV, None, divergence, weight_N)
+    value_N, gradient_NV = _differentiate(block.logp_NV, block.logq_NV, None, divergence, weight_N)
     torch.mul(block.p_NV, -(pull_N + gradient_NV.sum(-1))[:, None], out=block.logp_NV)
     block.logp_NV.add_(gradient_NV)
     return value_N
 
 
-def _support_gradient(
-    block: VocabularyBlock,
-    target: TopKTarget | None,
-    divergence: DivergenceSpec,
-    weight_N: Tensor,
+def _set_reverse_kl(
+    block: VocabularyBlock, statistics: TokenStatistics, _: DivergenceSpec, weight_N: Tensor,
     pull_N: Tensor,
-) -> DivergenceStats:
+) -> Tensor:  # fmt: skip
+    assert block.logq_NV is not None and statistics.reverse_kl_N is not None
+    block.logp_NV.sub_(block.logq_NV)
+    block.set_centered(weight_N, statistics.reverse_kl_N, pull_N)
+    return statistics.reverse_kl_N
+
+
+def _set_forward_kl(
+    block: VocabularyBlock, statistics: TokenStatistics, _: DivergenceSpec, weight_N: Tensor,
+    pull_N: Tensor,
+) -> Tensor:  # fmt: skip
+    assert block.q_NV is not None and statistics.teacher_entropy_N is not None
+    value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
+    torch.mul(block.p_NV, (weight_N - pull_N)[:, None], out=block.logp_NV)
+    block.logp_NV.addcmul_(block.q_NV, -weight_N[:, None])
+    return value_N
+
+
+def _set_mixture(
+    block: VocabularyBlock, _: TokenStatistics, divergence: DivergenceSpec, weight_N: Tensor,
+    pull_N: Tensor,
+) -> Tensor:  # fmt: skip
+    logp_NV, logq_NV, q_NV = block.logp_NV, block.logq_NV, block.q_NV
+    assert logq_NV is not None and q_NV is not None
+    student_share, teacher_share = divergence.log_mixture_shares
+    # From here on log(share·π) and log(share·q), so that M is their plain sum.
+    logp_NV.add_(student_share)
+    logq_NV.add_(teacher_share)
+    mixture_NV = torch.logaddexp(logp_NV, logq_NV, out=block.scratch_NV)
+    logp_NV.sub_(mixture_NV)
+    if divergence.name == "skew_reverse_kl":
+        value_N = block.dot(block.p_NV, logp_NV) - student_share
+        logp_NV.sub_(torch.exp(logp_NV, out=block.scratch_NV))
+        block.set_centered(weight_N, block.dot(block.p_NV, logp_NV), pull_N)
+        return value_N
+    logq_NV.sub_(mixture_NV)
+    from_teacher_N = block.dot(q_NV, logq_NV) - teacher_share
+    if divergence.name == "skew_forward_kl":
+        pulled_NV = logp_NV.exp_().mul_(q_NV)
+        pull_N = pull_N - weight_N * pulled_NV.sum(-1)
+        pulled_NV.mul_(-weight_N[:, None]).addcmul_(block.p_NV, -pull_N[:, None])
+        return from_teacher_N
+    beta = divergence.parameters["beta"]
+    center_N = block.dot(block.p_NV, logp_NV)
+    block.set_centered(weight_N * (1 - beta), center_N, pull_N)
+    return beta * from_teacher_N + (1 - beta) * (center_N - student_share)
+
+
+CLOSED_FORM_GRADIENTS: dict[
+    str, Callable[[VocabularyBlock, TokenStatistics, DivergenceSpec, Tensor, Tensor], Tensor]
+] = {
+    "reverse_kl": _set_reverse_kl,
+    "forward_kl": _set_forward_kl,
+    "jsd": _set_mixture,
+    "skew_forward_kl": _set_mixture,
+    "skew_reverse_kl": _set_mixture,
+}
+
+
+def _differentiate(
+    logp_NV: Tensor, logq_NV: Tensor, keep_NV: Tensor | None, divergence: DivergenceSpec,
+    weight_N: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(value, h weighted) of any divergence, by autograd."""
+    # Rows without weight may have a teacher of NaN; the student itself takes its place.
+    logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
+    leaf_NV = logp_NV.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        value_N = divergence.value(leaf_NV, logq_NV, keep_NV)
+    (gradient_NV,) = torch.autograd.grad(value_N, leaf_NV, weight_N.to(value_N.dtype))
+    return value_N.detach(), gradient_NV
+
+
+# ── a top-k support ──────────────────────────────────────────────────────────────────────────────
+
+
+def _set_support_gradient(
+    block: VocabularyBlock, target: TopKTarget | None, divergence: DivergenceSpec,
+    weight_N: Tensor, pull_N: Tensor,
+) -> DivergenceStats:  # fmt: skip
     support = divergence.support
     assert support is not None
     check_top_k(support.k, block.logp_NV.shape[-1])
     student_NK = block.logp_NV.topk(support.k, dim=-1).indices
-    if target is None:
+    if target is not None:
+        ids_NK, keep_NK, overlap_N = combine_top_k(
+            student_NK, target.ids_NK[:, : support.k], support.of
+        )
+        logq_NK = target.logp_NK[:, : support.k].to(block.logp_NV.dtype)
+    else:
         assert block.logq_NV is not None
         teacher_NK = block.logq_NV.topk(support.k, dim=-1).indices
-    else:
-        teacher_NK = target.ids_NK[:, : support.k]
-    ids_NK, keep_NK, overlap_N = combine_top_k(student_NK, teacher_NK, support.of)
-    if target is None:
-        assert block.logq_NV is not None
+        ids_NK, keep_NK, overlap_N = combine_top_k(student_NK, teacher_NK, support.of)
         logq_NK = block.logq_NV.gather(-1, ids_NK)
-    else:
-        logq_NK = target.logp_NK[:, : support.k].to(block.logp_NV.dtype)
     stats, gradient_NK = support_divergence(
         block.logp_NV.gather(-1, ids_NK), logq_NK, keep_NK, divergence, weight_N, overlap_N
     )
@@ -224,13 +299,9 @@ def _support_gradient(
 
 
 def support_divergence(
-    logp_NK: Tensor,
-    logq_NK: Tensor,
-    keep_NK: Tensor,
-    divergence: DivergenceSpec,
-    weight_N: Tensor,
-    overlap_N: Tensor,
-) -> tuple[DivergenceStats, Tensor]:
+    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: DivergenceSpec,
+    weight_N: Tensor, overlap_N: Tensor,
+) -> tuple[DivergenceStats, Tensor]:  # fmt: skip
     """(statistics, h_NK weighted) from log-probs normalized over the whole vocabulary; h is 0 on
     tokens that a joint support lists twice."""
     support = divergence.support
@@ -240,7 +311,7 @@ def support_divergence(
         value_N, gradient_NK = reverse_kl_with_tail(logp_NK, safe_NK, keep_NK)
         gradient_NK = gradient_NK * weight_N[:, None]
     else:
-        value_N, gradient_NK = differentiate(logp_NK, logq_NK, keep_NK, divergence, weight_N)
+        value_N, gradient_NK = _differentiate(logp_NK, logq_NK, keep_NK, divergence, weight_N)
     stats = DivergenceStats(
         value_N=value_N.masked_fill(weight_N == 0, 0.0),
         student_mass_N=support_mass(logp_NK, keep_NK),
@@ -250,18 +321,15 @@ def support_divergence(
     return stats, gradient_NK
 
 
-def differentiate(
-    logp_NV: Tensor,
-    logq_NV: Tensor,
-    keep_NV: Tensor | None,
-    divergence: DivergenceSpec,
-    weight_N: Tensor,
+def reverse_kl_with_tail(
+    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(value, h weighted) of any divergence, by autograd."""
-    # Rows without weight may have a teacher of NaN; the student itself takes its place.
-    logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
-    leaf_NV = logp_NV.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        value_N = divergence.value(leaf_NV, logq_NV, keep_NV)
-    (gradient_NV,) = torch.autograd.grad(value_N, leaf_NV, weight_N.to(value_N.dtype))
-    return value_N.detach(), gradient_NV
+    """(value, h = π·(log(π/q) − log(π_tail/q_tail))) on a top-k support with a tail: what autograd
+    gives, in a quarter of the operations."""
+    p_NK, q_NK = (x.exp().masked_fill(~keep_NK, 0.0) for x in (logp_NK, logq_NK))
+    floor = tail_floor(logp_NK.dtype)
+    tail_N1, other_N1 = ((1 - x.sum(-1, keepdim=True)).clamp(min=floor) for x in (p_NK, q_NK))
+    gap_NK = (logp_NK - logq_NK).masked_fill(p_NK == 0, 0.0)
+    gap_N1 = tail_N1.log() - other_N1.log()
+    value_N: Tensor = torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
+    return value_N, p_NK * (gap_NK - gap_N1)

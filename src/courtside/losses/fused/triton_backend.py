@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from courtside.errors import RunError
-from courtside.losses.fused.closed_forms import as_closed_form, log_mixture_shares
 from courtside.losses.fused.kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, vocabulary_kernel
 from courtside.losses.fused.topk_select import (
     TopKBuffers,
@@ -37,7 +36,7 @@ from courtside.losses.fused.types import (
     DivergenceStats,
     HeadLossSpec,
     RawLogits,
-    TeacherLogits,
+    RowStats,
     TokenStatistics,
     TopKTarget,
 )
@@ -63,48 +62,63 @@ class Tiling:
 TILING = Tiling()
 
 
-def vocabulary_pass_triton(
-    student: RawLogits,
-    teacher: TeacherLogits | TopKTarget | None,
-    spec: HeadLossSpec,
-    rows: slice,
-    *,
-    tiling: Tiling = TILING,
-) -> tuple[TokenStatistics, DivergenceStats | None]:
-    """Statistics and divergence of `rows`; the student's logits are replaced by the gradient."""
-    chunk = _Launch(
-        student=student,
-        teacher=None,
-        ids_N=spec.ids_N[rows],
-        temperature_N=spec.temperature_N[rows],
-        outputs=spec.temperature_N.new_zeros(len(OUTPUTS), len(student.values_NV)),
-        tiling=tiling,
-    )
-    if spec.divergence is not None and spec.divergence.support is not None:
-        assert teacher is not None
-        return _pass_support(chunk, teacher, spec.divergence, spec, rows)
-    logits = None if isinstance(teacher, TopKTarget) else teacher
-    weight_N, divergence = chunk.zeros(), None
-    if spec.divergence is not None:
-        assert spec.weight_N is not None
-        weight_N, divergence = spec.weight_N[rows], as_closed_form(spec.divergence)
-        assert divergence is not None, f"there is no kernel for {spec.divergence.name}"
-    for part, launch in chunk.in_parts(logits, rows):
-        part_weight_N = weight_N[part.start - rows.start : part.stop - rows.start]
-        if spec.needs_statistics:
-            launch.run(divergence, weight_N=part_weight_N, statistics=True)
-            coefficient_N = spec.coefficient(part, launch.statistics())
+class TritonVocabularyPass:
+    def __init__(
+        self, student: RawLogits, spec: HeadLossSpec, rows: slice, *, tiling: Tiling = TILING
+    ):
+        self.spec, self.rows = spec, rows
+        self.chunk = _Launch(
+            student=student,
+            teacher=None,
+            ids_N=spec.ids_N[rows],
+            temperature_N=spec.temperature_N[rows],
+            outputs=spec.temperature_N.new_zeros(len(OUTPUTS), len(student.values_NV)),
+            tiling=tiling,
+        )
+        self.weight_N = self.chunk.zeros() if spec.weight_N is None else spec.weight_N[rows]
+        self.support: _SupportPass | None = None
+        if spec.divergence is None:
+            return
+        if spec.divergence.support is not None:
+            self.support = _SupportPass(self.chunk, spec.divergence, self.weight_N)
         else:
-            coefficient_N = spec.coefficient(part, None)
+            name = spec.divergence.name
+            assert spec.divergence.closed_form is not None, f"there is no kernel for {name}"
+
+    def run_part(self, rows: slice, target: RawLogits | TopKTarget | None) -> None:
+        span = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        if self.support is not None:
+            assert target is not None
+            self.support.select(span, target)
+            return
+        launch = self.chunk.in_part(span, target if isinstance(target, RawLogits) else None)
+        self.has_teacher = launch.teacher is not None
+        divergence, weight_N = self.spec.divergence, self.weight_N[span]
+        coefficient_N, needs_statistics = None, self.spec.needs_statistics
+        if needs_statistics:
+            launch.run(divergence, weight_N=weight_N, statistics=True)
+        if self.spec.sampled:
+            statistics = launch.statistics(self.has_teacher) if needs_statistics else None
+            coefficient_N = self.spec.coefficient(rows, statistics)
         launch.run(
             divergence,
-            weight_N=part_weight_N,
+            weight_N=weight_N,
             coefficient_N=coefficient_N,
-            statistics=not spec.needs_statistics,
+            statistics=not needs_statistics,
             gradient=True,
         )
-    stats = None if divergence is None else DivergenceStats(value_N=chunk.output("value"))
-    return chunk.statistics(with_teacher=logits is not None), stats
+
+    def finish(self) -> list[RowStats]:
+        if self.support is None:
+            stats = None
+            if self.spec.divergence is not None:
+                stats = DivergenceStats(value_N=self.chunk.output("value"))
+            return [(self.chunk.statistics(self.has_teacher), stats)]
+        statistics = self.support.statistics()
+        coefficient_N = None
+        if self.spec.sampled:
+            coefficient_N = self.spec.coefficient(self.rows, statistics)
+        return [(statistics, self.support.set_gradient(coefficient_N))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,26 +133,16 @@ class _Launch:
     """[output, row]: see `OUTPUTS`."""
     tiling: Tiling
 
-    def in_parts(
-        self, teacher: TeacherLogits | None, rows: slice
-    ) -> Iterator[tuple[slice, _Launch]]:
-        """With the teacher's logits, a part of the rows at a time; `outputs` is shared."""
-        if teacher is None:
-            yield rows, self
-            return
-        for part, logits in teacher:
-            span = slice(part.start - rows.start, part.stop - rows.start)
-            yield (
-                part,
-                replace(
-                    self,
-                    student=self.student.select_rows(span),
-                    teacher=logits,
-                    ids_N=self.ids_N[span],
-                    temperature_N=self.temperature_N[span],
-                    outputs=self.outputs[:, span],
-                ),
-            )
+    def in_part(self, span: slice, teacher: RawLogits | None) -> _Launch:
+        """Some of the rows, with the teacher's logits there; `outputs` is shared."""
+        return replace(
+            self,
+            student=self.student[span],
+            teacher=teacher,
+            ids_N=self.ids_N[span],
+            temperature_N=self.temperature_N[span],
+            outputs=self.outputs[:, span],
+        )
 
     @property
     def width(self) -> int:
@@ -161,28 +165,31 @@ class _Launch:
         gradient: bool = False,
         maxima: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """`maxima` of both sides get the largest logit of every group of `width` tokens."""
+        """`divergence`: over the whole vocabulary. `maxima` of both sides get the largest logit of
+        every group of `width` tokens."""
         num_rows, vocab_size = self.student.values_NV.shape
         if not num_rows:
             return
         teacher = self.teacher or self.student
         for side in (self.student, teacher):
             assert side.values_NV.stride(1) == 1, "the logits of a row are contiguous"
-        device = self.student.values_NV.device
-        mixes = divergence is not None and FORMS[divergence.name].value >= JSD.value
-        shares = log_mixture_shares(divergence) if divergence is not None and mixes else (0.0, 0.0)
+        form, shares, beta = NONE, (0.0, 0.0), 0.0
+        if divergence is not None and divergence.closed_form is not None:
+            form = FORMS[divergence.closed_form]
+            if form.value >= JSD.value:
+                shares = divergence.log_mixture_shares
+                beta = divergence.parameters.get("beta", 0.0)
         weight_N = weight_N.to(self.temperature_N.dtype).contiguous()
         if coefficient_N is None:
             coefficient_N = self.zeros() if gradient else weight_N  # used for gradients only
-        coefficient_N = coefficient_N.contiguous()
-        with _launching(device):
+        with _launching(self.student.values_NV.device):
             vocabulary_kernel[(num_rows,)](
                 self.student.values_NV,
                 teacher.values_NV,
                 self.ids_N,
                 self.temperature_N,
                 weight_N,
-                coefficient_N,
+                coefficient_N.contiguous(),
                 self.outputs,
                 *(maxima or (self.outputs, self.outputs)),
                 self.student.values_NV.stride(0),
@@ -194,8 +201,8 @@ class _Launch:
                 float(teacher.softcap or 1.0),
                 shares[0] * LOG2E.value,
                 shares[1] * LOG2E.value,
-                float(divergence.parameters.get("beta", 0.0) if divergence is not None else 0.0),
-                FORM=(NONE if divergence is None else FORMS[divergence.name]).value,
+                float(beta),
+                FORM=form.value,
                 TEACHER=self.teacher is not None,
                 STATISTICS=statistics,
                 GRADIENT=gradient,
@@ -208,59 +215,11 @@ class _Launch:
                 num_warps=self.tiling.num_warps,
             )
 
-    def statistics(self, *, with_teacher: bool | None = None) -> TokenStatistics:
-        """`with_teacher`: whether some part has a teacher; None: whether this one has."""
+    def statistics(self, with_teacher: bool) -> TokenStatistics:
         names = ["student_logp", "student_entropy"]
-        if self.teacher is not None if with_teacher is None else with_teacher:
+        if with_teacher:
             names += ["teacher_logp", "teacher_entropy", "reverse_kl"]
         return TokenStatistics(**{f"{name}_N": self.output(name) for name in names})
-
-    def allocate_group_maxima(self) -> tuple[Tensor, Tensor]:
-        assert self.teacher is not None
-        student_NG, teacher_NG = (
-            allocate_group_maxima(side.values_NV, lanes=self.tiling.lanes, width=self.width)
-            for side in (self.student, self.teacher)
-        )
-        return student_NG, teacher_NG
-
-    def select_top_k(
-        self, out: tuple[TopKBuffers, TopKBuffers], maxima: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """The most likely tokens of both sides, with the logits of both."""
-        assert self.teacher is not None
-        sides = self.student.values_NV, self.teacher.values_NV
-        with _launching(sides[0].device):
-            for index, values_NV in enumerate(sides):
-                other_NV = sides[1 - index]
-                if maxima is None:
-                    select_top_k_by_sorting(values_NV, other_NV, out[index])
-                    continue
-                select_top_k(
-                    values_NV,
-                    other_NV,
-                    maxima[index],
-                    out[index],
-                    lanes=self.tiling.lanes,
-                    width=self.width,
-                    num_warps=self.tiling.num_warps,
-                )
-
-    def log_probs(self, side: RawLogits, raw_NK: Tensor, *, of: str) -> tuple[Tensor, Tensor]:
-        """(log-probs, slope of the softcap) of a few tokens of each row from their raw logits."""
-        # Rounded once, as in the kernel: 1 − Σ_S p is small and shows the difference.
-        temperature_N1 = self.temperature_N[:, None]
-        slope_NK = torch.ones_like(raw_NK, dtype=self.temperature_N.dtype)
-        if side.softcap is None:
-            z_NK = raw_NK.double() * (side.scale / temperature_N1).double()
-        else:
-            tanh_NK = torch.tanh(raw_NK.double() * (side.scale / side.softcap))
-            slope_NK = (1 - tanh_NK.square()).to(slope_NK.dtype)
-            z_NK = tanh_NK * (side.softcap / temperature_N1).double()
-        shift_N, top_N, log_total_N = (
-            self.output(f"{of}{name}") for name in ("shift", "top", "log_total")
-        )
-        x_NK = (z_NK - shift_N[:, None]).to(slope_NK.dtype)
-        return x_NK - top_N[:, None] - (log_total_N * LN2.value)[:, None], slope_NK
 
 
 @contextmanager
@@ -288,142 +247,146 @@ def _cannot_run(device: torch.device, error: BaseException) -> str:
 # ── a top-k support ──────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SupportResult:
-    stats: DivergenceStats
-    sum_N: Tensor
-    """Σ_S h, weighted."""
-    gradient_NK: Tensor
-    """By the logits of the tokens of S."""
+class _SupportPass:
+    """A divergence on a support: part by part what needs the teacher's logits, which are the
+    statistics and the tokens that may be in the support; everything on those few tokens once for
+    all rows of the chunk."""
 
-
-def _pass_support(
-    chunk: _Launch,
-    teacher: TeacherLogits | TopKTarget,
-    divergence: DivergenceSpec,
-    spec: HeadLossSpec,
-    rows: slice,
-) -> tuple[TokenStatistics, DivergenceStats]:
-    """Part by part what needs the teacher's logits: statistics, and the tokens that may be in the
-    support. Everything on those few tokens once for all rows."""
-    support, student = divergence.support, chunk.student
-    assert support is not None and spec.weight_N is not None
-    vocab_size = student.values_NV.shape[1]
-    check_top_k(support.k, vocab_size)
-    weight_N = spec.weight_N[rows]
-    if isinstance(teacher, TopKTarget):
-        chunk.run(None, weight_N=weight_N, statistics=True)
-        selected = _select_given(chunk, teacher.select_rows(rows), support.k)
-        other = RawLogits(values_NV=student.values_NV, scale=1.0, softcap=None)
-    else:
-        chunk, selected, other = _select(chunk, teacher, weight_N, rows, support.k)
-    statistics = chunk.statistics(with_teacher=not isinstance(teacher, TopKTarget))
-    coefficient_N = spec.coefficient(rows, statistics)
-    with_kernel = TOP_K_KERNELS and has_support_kernel(divergence)
-    differentiate = _differentiate_by_kernel if with_kernel else _differentiate_by_torch
-    result = differentiate(chunk, other, selected, divergence, (weight_N, coefficient_N))
-    # −π·(Σ_S h + c) everywhere, then the tokens of S once more. Set, not added: two roundings would
-    # be one too many. The teacher's tokens go last: one of both sides has its h there.
-    chunk.run(None, weight_N=result.sum_N, coefficient_N=coefficient_N, gradient=True)
-    student_top, teacher_top = selected
-    halves = {"teacher": [teacher_top], "student": [student_top]}
-    halves["joint"] = [teacher_top, student_top]
-    gradients = result.gradient_NK.split(support.k, dim=-1)
-    for half, gradient_NK in reversed(list(zip(halves[support.of], gradients, strict=True))):
-        student.values_NV.scatter_(-1, half.ids_NK, gradient_NK)
-    return statistics, result.stats
-
-
-def _select(
-    chunk: _Launch, teacher: TeacherLogits, weight_N: Tensor, rows: slice, k: int
-) -> tuple[_Launch, tuple[TopKBuffers, TopKBuffers], RawLogits]:
-    """(launch for the gradient, top-k of student and teacher, teacher's scale and softcap)."""
-    num_rows, vocab_size = chunk.student.values_NV.shape
-    warps = None
-    if TOP_K_KERNELS:
-        warps = num_select_warps(vocab_size, k, least=chunk.tiling.num_warps, width=chunk.width)
-    if warps is not None:
-        chunk = replace(chunk, tiling=replace(chunk.tiling, num_warps=warps))
-    device = chunk.student.values_NV.device
-    student_top, teacher_top = (allocate_top_k(num_rows, k, device) for _ in range(2))
-    other = chunk.student
-    for part, launch in chunk.in_parts(teacher, rows):
-        span = slice(part.start - rows.start, part.stop - rows.start)
-        assert launch.teacher is not None
-        other = launch.teacher  # for its scale and softcap, which all parts share
-        maxima = None if warps is None else launch.allocate_group_maxima()
-        launch.run(None, weight_N=weight_N[span], statistics=True, maxima=maxima)
-        launch.select_top_k((student_top.rows(span), teacher_top.rows(span)), maxima)
-    return chunk, (student_top, teacher_top), other
-
-
-def _select_given(chunk: _Launch, target: TopKTarget, k: int) -> tuple[TopKBuffers, TopKBuffers]:
-    """The same from a teacher's given tokens. Their log-probs times the temperature are its logits:
-    the normalizer that `outputs` has for the teacher is 0."""
-    values_NV = chunk.student.values_NV
-    student_top, teacher_top = (allocate_top_k(len(values_NV), k, values_NV.device) for _ in "12")
-    select_top_k_by_sorting(values_NV, values_NV, student_top)  # for the overlap only
-    teacher_top.ids_NK.copy_(target.ids_NK[:, :k])
-    teacher_top.logits_NK.copy_(target.logp_NK[:, :k] * chunk.temperature_N[:, None])
-    teacher_top.other_logits_NK.copy_(values_NV.gather(-1, teacher_top.ids_NK))
-    return student_top, teacher_top
-
-
-def _differentiate_by_kernel(
-    chunk: _Launch,
-    teacher: RawLogits,
-    selected: tuple[TopKBuffers, TopKBuffers],
-    divergence: DivergenceSpec,
-    per_row: tuple[Tensor, Tensor | None],
-) -> _SupportResult:
-    weight_N, coefficient_N = per_row
-    temperature_N = chunk.temperature_N
-    with _launching(weight_N.device):
-        stats, sum_N, gradient_NK = reverse_kl_on_support(
-            (chunk.student, teacher),
-            selected,
-            divergence,
-            (
-                chunk.ids_N,
-                temperature_N,
-                weight_N.to(temperature_N.dtype).contiguous(),
-                chunk.zeros() if coefficient_N is None else coefficient_N.contiguous(),
-                chunk.outputs,
-            ),
+    def __init__(self, chunk: _Launch, divergence: DivergenceSpec, weight_N: Tensor):
+        support, values_NV = divergence.support, chunk.student.values_NV
+        assert support is not None
+        check_top_k(support.k, values_NV.shape[1])
+        self.divergence, self.support, self.weight_N = divergence, support, weight_N
+        self.num_warps: int | None = None
+        """Of the selection kernel; None: `torch.topk` selects."""
+        if TOP_K_KERNELS:
+            self.num_warps = num_select_warps(
+                values_NV.shape[1], support.k, least=chunk.tiling.num_warps, width=chunk.width
+            )
+        tiling = replace(chunk.tiling, num_warps=self.num_warps or chunk.tiling.num_warps)
+        self.chunk = replace(chunk, tiling=tiling)
+        self.student_top, self.teacher_top = (
+            allocate_top_k(len(values_NV), support.k, values_NV.device) for _ in range(2)
         )
-    return _SupportResult(stats=stats, sum_N=sum_N, gradient_NK=gradient_NK)
 
+    def select(self, span: slice, target: RawLogits | TopKTarget) -> None:
+        if isinstance(target, TopKTarget):
+            self._select_given(span, target)
+            return
+        self.teacher, self.has_logits = target, True  # all parts share its scale and softcap
+        launch, tiling = self.chunk.in_part(span, target), self.chunk.tiling
+        sides = launch.student.values_NV, target.values_NV
+        maxima = None
+        if self.num_warps is not None:
+            student_NG, teacher_NG = (
+                allocate_group_maxima(values_NV, lanes=tiling.lanes, width=launch.width)
+                for values_NV in sides
+            )
+            maxima = student_NG, teacher_NG
+        launch.run(None, weight_N=self.weight_N[span], statistics=True, maxima=maxima)
+        with _launching(sides[0].device):
+            for i, top in enumerate((self.student_top.rows(span), self.teacher_top.rows(span))):
+                if maxima is None:
+                    select_top_k_by_sorting(sides[i], sides[1 - i], top)
+                else:
+                    select_top_k(
+                        sides[i], sides[1 - i], maxima[i], top,
+                        lanes=tiling.lanes, width=launch.width, num_warps=tiling.num_warps,
+                    )  # fmt: skip
 
-def _differentiate_by_torch(
-    chunk: _Launch,
-    teacher: RawLogits,
-    selected: tuple[TopKBuffers, TopKBuffers],
-    divergence: DivergenceSpec,
-    per_row: tuple[Tensor, Tensor | None],
-) -> _SupportResult:
-    """Every divergence in every form."""
-    support, (student_top, teacher_top), (weight_N, coefficient_N) = (
-        divergence.support, selected, per_row,
-    )  # fmt: skip
-    assert support is not None
-    ids_NK, keep_NK, overlap_N = combine_top_k(student_top.ids_NK, teacher_top.ids_NK, support.of)
-    raw = {
-        "student": (student_top.logits_NK, student_top.other_logits_NK),
-        "teacher": (teacher_top.other_logits_NK, teacher_top.logits_NK),
-    }
-    student_NK, teacher_NK = (
-        torch.cat([raw["teacher"][side], raw["student"][side]], dim=-1)
-        if support.of == "joint"
-        else raw[support.of][side]
-        for side in (0, 1)
-    )
-    logp_NK, slope_NK = chunk.log_probs(chunk.student, student_NK, of="")
-    logq_NK, _ = chunk.log_probs(teacher, teacher_NK, of="teacher_")
-    stats, h_NK = support_divergence(logp_NK, logq_NK, keep_NK, divergence, weight_N, overlap_N)
-    sum_N = h_NK.sum(-1)
-    at_token_N = chunk.zeros() if coefficient_N is None else coefficient_N
-    gradient_NK = h_NK - (sum_N + at_token_N)[:, None] * logp_NK.exp()
-    gradient_NK += at_token_N[:, None] * (ids_NK == chunk.ids_N[:, None])
-    gradient_NK *= slope_NK * (chunk.student.scale / chunk.temperature_N)[:, None]
-    gradient_NK = gradient_NK.to(chunk.student.values_NV.dtype)
-    return _SupportResult(stats=stats, sum_N=sum_N, gradient_NK=gradient_NK)
+    def _select_given(self, span: slice, target: TopKTarget) -> None:
+        """Log-probs times the temperature are the teacher's logits: the normalizer that `outputs`
+        has for the teacher is 0."""
+        launch, k = self.chunk.in_part(span, None), self.support.k
+        values_NV, top = launch.student.values_NV, self.teacher_top.rows(span)
+        self.teacher = RawLogits(values_NV=values_NV, scale=1.0, softcap=None)
+        self.has_logits = False
+        launch.run(None, weight_N=self.weight_N[span], statistics=True)
+        # The student's tokens are for the overlap only.
+        select_top_k_by_sorting(values_NV, values_NV, self.student_top.rows(span))
+        top.ids_NK.copy_(target.ids_NK[:, :k])
+        top.logits_NK.copy_(target.logp_NK[:, :k] * launch.temperature_N[:, None])
+        top.other_logits_NK.copy_(values_NV.gather(-1, top.ids_NK))
+
+    def statistics(self) -> TokenStatistics:
+        return self.chunk.statistics(self.has_logits)
+
+    def set_gradient(self, coefficient_N: Tensor | None) -> DivergenceStats:
+        has_kernel = TOP_K_KERNELS and has_support_kernel(self.divergence)
+        differentiate = self._differentiate_by_kernel if has_kernel else self._differentiate
+        stats, sum_N, gradient_NK = differentiate(
+            self.chunk.zeros() if coefficient_N is None else coefficient_N.contiguous()
+        )
+        # −π·(Σ_S h + c) everywhere, then the tokens of S once more. Set, not added: two roundings
+        # would be one too many. The teacher's tokens go last: one of both sides has its h there.
+        self.chunk.run(None, weight_N=sum_N, coefficient_N=coefficient_N, gradient=True)
+        halves = zip(self._listed_tokens(), gradient_NK.split(self.support.k, dim=-1), strict=True)
+        for top, half_NK in reversed(list(halves)):
+            self.chunk.student.values_NV.scatter_(-1, top.ids_NK, half_NK)
+        return stats
+
+    def _listed_tokens(self) -> list[TopKBuffers]:
+        if self.support.of == "joint":
+            return [self.teacher_top, self.student_top]
+        return [self.teacher_top if self.support.of == "teacher" else self.student_top]
+
+    def _differentiate_by_kernel(
+        self, coefficient_N: Tensor
+    ) -> tuple[DivergenceStats, Tensor, Tensor]:
+        """(statistics, Σ_S h weighted, the gradient by the logits of the tokens of S)."""
+        chunk, dtype = self.chunk, self.chunk.temperature_N.dtype
+        with _launching(coefficient_N.device):
+            return reverse_kl_on_support(
+                (chunk.student, self.teacher),
+                (self.student_top, self.teacher_top),
+                self.divergence,
+                (
+                    chunk.ids_N,
+                    chunk.temperature_N,
+                    self.weight_N.to(dtype).contiguous(),
+                    coefficient_N,
+                    chunk.outputs,
+                ),
+            )
+
+    def _differentiate(self, coefficient_N: Tensor) -> tuple[DivergenceStats, Tensor, Tensor]:
+        """The same in torch: every divergence in every form."""
+        chunk = self.chunk
+        ids_NK, keep_NK, overlap_N = combine_top_k(
+            self.student_top.ids_NK, self.teacher_top.ids_NK, self.support.of
+        )
+        raw = [
+            (top.logits_NK, top.other_logits_NK)
+            if top is self.student_top
+            else (top.other_logits_NK, top.logits_NK)
+            for top in self._listed_tokens()
+        ]
+        student_NK, teacher_NK = (torch.cat(side, dim=-1) for side in zip(*raw, strict=True))
+        logp_NK, slope_NK = self._log_probs(chunk.student, student_NK, prefix="")
+        logq_NK, _ = self._log_probs(self.teacher, teacher_NK, prefix="teacher_")
+        stats, h_NK = support_divergence(
+            logp_NK, logq_NK, keep_NK, self.divergence, self.weight_N, overlap_N
+        )
+        sum_N = h_NK.sum(-1)
+        gradient_NK = h_NK - (sum_N + coefficient_N)[:, None] * logp_NK.exp()
+        gradient_NK += coefficient_N[:, None] * (ids_NK == chunk.ids_N[:, None])
+        gradient_NK *= slope_NK * (chunk.student.scale / chunk.temperature_N)[:, None]
+        return stats, sum_N, gradient_NK.to(chunk.student.values_NV.dtype)
+
+    def _log_probs(self, side: RawLogits, raw_NK: Tensor, *, prefix: str) -> tuple[Tensor, Tensor]:
+        """(log-probs, slope of the softcap) of a few tokens of each row from their raw logits and
+        the outputs whose names have this prefix."""
+        # Rounded once, as in the kernel: 1 − Σ_S p is small and shows the difference.
+        temperature_N1 = self.chunk.temperature_N[:, None]
+        slope_NK = torch.ones_like(raw_NK, dtype=temperature_N1.dtype)
+        if side.softcap is None:
+            z_NK = raw_NK.double() * (side.scale / temperature_N1).double()
+        else:
+            tanh_NK = torch.tanh(raw_NK.double() * (side.scale / side.softcap))
+            slope_NK = (1 - tanh_NK.square()).to(slope_NK.dtype)
+            z_NK = tanh_NK * (side.softcap / temperature_N1).double()
+        shift_N, top_N, log_total_N = (
+            self.chunk.output(f"{prefix}{name}") for name in ("shift", "top", "log_total")
+        )
+        x_NK = (z_NK - shift_N[:, None]).to(slope_NK.dtype)
+        return x_NK - top_N[:, None] - (log_total_N * LN2.value)[:, None], slope_NK

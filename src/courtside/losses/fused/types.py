@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from courtside.losses.top_k import SupportOf, top_k_divergence
 from courtside.types import LowRank
 
 Backend = Literal["torch", "triton"]
+
+CLOSED_FORMS = ("reverse_kl", "forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")
+"""Divergences over the whole vocabulary whose gradient both backends have in closed form."""
 
 
 # ── distributions ────────────────────────────────────────────────────────────────────────────────
@@ -59,7 +63,7 @@ class TopKTarget:
     logp_NK: Tensor
     """Normalized over the full vocabulary, at the temperature of the row."""
 
-    def select_rows(self, rows: slice) -> TopKTarget:
+    def __getitem__(self, rows: slice) -> TopKTarget:
         return TopKTarget(ids_NK=self.ids_NK[rows], logp_NK=self.logp_NK[rows])
 
 
@@ -74,13 +78,8 @@ class RawLogits:
     scale: float
     softcap: float | None
 
-    def select_rows(self, rows: slice) -> RawLogits:
+    def __getitem__(self, rows: slice) -> RawLogits:
         return replace(self, values_NV=self.values_NV[rows])
-
-
-TeacherLogits = Iterable[tuple[slice, RawLogits]]
-"""The target's logits a part of the rows at a time, computed on demand: (rows, their logits). The
-next part takes the memory of the last."""
 
 
 # ── the loss ─────────────────────────────────────────────────────────────────────────────────────
@@ -111,6 +110,34 @@ class DivergenceSpec:
         divergence.check_parameters(self.parameters)
         if self.support is not None:
             divergence.check_form(self.support.form)
+
+    @property
+    def closed_form(self) -> str | None:
+        """Which of `CLOSED_FORMS` it is; None: it is differentiated by autograd.
+
+        At the ends of their ranges JSD and the skewed KLs are plain KLs, without a mixture.
+        """
+        has_terms_only = self.support is not None or self.clip is not None
+        if has_terms_only or self.name not in CLOSED_FORMS:
+            return None
+        share = self.mixture_share
+        if share is None or 0 < share < 1:
+            return self.name
+        if self.name == "jsd":
+            return "forward_kl" if share == 0 else "reverse_kl"
+        return self.name.removeprefix("skew_") if share == 0 else None
+
+    @property
+    def mixture_share(self) -> float | None:
+        return self.parameters.get("beta" if self.name == "jsd" else "alpha")
+
+    @property
+    def log_mixture_shares(self) -> tuple[float, float]:
+        """(log of the student's share of the mixture, log of the teacher's)."""
+        share = self.mixture_share
+        assert share is not None and 0 < share < 1
+        shares = math.log(share), math.log1p(-share)
+        return shares if self.name == "skew_reverse_kl" else (shares[1], shares[0])
 
     def value(self, student_NV: Tensor, teacher_NV: Tensor, keep_NK: Tensor | None) -> Tensor:
         """[N] from log-probs of the vocabulary, or of a support and which of it counts."""
@@ -159,10 +186,8 @@ class HeadLossSpec:
         """Whether the gradient by the sampled tokens depends on the pass over the vocabulary."""
         return any(loss.needs_statistics for loss in self.sampled)
 
-    def coefficient(self, rows: slice, statistics: TokenStatistics | None) -> Tensor | None:
-        """∂loss/∂log π of the sampled tokens at those rows; None: there is no such loss."""
-        if not self.sampled:
-            return None
+    def coefficient(self, rows: slice, statistics: TokenStatistics | None) -> Tensor:
+        """∂loss/∂log π of the sampled tokens at those rows."""
         losses = [loss.select_rows(rows) for loss in self.sampled]
         if statistics is None:
             assert not self.needs_statistics
@@ -209,13 +234,15 @@ class HeadLoss:
     """None: the spec has no divergence."""
 
 
-Rows = TypeVar("Rows", TokenStatistics, DivergenceStats)
+RowStats = tuple[TokenStatistics, DivergenceStats | None]
 
 
-def concatenate_rows(parts: list[Rows]) -> Rows:
-    together = {
-        field.name: torch.cat([getattr(part, field.name) for part in parts])
-        for field in fields(parts[0])
-        if getattr(parts[0], field.name) is not None
-    }
-    return replace(parts[0], **together)
+class VocabularyPass(Protocol):
+    """The pass over the vocabulary for one chunk of rows, made from the student's logits, the loss
+    and which rows of the loss these are."""
+
+    def run_part(self, rows: slice, target: RawLogits | TopKTarget | None) -> None:
+        """Some rows of the chunk, in order. The next part takes the memory of this target."""
+
+    def finish(self) -> list[RowStats]:
+        """After all parts: the student's logits have been replaced by the gradient."""
