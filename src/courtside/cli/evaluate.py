@@ -47,7 +47,7 @@ def evaluate(
     from courtside import api
     from courtside.cli.tables import evaluation_table, print_json, print_table
     from courtside.report.console import make_console
-    from courtside.report.folder.serialize import serialize_evaluation
+    from courtside.report.folder.parquet import serialize_evaluation
 
     evaluations = api.evaluate_student(
         recipe,

@@ -212,7 +212,7 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
     if tasks.select == "hinted" and not recipe.human_readers:
         yield (
             "tasks.select = 'hinted' goes by a person's hints; add a [reader] of kind = 'human', "
-            "or use only = 'all'"
+            "or use select = 'all'"
         )
     alone = f"and {kind} draws them one by one, so that those of a prompt come in different steps"
     for index, loss in enumerate(recipe.losses):

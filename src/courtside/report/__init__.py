@@ -1,4 +1,4 @@
-"""The run folder and everything made from it: metrics, costs, screen, report, trackers.
+"""The run folder and everything made from it: metrics, costs, console, report, trackers.
 
 Knows records and recipes, never tensors or models. Reading a folder loads no torch.
 """

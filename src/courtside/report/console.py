@@ -1,7 +1,7 @@
-"""What a run shows while it goes: where it is, how fast, and the few numbers that matter.
+"""Console output of a run: progress, speed and its most important metrics.
 
-Those are the KL to the teacher, the reward (where answers are graded), the share of turns that went
-wrong (in episodes), the hints that train, and the gradient norm.
+These are the KL to the teacher, the reward (where answers are graded), the fraction of turns with
+an error (in environments), the number of trained hints, and the gradient norm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Numbers = Mapping[str, float | int | None]
 
 class RunConsole(Protocol):
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
-        """`first_step` is 0, or the step a resumed run goes on with."""
+        """`first_step` is 0, or the first step of a resumed run."""
 
     def phase(self, name: str) -> None: ...
 
@@ -52,7 +52,7 @@ class SilentConsole:
 
 
 class Progress:
-    """How many steps are done, and when the rest will be."""
+    """Steps done, elapsed and remaining time."""
 
     def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float]) -> None:
         self.total = total_steps
@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def remaining(self) -> float | None:
-        """None before two steps: what precedes the first (an evaluation) says nothing of a step."""
+        """None before two steps: the time until the first includes an evaluation."""
         if self._first is None or self.done == self._first[0]:
             return None
         steps, at = self._first
@@ -81,7 +81,7 @@ class Progress:
 
 
 def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
-    """The numbers that matter, those of them that the row has."""
+    """Labels and values for the step's line, of the metrics that the row has."""
     numbers = []
     if "kl" in row:
         numbers.append(("kl", format_number(row["kl"], trim=False)))
@@ -101,33 +101,33 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
 
 
 class PlainConsole:
-    """One line a step, for files and pipes."""
+    """One line per step, for files and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._pace = Progress(0, 0, clock)
+        self._progress = Progress(0, 0, clock)
 
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
-        self._pace = Progress(total_steps, first_step, self._clock)
+        self._progress = Progress(total_steps, first_step, self._clock)
         self.print_line(format_headline(recipe, total_steps, first_step))
 
     def phase(self, name: str) -> None:
         pass
 
     def step(self, row: Numbers) -> None:
-        self._pace.step(int(row["step"] or 0))
-        parts = [f"step {self._pace.done}/{self._pace.total}"]
+        self._progress.step(int(row["step"] or 0))
+        parts = [f"step {self._progress.done}/{self._progress.total}"]
         parts += [f"{name} {value}" for name, value in headline_metrics(row)]
         if row.get("tokens_per_second") is not None:
             parts.append(f"{format_number(row['tokens_per_second'])} tok/s")
-        parts.append(f"elapsed {format_duration(self._pace.elapsed)}")
-        if self._pace.remaining:
-            parts.append(f"ETA {format_duration(self._pace.remaining)}")
+        parts.append(f"elapsed {format_duration(self._progress.elapsed)}")
+        if self._progress.remaining:
+            parts.append(f"ETA {format_duration(self._progress.remaining)}")
         self.print_line("  ".join(parts))
 
     def print_line(self, text: str) -> None:
-        # A log file's encoding must not end a run because a model's name has an accent.
+        # An accent in a model's name must not end a run whose log file has another encoding.
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         print(text, file=self._stream, flush=True)
@@ -137,7 +137,7 @@ class PlainConsole:
 
 
 class RichConsole:
-    """A live line at the bottom, and one short line a step above it."""
+    """A live status line at the bottom, and one line per step."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.live import Live
@@ -145,7 +145,7 @@ class RichConsole:
 
         self._console = console
         self._clock = clock
-        self._pace = Progress(0, 0, clock)
+        self._progress = Progress(0, 0, clock)
         self._phase = "starting"
         self._phase_start = clock()
         self._speed: float | None = None
@@ -157,7 +157,7 @@ class RichConsole:
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         from rich.text import Text
 
-        self._pace = Progress(total_steps, first_step, self._clock)
+        self._progress = Progress(total_steps, first_step, self._clock)
         self._phase_start = self._clock()
         line = format_headline(recipe, total_steps, first_step)
         self._print(Text.assemble(("courtside", "bold cyan"), "  ", (line, "dim")))
@@ -171,10 +171,10 @@ class RichConsole:
     def step(self, row: Numbers) -> None:
         from rich.text import Text
 
-        self._pace.step(int(row["step"] or 0))
+        self._progress.step(int(row["step"] or 0))
         self._speed = row.get("tokens_per_second")
-        width = len(str(self._pace.total))
-        line = Text.assemble((f"{self._pace.done:>{width}}/{self._pace.total}", "bold"))
+        width = len(str(self._progress.total))
+        line = Text.assemble((f"{self._progress.done:>{width}}/{self._progress.total}", "bold"))
         for name, value in headline_metrics(row):
             line.append(f"   {name} ", style="dim").append(f"{value:<6}")
         line.append(f"   {format_number(self._speed)} tok/s", style="dim")
@@ -199,28 +199,28 @@ class RichConsole:
         from rich.table import Table
         from rich.text import Text
 
-        pace = self._pace
-        words = Text.assemble(
-            (f"step {min(pace.done + 1, pace.total)}/{pace.total}", "bold"),
+        progress = self._progress
+        status = Text.assemble(
+            (f"step {min(progress.done + 1, progress.total)}/{progress.total}", "bold"),
             "  ",
             (self._phase, "cyan"),
             (f" {format_duration(self._clock() - self._phase_start)}", "dim"),
         )
         rates = [] if self._speed is None else [f"{format_number(self._speed)} tok/s"]
-        rates.append(f"{format_duration(pace.elapsed)} elapsed")
-        if pace.remaining is not None:
-            rates.append(f"ETA {format_duration(pace.remaining)}")
+        rates.append(f"{format_duration(progress.elapsed)} elapsed")
+        if progress.remaining is not None:
+            rates.append(f"ETA {format_duration(progress.remaining)}")
         grid = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(4):
             grid.add_column(no_wrap=True)
         bar = ProgressBar(
-            total=max(pace.total, 1),
-            completed=pace.done,
+            total=max(progress.total, 1),
+            completed=progress.done,
             width=24,
             complete_style="cyan",
             finished_style="cyan",
         )
-        grid.add_row(self._spinner, words, bar, Text(" · ".join(rates), style="dim"))
+        grid.add_row(self._spinner, status, bar, Text(" · ".join(rates), style="dim"))
         return grid
 
 
@@ -230,7 +230,7 @@ def format_headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
 
 
 def make_console(stream: TextIO) -> RunConsole:
-    """Live on a terminal that can move its cursor, plain lines elsewhere."""
+    """Live on a terminal with cursor control, plain lines elsewhere."""
     if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return PlainConsole(stream)
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""A recipe in one line, and numbers the way people read them."""
+"""A recipe in one line, and formatting of numbers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def summarize_recipe(recipe: Recipe) -> str:
     if isinstance(recipe.teacher, CustomTeacherConfig):
         parts.append(f"teacher: {recipe.teacher.path}")
     elif recipe.teacher is not None:
-        parts.append(
-            "teacher: " + " | ".join(_summarize_teacher(one) for one in recipe.model_teachers)
-        )
+        parts.append("teacher: " + " | ".join(_summarize_teacher(t) for t in recipe.model_teachers))
     if recipe.reader is not None:
         parts.append(f"hints: {_summarize_reader(recipe.reader)}")
     parts.append(" + ".join(_summarize_loss(loss) for loss in recipe.losses))
@@ -37,7 +35,7 @@ def summarize_recipe(recipe: Recipe) -> str:
 
 
 def _summarize_reader(reader: ReaderConfig) -> str:
-    kinds = [one.kind for one in reader.readers] if reader.kind == "combined" else [reader.kind]
+    kinds = [r.kind for r in reader.readers] if reader.kind == "combined" else [reader.kind]
     control = f", control {reader.control.replace('_', ' ')}" if reader.control != "none" else ""
     return " + ".join(kinds) + control
 
@@ -63,7 +61,7 @@ def _summarize_loss(loss: Loss) -> str:
 
 
 def format_number(value: float | None, *, trim: bool = True) -> str:
-    """Three significant digits, in as few characters as read well; `trim` drops ending zeros."""
+    """Three significant digits with a unit prefix; `trim` drops trailing zeros."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -92,12 +90,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """`12.3%`; a dash for what was not measured."""
+    """`12.3%`; a dash for NaN."""
     return f"{100 * share:.1f}%" if share == share else "–"
 
 
 def format_points(share: float) -> str:
-    """A difference of shares, in percentage points: `+1.2`."""
+    """A difference of fractions, in percentage points: `+1.2`."""
     return _use_minus_sign(f"{100 * share:+.1f}")
 
 
@@ -111,9 +109,9 @@ def _use_minus_sign(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """On one line, at most so many characters.
+    """On one line, at most `limit` characters.
 
-    >>> shortened("one\\n two three", 9)
+    >>> shorten("one\\n two three", 9)
     'one two …'
     """
     text = " ".join(text.split())

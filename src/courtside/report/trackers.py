@@ -1,8 +1,7 @@
-"""Metrics as they come, to TensorBoard, W&B or trackio, beside the run folder.
+"""Metrics to TensorBoard, W&B or trackio, in addition to the run folder.
 
-The run folder is the record; a tracker is a copy for people. A resumed run repeats the steps after
-its checkpoint. TensorBoard then shows the repeated ones; the services, which cannot forget a step,
-keep what they had and get the rest.
+A resumed run repeats the steps after its checkpoint. TensorBoard then shows the repeated ones; W&B
+and trackio, which cannot delete a step, keep the first ones and get the steps after them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from courtside.report.folder.files import encode_json, replace_file
 Numbers = Mapping[str, float | int | None]
 
 STATE = "trackers.json"
-"""In the run folder: under which name each service knows the run, and which step it wants next."""
+"""File in the run folder: the id of the run in each service, and its next step."""
 
 
 class Tracker(Protocol):
@@ -37,7 +36,7 @@ def open_trackers(
     run_name: str,
     first_step: int = 0,
 ) -> list[Tracker]:
-    """Open the trackers of a recipe. `first_step`: 0, or the step a resumed run goes on with."""
+    """Open the trackers of a recipe. `first_step` is 0, or the first step of a resumed run."""
     trackers: list[Tracker] = []
     for name in names:
         match name:
@@ -59,14 +58,14 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         module = _import_package("torch.utils.tensorboard", tracker="tensorboard")
-        # Hides what an interrupted process had written of these steps.
+        # Hides these steps of an interrupted process.
         purge = first_step if any((folder / "tensorboard").glob("*")) else None
         self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
 
     def log(self, row: Numbers, step: int) -> None:
         for name, value in _drop_missing(row).items():
             self._writer.add_scalar(name, value, step)
-        # A killed process must not take rows along that come before its last checkpoint.
+        # A kill must not lose rows from before the last checkpoint.
         self._writer.flush()
 
     def close(self) -> None:
@@ -88,7 +87,7 @@ class WandbTracker:
                 id=self._state.identity,
                 dir=str(folder),
                 resume="allow",
-                # The live line would be recorded once for every time it is redrawn.
+                # Every redraw of the live line would be recorded.
                 settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
@@ -113,7 +112,7 @@ class TrackioTracker:
         self._trackio = _import_package("trackio", tracker="trackio")
         self._state = _TrackerState(folder, "trackio")
         if self._state.identity is None:
-            # trackio finds the run to resume by its name, so no other run may have the same.
+            # trackio resumes a run by its name, which must be unique.
             self._state.identity = f"{run_name}-{uuid.uuid4().hex[:6]}"
         self._run = self._trackio.init(
             project=project, name=self._state.identity, resume="allow", embed=False
@@ -129,16 +128,16 @@ class TrackioTracker:
 
 
 class _TrackerState:
-    """What one service knows of this run, kept in the run folder across processes."""
+    """State of one service, stored in the run folder across processes."""
 
     def __init__(self, folder: Path, tracker: str) -> None:
         self._path, self._tracker = folder / STATE, tracker
-        mine = self._all().get(tracker, {})
-        self.identity: str | None = mine.get("identity")
-        self._next_step: int = mine.get("next_step", 0)
+        state = self._all().get(tracker, {})
+        self.identity: str | None = state.get("identity")
+        self._next_step: int = state.get("next_step", 0)
 
     def take(self, step: int) -> bool:
-        """Whether the service does not have this step yet; from now on it has."""
+        """Whether the service does not have this step yet; marks it as logged."""
         if step < self._next_step:
             return False
         self._next_step = step + 1
@@ -146,8 +145,8 @@ class _TrackerState:
         return True
 
     def save(self) -> None:
-        mine = {"identity": self.identity, "next_step": self._next_step}
-        replace_file(self._path, encode_json(self._all() | {self._tracker: mine}, indent=2))
+        state = {"identity": self.identity, "next_step": self._next_step}
+        replace_file(self._path, encode_json(self._all() | {self._tracker: state}, indent=2))
 
     def _all(self) -> dict[str, Any]:
         if not self._path.exists():

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, platform, command line. No host or user names."""
+"""Versions, platform and command line of a run, without host or user names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PACKAGES = ("courtside", "torch", "transformers", "peft", "pydantic", "pyarrow",
 
 
 def collect_versions() -> dict[str, str | int | None]:
-    """None: not installed, or not known."""
+    """None: not installed or unknown."""
     program, *arguments = sys.argv or [""]
     return {
         "python": platform.python_version(),
         **{package: _package_version(package) for package in PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        # The program's folder often names its user.
+        # The program's folder often contains a user name.
         "command": shlex.join([Path(program).name, *arguments]),
     }
 

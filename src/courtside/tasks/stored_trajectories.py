@@ -125,6 +125,6 @@ def _with_hints(outlines: Sequence[Outline], hinted: Collection[str], path: Path
         raise TaskError(
             f"tasks.select = 'hinted': the hints name {len(names)} trajectories, and none of the "
             f"{len(outlines)} of {path}. Write a hint for one of them (`trajectory` is its id), or "
-            "use only = 'all'"
+            "use select = 'all'"
         )
     return chosen

@@ -8,11 +8,10 @@ from typing import Any
 
 from courtside.report.folder.hints_file import hints_file_id
 from courtside.report.folder.outlines import Outline
-from courtside.report.folder.parquet import StoredTrajectory
-from courtside.report.folder.serialize import (
-    serialize_grade,
+from courtside.report.folder.parquet import (
+    StoredTrajectory,
     serialize_hint_outcome,
-    serialize_messages,
+    serialize_record,
 )
 from courtside.report.page.token_gaps import TurnGaps, compute_token_gaps
 from courtside.report.summary import shorten
@@ -44,7 +43,7 @@ def listed(outline: Outline) -> Tree:
         "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": serialize_grade(trajectory.grade),
+        "grade": trajectory.grade and serialize_record(trajectory.grade),
         "turns": len(own),
         "errors": sum(bool(turn.events) for turn in own),
         "tokens": outline.num_completion_tokens,
@@ -66,7 +65,7 @@ def conversation(stored: StoredTrajectory, mine: Mapping[int, Hint]) -> Tree:
         "asked": shorten(_asked(trajectory), ASKED_CHARS),
         "source": trajectory.source,
         "stop": trajectory.stop,
-        "grade": serialize_grade(trajectory.grade),
+        "grade": trajectory.grade and serialize_record(trajectory.grade),
         "teacher": stored.teacher,
         # With hints the context repeats them; they are shown in their places.
         "context": None if stored.hints else stored.context,
@@ -107,7 +106,7 @@ def _asked(trajectory: Trajectory) -> str:
 def _messages(trajectory: Trajectory, number: int) -> list[Tree]:
     turn = trajectory.turns[number]
     prompt = trajectory.task.messages if turn.role == "prompt" else ()
-    return serialize_messages(turn.messages or prompt)
+    return [serialize_record(message) for message in turn.messages or prompt]
 
 
 def _mean(gaps: TurnGaps) -> float | None:

@@ -41,7 +41,7 @@ class StoredSteps:
             self._tables, step, lambda: StepTable(self._folder.stored_file(step), step)
         )
         _forget(self._tables, NUM_TABLES)
-        return table.one(id)
+        return table.find(id)
 
     def containing(self, step: int, words: str) -> list[str]:
         """Ids of the trajectories in which all these words occur, in any turn, in any case."""

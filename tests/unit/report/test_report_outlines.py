@@ -43,5 +43,5 @@ def test_texts_and_single_trajectories(path: Path) -> None:
         id = one.trajectory.id
         assert texts[id] == "\n".join(turn.text for turn in one.trajectory.turns)
         # repr: where nothing was measured there is NaN, which equals nothing.
-        assert repr(table.one(id)) == repr(one)
-    assert table.one("nope") is None
+        assert repr(table.find(id)) == repr(one)
+    assert table.find("nope") is None

@@ -11,8 +11,13 @@ from unit.report.played import hinted, make_episode, make_hinted_batch, make_hin
 
 from courtside.report.folder.files import encode_json
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.parquet import read_hints, read_trajectories, write_trajectories
-from courtside.report.folder.serialize import parse_evaluation, serialize_evaluation
+from courtside.report.folder.parquet import (
+    parse_evaluation,
+    read_hints,
+    read_trajectories,
+    serialize_evaluation,
+    write_trajectories,
+)
 from courtside.types import Event, Hint, HintOutcome, Message, Scored, Target, Turn
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -147,7 +147,7 @@ def test_the_limit_is_that_of_the_recipes_own_reader(tmp_path: Path) -> None:
     ("rest", "words"),
     [
         ("nonsense\n", ":2: not valid JSON"),
-        ('{"turn": 1}\n', ":2: `trajectory` must be a text"),
+        ('{"turn": 1}\n', ":2: `trajectory` must be a string"),
         ('{"trajectory": "0-0", "tu', "its last line is not finished"),
     ],
 )

@@ -1,8 +1,7 @@
-"""The run folder: everything on disk of a run, enough to redraw, re-score and resume it.
+"""The run folder: all files of a run, enough to rebuild its report, re-score and resume it.
 
-`open` writes and holds a lock for as long as the process lives; `read` only looks. Steps are
-0-based: after N optimizer steps there are metrics of steps 0 … N−1, and an evaluation of those
-weights has step N. What is inside `checkpoints/` belongs to the student.
+Steps are 0-based: after N optimizer steps there are metrics of steps 0 … N−1, and an evaluation of
+those weights has step N. The contents of `checkpoints/` belong to the student.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ from courtside.report.folder.locking import (
 from courtside.report.folder.outlines import Outline, read_outlines
 from courtside.report.folder.parquet import (
     StoredTrajectory,
+    parse_evaluation,
     read_hints,
     read_trajectories,
+    serialize_evaluation,
     write_trajectories,
 )
-from courtside.report.folder.serialize import parse_evaluation, serialize_evaluation
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
 from courtside.types import Evaluation, HintOutcome, PhaseCost, Scored, Update
@@ -53,14 +53,17 @@ TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
 
 class RunFolder:
+    """`open` locks the folder for writing until `close`; `read` opens it read-only."""
+
     def __init__(self, path: Path, lock: int | None) -> None:
-        """Use `open` or `read`. `lock` is a file descriptor; None: reading only."""
+        """Use `open` or `read`. `lock` is a file descriptor; None: read-only."""
         self.path = path
         self._lock = lock
 
     @classmethod
-    def open(cls, path: Path, recipe: Recipe) -> RunFolder:
+    def open(cls, path: str | Path, recipe: Recipe) -> RunFolder:
         """Create the folder, or resume a run with the same recipe up to `CHANGEABLE_FIELDS`."""
+        path = Path(path)
         refuse_foreign_folder(path)
         lock = acquire_lock(path)
         folder = cls(path, lock)
@@ -71,12 +74,12 @@ class RunFolder:
                 folder.checkpoints.mkdir(exist_ok=True)
                 folder._file("trajectories").mkdir(exist_ok=True)
             for name in ("metrics", "evaluations", "alarms"):
-                # A kill may have cut the last line; the next one must not be glued to it.
+                # Drops a last line that a kill cut off.
                 filter_lines(folder._file(f"{name}.jsonl"), lambda row: True)
             replace_file(
                 folder._file("environment.json"), encode_json(collect_versions(), indent=2)
             )
-            # Last: a folder with a recipe is a whole one.
+            # Last: a folder with a recipe is complete.
             replace_file(folder._file(RECIPE), toml.dumps(dump_recipe(recipe)).encode())
         except BaseException:
             folder.close()
@@ -84,7 +87,8 @@ class RunFolder:
         return folder
 
     @classmethod
-    def read(cls, path: Path) -> RunFolder:
+    def read(cls, path: str | Path) -> RunFolder:
+        path = Path(path)
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
@@ -93,7 +97,7 @@ class RunFolder:
         return cls(path, None)
 
     def close(self) -> None:
-        """Let other processes write. The end of the process does the same, however it ends."""
+        """Release the lock, as the end of the process does too."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -129,7 +133,7 @@ class RunFolder:
         return read_lines(self._file("alarms.jsonl"))
 
     def environment(self) -> dict[str, Any]:
-        """Of the process that wrote here last."""
+        """Versions and platform of the last process that opened the folder for writing."""
         tree: dict[str, Any] = self._json("environment.json")
         return tree
 
@@ -144,33 +148,29 @@ class RunFolder:
         matches = (TRAJECTORIES.fullmatch(path.name) for path in folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def trajectories(
-        self, step: int, only: Collection[str] | None = None
-    ) -> list[StoredTrajectory]:
-        """`only`: those with these ids."""
-        return read_trajectories(self.stored_file(step), step, only)
+    def trajectories(self, step: int, ids: Collection[str] | None = None) -> list[StoredTrajectory]:
+        """The stored trajectories of a step; `ids`: only those."""
+        return read_trajectories(self.stored_file(step), step, ids)
 
     def outlines(self, step: int) -> list[Outline]:
-        """That step's trajectories without texts and tokens; much cheaper than those."""
+        """The step's trajectories without texts and tokens, which is much cheaper."""
         return read_outlines(self.stored_file(step), step)
 
     def hints(self, step: int) -> list[HintOutcome]:
-        """Of that step's trajectories, kept and dropped; much cheaper than those."""
+        """Hints of the step's trajectories, trained and dropped."""
         return read_hints(self.stored_file(step))
 
     def stored_file(self, step: int) -> Path:
-        """Of a step's trajectories; where none are stored, an error that says which are."""
+        """The Parquet file of a step's trajectories; a UserError if the step was not stored."""
         path = self._trajectory_file(step)
         if not path.exists():
             stored = self.trajectory_steps()
-            have = (
-                f"stored are {len(stored)} steps, {stored[0]} to {stored[-1]}"
-                if stored
-                else ("none are stored in this run")
-            )
+            have = "none are stored in this run"
+            if stored:
+                have = f"stored are {len(stored)} steps, {stored[0]} to {stored[-1]}"
             raise UserError(
                 f"{path}: no trajectories of step {step}; {have}. run.trajectories_every decides "
-                "which steps are kept"
+                "which steps are stored"
             )
         return path
 
@@ -186,9 +186,9 @@ class RunFolder:
         store_trajectories: bool,
         reader_counts: Mapping[str, int] | None = None,
     ) -> Row:
-        """Store one training step; gives back its row of metrics (None where not finite).
+        """Store one training step and return its row of metrics (None where not finite).
 
-        `reader_counts` is what a reader counted of this step's hints; None: there is no reader.
+        `reader_counts` are the reader's counters of this step; None: there is no reader.
         """
         assert step == update.step
         self._check_writable()
@@ -212,10 +212,7 @@ class RunFolder:
         replace_file(self._file("costs.json"), encode_json(tree, indent=2))
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a checkpoint of `step` optimizer steps.
-
-        Costs stay: they were paid.
-        """
+        """Delete what was recorded after a checkpoint of `step` optimizer steps, but not costs."""
         self._check_writable()
         filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
         filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)

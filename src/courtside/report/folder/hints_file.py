@@ -1,7 +1,7 @@
-"""A hints file: what a person wants said above turns of stored trajectories, a JSON object a line.
+"""A hints file: a person's hints for turns of stored trajectories, as JSON Lines.
 
-The viewer and editors write it, the reader of kind `person` takes it. Whoever adds or removes a
-line here holds the file meanwhile, so that nobody's line is lost; an editor does not know of that.
+The viewer and text editors write it; the reader of kind `human` uses it. Appending and removing a
+hint lock the file, so that concurrent writers lose no line; text editors do not take the lock.
 """
 
 from __future__ import annotations
@@ -28,46 +28,45 @@ KEYS = ("trajectory", "turn", "text", "reason")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintLimits:
-    """What a reader of the file takes; the rest it drops and counts."""
+    """Limits of the reader, which drops and counts all other hints."""
 
     max_chars: int
-    """Of one hint."""
+    """Characters of one hint."""
     max_hints: int
-    """Of one trajectory."""
+    """Hints of one trajectory."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> HintLimits:
-        """Those of the recipe's own reader `person`; without one, of a recipe that leaves them."""
-        usual = HumanReaderConfig(kind="human", path=Path("hints.jsonl"))
-        person = next(iter(recipe.human_readers), usual)
-        return cls(max_chars=person.max_chars, max_hints=person.max_hints)
+        """Limits of the recipe's human reader, or the defaults without one."""
+        default = HumanReaderConfig(kind="human", path=Path("hints.jsonl"))
+        reader = next(iter(recipe.human_readers), default)
+        return cls(max_chars=reader.max_chars, max_hints=reader.max_hints)
 
 
 def hints_file_id(trajectory: Trajectory) -> str:
-    """What a hints file calls a trajectory.
+    """The id of a trajectory in a hints file.
 
-    Its id; but a recorded conversation is given a new id in every step it comes up in, and there it
-    is the id of the task, which stays.
+    For a recorded conversation the id of its task, as its trajectory has a new id in every step.
     """
     return trajectory.task.id if trajectory.source == "dataset" else trajectory.id
 
 
 def parse_hints(content: bytes, *, name: str) -> tuple[tuple[Hint, ...], Mapping[str, int]]:
-    """The hints of a file and what was skipped; a broken line is an error with its number."""
+    """The hints and counts of skipped lines; an invalid line is an error with its number."""
     hints: list[Hint] = []
-    *lines, rest = content.split(b"\n")
+    *lines, last = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             hints.append(_parse_line(line, where=f"{name}:{number}"))
-    if rest.strip():
-        if _is_unfinished(rest):
+    if last.strip():
+        if _is_unfinished(last):
             return tuple(hints), {"human/unfinished_line": 1}
-        hints.append(_parse_line(rest, where=f"{name}:{len(lines) + 1}"))
+        hints.append(_parse_line(last, where=f"{name}:{len(lines) + 1}"))
     return tuple(hints), {}
 
 
 def append_hint(path: Path, hint: Hint) -> None:
-    """Add a hint to a file: the whole line or nothing, also when others add to it too."""
+    """Append a hint: the whole line or nothing, also with concurrent writers."""
     row: dict[str, Any] = {
         "trajectory": hint.trajectory,
         "turn": hint.turn,
@@ -78,38 +77,38 @@ def append_hint(path: Path, hint: Hint) -> None:
     line = json.dumps(row).encode() + b"\n"
     _parse_line(line, where=f"hint for {path}")
     try:
-        # Appended in one write, which lands behind whatever others have added by then.
+        # One write in append mode, after all that others have appended by then.
         with _open_locked(path, "ab+") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             if size and file.read(1) != b"\n":
                 line = b"\n" + line  # an editor left the last line open
-            written = file.write(line)
-            if written < len(line):
-                file.truncate(file.seek(0, os.SEEK_END) - written)
+            num_written = file.write(line)
+            if num_written < len(line):
+                file.truncate(file.seek(0, os.SEEK_END) - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise _write_error(path, "written", error) from None
 
 
 def remove_hint(path: Path, trajectory: str, turn: int) -> None:
-    """Take all lines about one turn out of a file; every other byte of it stays.
+    """Delete all lines for one turn and keep every other byte.
 
-    A file with a broken line is left alone: what that line is about, nobody can say.
+    A file with an invalid line is refused: the turn of that line is unknown.
     """
     try:
         with _open_locked(path, "rb") as file:
             content = file.read()
-            *whole, rest = content.split(b"\n")
-            lines = [*(line + b"\n" for line in whole), rest]
-            kept = [
+            *complete, last = content.split(b"\n")
+            lines = [*(line + b"\n" for line in complete), last]
+            remaining = [
                 line
                 for number, line in enumerate(lines, start=1)
                 if not _is_about(line, trajectory, turn, where=f"{path}:{number}")
             ]
-            if len(kept) < len(lines):
+            if len(remaining) < len(lines):
                 # The file itself, where the path is a link to it.
-                replace_file(path.resolve(), b"".join(kept))
+                replace_file(path.resolve(), b"".join(remaining))
     except FileNotFoundError:
         return
     except OSError as error:
@@ -121,7 +120,7 @@ def remove_hint(path: Path, trajectory: str, turn: int) -> None:
 
 @contextmanager
 def _open_locked(path: Path, mode: str) -> Iterator[FileIO]:
-    """The file, open, and nobody else's meanwhile who asks for it here."""
+    """The open file, locked."""
     while True:
         with open(path, mode, buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -132,22 +131,22 @@ def _open_locked(path: Path, mode: str) -> Iterator[FileIO]:
 
 
 def _is_same_file(path: Path, file: IO[bytes]) -> bool:
-    """Whoever held it before may have put another file in its place, or removed it."""
+    """False if the previous holder of the lock replaced or removed the file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _write_error(path: Path, done: str, error: OSError) -> UserError:
+def _write_error(path: Path, action: str, error: OSError) -> UserError:
     return UserError(
-        f"{path}: the hint could not be {done} ({error.strerror}). Make room or make the "
-        "folder writable; what was in the file is still there"
+        f"{path}: the hint could not be {action} ({error.strerror}). Free some space or make the "
+        "folder writable; the content of the file is unchanged"
     )
 
 
 def _is_unfinished(line: bytes) -> bool:
-    """A last line without a break that is no JSON yet: somebody is in the middle of writing it."""
+    """A last line without a line break that is not JSON yet: it is still being written."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -173,10 +172,10 @@ def _parse_line(line: bytes, *, where: str) -> Hint:
         raise UserError(f"{where}: unknown key {unknown[0]!r}; a hint has {', '.join(KEYS)}")
     for key in ("trajectory", "text", "reason"):
         if not isinstance(row.get(key, "" if key == "reason" else None), str):
-            raise UserError(f"{where}: `{key}` must be a text; write one")
+            raise UserError(f"{where}: `{key}` must be a string")
     turn = row.get("turn")
     if not isinstance(turn, int) or isinstance(turn, bool) or turn < 0:
-        raise UserError(f"{where}: `turn` must be the number of a turn, counted from 0")
+        raise UserError(f"{where}: `turn` must be the index of a turn, counted from 0")
     text = to_one_line(row["text"])
     if not text:
         raise UserError(f"{where}: `text` is empty; write the hint, or remove the line")

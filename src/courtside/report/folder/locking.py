@@ -1,4 +1,4 @@
-"""Who may write into a run folder: one process at a time, with the recipe the folder began with."""
+"""Access to a run folder: one writing process at a time, and always the same recipe."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CHANGEABLE_FIELDS = (
     "train.micro_batch_tokens",
     "train.optimizer_offload",
 )
-"""What may be another in a run that goes on: what is kept of it, and how it fits into memory. What
-is learned is the same but for rounding."""
+"""May differ in a resumed run: what is stored, and memory settings. Training is the same up to
+rounding."""
 
 
 def refuse_foreign_folder(path: Path) -> None:
-    """Never write among files that are not a run's."""
+    """Refuse to write into a folder with other files."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in path.iterdir()}
@@ -35,21 +35,21 @@ def refuse_foreign_folder(path: Path) -> None:
         raise UserError(f"{path}: is a file, or lies below one. Give another folder") from None
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be made or looked into ({error.strerror}). Give a folder that you "
+            f"{path}: cannot be created or listed ({error.strerror}). Give a folder that you "
             "may write to"
         ) from None
-    # What a first start leaves that was killed before it had written the recipe.
-    ours = {LOCK, "checkpoints", "trajectories", "environment.json"}
-    others = {name for name in names - ours if not name.endswith(TEMPORARY)}
-    if others and RECIPE not in names:
+    # Left by a first start that was killed before it wrote the recipe.
+    expected = {LOCK, "checkpoints", "trajectories", "environment.json"}
+    foreign = {name for name in names - expected if not name.endswith(TEMPORARY)}
+    if foreign and RECIPE not in names:
         raise UserError(
-            f"{path}: has files ({', '.join(sorted(others)[:3])}…) but no {RECIPE}, so it is not a "
+            f"{path}: has files ({', '.join(sorted(foreign)[:3])}…) but no {RECIPE}, so it is no "
             "run folder. Give a new or an empty folder"
         )
 
 
 def acquire_lock(path: Path) -> int:
-    """A file descriptor that holds the folder until it is closed or the process ends."""
+    """A file descriptor that locks the folder until it is closed or the process ends."""
     try:
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -77,12 +77,12 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def refuse_other_recipe(path: Path, old: Recipe, new: Recipe) -> None:
-    """But for what may change: see `CHANGEABLE_FIELDS`."""
-    free = tuple(f"{name}{end}" for name in CHANGEABLE_FIELDS for end in ".:")
+    """Fields in `CHANGEABLE_FIELDS` may differ."""
+    changeable = tuple(f"{name}{end}" for name in CHANGEABLE_FIELDS for end in ".:")
     lines = [
         line
         for line in _find_differences(dump_recipe(old), dump_recipe(new))
-        if not line.startswith(free)
+        if not line.startswith(changeable)
     ]
     if lines:
         raise RecipeError(
@@ -93,7 +93,7 @@ def refuse_other_recipe(path: Path, old: Recipe, new: Recipe) -> None:
 
 
 def _find_differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """`field: old → new` for each leaf that is not the same."""
+    """`field: old → new` for each leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
             yield from _find_differences(

@@ -1,56 +1,64 @@
-"""One batch of scored trajectories as a Parquet file, and back.
+"""Records as plain trees for JSON, and batches of scored trajectories as Parquet files.
 
-Log-probs are stored as float32; everything else comes back as it went in.
+Log-probs are stored as float32; everything else is restored exactly. JSON has null for NaN.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from courtside.errors import UserError
 from courtside.report.folder.files import replace_file
-from courtside.report.folder.serialize import (
-    Tree,
-    check_schema,
-    parse_floats,
-    parse_hint_outcome,
-    parse_trajectory,
-    serialize_hint_outcome,
-    serialize_task,
-    serialize_turn,
+from courtside.types import (
+    SCHEMA_VERSION,
+    Evaluation,
+    Event,
+    Grade,
+    Hint,
+    HintOutcome,
+    Message,
+    Scored,
+    Task,
+    Trajectory,
+    Turn,
 )
-from courtside.types import SCHEMA_VERSION, HintOutcome, Scored, Trajectory, Turn
 
 VERSION_KEY = b"courtside.schema_version"
+GRADE = ("score", "passed", "feedback", "error")
+PLAIN = ("id", "source", "policy_version", "temperature", "stop", "preference")
+"""Fields of a trajectory that are stored as they are."""
+
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTrajectory:
-    """A trajectory of one training step with what student and teacher said about it."""
+    """A trajectory of one training step with the scores of student and teacher."""
 
     trajectory: Trajectory
     step: int
     """0-based: the step that trained on it."""
     student_logp: tuple[float, ...] | None
-    """T log-probs of the completion tokens just before the step; None: no loss looked at it."""
+    """T log-probs of the completion tokens just before the step; None: not trained on."""
     teacher: str | None
-    """None: no teacher spoke on this one."""
+    """None: not scored by a teacher."""
     teacher_logp: tuple[float, ...] | None
-    """Of the completion tokens that `teacher_token_indices` names."""
+    """Of the completion tokens at `teacher_token_indices`."""
     context: str | None
-    """What only the teacher saw."""
+    """The privileged text in the teacher's context."""
     teacher_token_indices: tuple[int, ...] | None = None
     """Indices into the T completion tokens that the teacher scored, ascending; None: all."""
     hints: tuple[HintOutcome, ...] = ()
-    """Also those that were dropped."""
+    """Trained and dropped ones."""
 
     @property
     def teacher_logp_by_token(self) -> tuple[float | None, ...]:
-        """T values in the order of the completion tokens; None where the teacher said nothing."""
+        """T values in the order of the completion tokens; None where not scored."""
         size = self.trajectory.num_completion_tokens
         if self.teacher_logp is None:
             return (None,) * size
@@ -61,13 +69,16 @@ class StoredTrajectory:
         return tuple(logp.get(position) for position in range(size))
 
 
+# ── Parquet ──────────────────────────────────────────────────────────────────────────────────────
+
+
 def write_trajectories(
     path: Path, scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
 ) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_row(one, student_logp.get(one.trajectory.id)) for one in scored]
+    rows = [_serialize_row(s, student_logp.get(s.trajectory.id)) for s in scored]
     table = pa.Table.from_pylist(rows, schema=_schema())
     stream = pa.BufferOutputStream()
     pq.write_table(table, stream, compression="zstd")
@@ -75,40 +86,35 @@ def write_trajectories(
 
 
 def read_trajectories(
-    path: Path, step: int, only: Collection[str] | None = None
+    path: Path, step: int, ids: Collection[str] | None = None
 ) -> list[StoredTrajectory]:
-    """In their order. `only`: those with these ids; of the others no record is made."""
-    return [parse_row(row, step) for row in _filter_ids(read_table(path), only).to_pylist()]
+    """In stored order; `ids`: only those, without parsing the others."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = read_table(path)
+    if ids is not None:
+        table = table.filter(pc.is_in(table.column("id"), pa.array(sorted(ids), pa.string())))
+    return [parse_row(row, step) for row in table.to_pylist()]
 
 
 def read_hints(path: Path) -> list[HintOutcome]:
     """Of all trajectories of a step, without reading the trajectories."""
     rows = read_table(path, ["id", "hints"]).to_pylist()
-    return [hint_outcomes for row in rows for hint_outcomes in _parse_hints(row)]
-
-
-def _filter_ids(table: Any, only: Collection[str] | None) -> Any:
-    """Rows of trajectories with these ids."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if only is None:
-        return table
-    return table.filter(pc.is_in(table.column("id"), pa.array(sorted(only), pa.string())))
+    return [outcome for row in rows for outcome in parse_hints(row)]
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> Any:
-    """An Arrow table with a row for each trajectory; `parse_row` makes a record of a row."""
+    """An Arrow table with a row for each trajectory; see `parse_row`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Not `read_table(path)`: it takes `key=value` folder names on the way for columns. Nor a
-        # Python file, nor threads: one that lets go of a Python object while the process ends
-        # aborts it.
+        # `pq.read_table(path)` would parse `key=value` folder names as columns. A Python file or
+        # threads could release a Python object during process exit, which aborts it.
         with pa.OSFile(str(path)) as file:
             parquet = pq.ParquetFile(file, pre_buffer=False)
-            # Before the rows: those of a newer schema may be of types that cannot be read here.
+            # Before the rows: a newer schema may have types that cannot be read.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
             check_schema(int(version) if version.isdigit() else None, str(path))
             return parquet.read(columns=columns, use_threads=False)
@@ -173,81 +179,180 @@ def _schema() -> Any:
     )
 
 
-def _row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
+def _serialize_row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tree:
     trajectory, target = scored.trajectory, scored.target
-    grade = trajectory.grade
-    assert all(hint_outcomes.hint.trajectory == trajectory.id for hint_outcomes in scored.hints)
+    assert all(outcome.hint.trajectory == trajectory.id for outcome in scored.hints)
+    tree = serialize_trajectory(trajectory)
+    for turn in tree["turns"]:
+        for event in turn["events"]:  # as JSON, like the task: the keys differ between kinds
+            event["details"] = json.dumps(event["details"])
+    grade = tree.pop("grade") or {}
     return {
-        "id": trajectory.id,
-        "task": json.dumps(serialize_task(trajectory.task)),
-        "source": trajectory.source,
-        "policy_version": trajectory.policy_version,
-        "temperature": trajectory.temperature,
-        "stop": trajectory.stop,
-        "grade_score": grade and grade.score,
-        "grade_passed": grade and grade.passed,
-        "grade_feedback": grade and grade.feedback,
-        "grade_error": grade and grade.error,
-        "preference": trajectory.preference,
-        "turns": [_turn_row(turn) for turn in trajectory.turns],
+        **tree,
+        "task": json.dumps(tree["task"]),
+        **{f"grade_{name}": grade.get(name) for name in GRADE},
         "teacher": target and target.teacher,
         "context": target and target.context,
         "teacher_logp": target and target.logp_T.tolist(),
         "teacher_token_indices": target and target.token_indices,
         "student_logp": student_logp,
-        "hints": [serialize_hint_outcome(hint_outcomes) for hint_outcomes in scored.hints],
+        "hints": [serialize_hint_outcome(outcome) for outcome in scored.hints],
     }
-
-
-def _turn_row(turn: Turn) -> Tree:
-    """Details as JSON, like the task: their names differ from kind to kind."""
-    tree = serialize_turn(turn)
-    for event in tree["events"]:
-        event["details"] = json.dumps(event["details"])
-    return tree
-
-
-def _turn_tree(row: Tree) -> Tree:
-    for event in row["events"]:
-        event["details"] = json.loads(event["details"])
-    return row
-
-
-def _parse_hints(row: Tree) -> tuple[HintOutcome, ...]:
-    return tuple(parse_hint_outcome(tree, row["id"]) for tree in row["hints"])
 
 
 def parse_row(row: Tree, step: int) -> StoredTrajectory:
-    score, passed, feedback = (row[f"grade_{part}"] for part in ("score", "passed", "feedback"))
-    tree = {
-        "id": row["id"],
-        "task": json.loads(row["task"]),
-        "turns": [_turn_tree(turn) for turn in row["turns"]],
-        "source": row["source"],
-        "policy_version": row["policy_version"],
-        "temperature": row["temperature"],
-        "stop": row["stop"],
-        "grade": None
-        if passed is None
-        else {
-            "score": score,
-            "passed": passed,
-            "feedback": feedback,
-            "error": row.get("grade_error"),
-        },
-        "preference": row["preference"],
-    }
+    for turn in row["turns"]:
+        for event in turn["events"]:
+            event["details"] = json.loads(event["details"])
+    indices = row["teacher_token_indices"]
     return StoredTrajectory(
-        trajectory=parse_trajectory(tree),
+        trajectory=parse_row_trajectory(row, tuple(map(_parse_turn, row["turns"]))),
         step=step,
-        student_logp=parse_floats(row["student_logp"]),
+        student_logp=_parse_floats(row["student_logp"]),
         teacher=row["teacher"],
-        teacher_logp=parse_floats(row["teacher_logp"]),
+        teacher_logp=_parse_floats(row["teacher_logp"]),
         context=row["context"],
-        teacher_token_indices=_optional_tuple(row["teacher_token_indices"]),
-        hints=_parse_hints(row),
+        teacher_token_indices=None if indices is None else tuple(indices),
+        hints=parse_hints(row),
     )
 
 
-def _optional_tuple(values: list[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
+    grade = {name: row[f"grade_{name}"] for name in GRADE}
+    return Trajectory(
+        **{name: row[name] for name in PLAIN},
+        task=_parse_task(json.loads(row["task"])),
+        turns=turns,
+        grade=None if grade["passed"] is None else _parse_grade(grade),
+    )
+
+
+def parse_hints(row: Tree) -> tuple[HintOutcome, ...]:
+    outcome_names = {field.name for field in fields(HintOutcome)}
+    return tuple(
+        HintOutcome(
+            hint=Hint(
+                trajectory=row["id"],
+                **{name: value for name, value in tree.items() if name not in outcome_names},
+            ),
+            **{name: value for name, value in tree.items() if name in outcome_names},
+        )
+        for tree in row["hints"]
+    )
+
+
+# ── trees ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_schema(version: Any, where: str) -> None:
+    if not isinstance(version, int):
+        raise UserError(f"{where}: carries no schema version, so courtside did not write it")
+    if version > SCHEMA_VERSION:
+        raise UserError(
+            f"{where}: written with schema version {version}; this courtside reads up to "
+            f"{SCHEMA_VERSION}. Update courtside"
+        )
+
+
+def serialize_record(record: Any) -> Tree:
+    """The fields of a record, not those of records in it."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def serialize_trajectory(trajectory: Trajectory) -> Tree:
+    task, grade = trajectory.task, trajectory.grade
+    return {
+        **serialize_record(trajectory),
+        "task": {
+            **serialize_record(task),
+            "messages": [serialize_record(message) for message in task.messages],
+            "privileged": dict(task.privileged),
+            "grader_args": dict(task.grader_args),
+            "conversation": [dict(message) for message in task.conversation],
+        },
+        "turns": [
+            {
+                **serialize_record(turn),
+                "messages": [serialize_record(message) for message in turn.messages],
+                "events": [{"kind": e.kind, "details": dict(e.details)} for e in turn.events],
+            }
+            for turn in trajectory.turns
+        ],
+        "grade": None if grade is None else serialize_record(grade),
+    }
+
+
+def parse_trajectory(tree: Mapping[str, Any]) -> Trajectory:
+    grade = tree["grade"]
+    return Trajectory(
+        **{
+            **tree,
+            "task": _parse_task(tree["task"]),
+            "turns": tuple(map(_parse_turn, tree["turns"])),
+            "grade": None if grade is None else _parse_grade(grade),
+        }
+    )
+
+
+def serialize_hint_outcome(outcome: HintOutcome) -> Tree:
+    """Without the id of the trajectory that it is stored with."""
+    tree = {**serialize_record(outcome.hint), **serialize_record(outcome)}
+    del tree["hint"], tree["trajectory"]
+    return tree
+
+
+def serialize_evaluation(evaluation: Evaluation) -> Tree:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **serialize_record(evaluation),
+        "metrics": dict(evaluation.metrics),
+        "scores": dict(evaluation.scores),
+        "samples": [serialize_trajectory(trajectory) for trajectory in evaluation.samples],
+    }
+
+
+def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
+    check_schema(tree.get("schema_version"), where)
+    return Evaluation(
+        step=tree["step"],
+        policy=tree["policy"],
+        split=tree["split"],
+        **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
+        metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
+        scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
+        samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
+    )
+
+
+def _parse_task(tree: Mapping[str, Any]) -> Task:
+    lists = {name: tuple(tree[name]) for name in ("tags", "conversation")}
+    return Task(**{**tree, **lists, "messages": _parse_messages(tree["messages"])})
+
+
+def _parse_turn(tree: Mapping[str, Any]) -> Turn:
+    return Turn(
+        **{
+            **tree,
+            "token_ids": tuple(tree["token_ids"]),
+            "completion_mask": tuple(tree["completion_mask"]),
+            "sampler_logp": _parse_floats(tree["sampler_logp"]),
+            "messages": _parse_messages(tree["messages"]),
+            "events": tuple(Event(**event) for event in tree["events"]),
+        }
+    )
+
+
+def _parse_messages(trees: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message(**tree) for tree in trees)
+
+
+def _parse_grade(tree: Mapping[str, Any]) -> Grade:
+    return Grade(**{**tree, "score": _none_to_nan(tree["score"])})
+
+
+def _none_to_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _parse_floats(values: list[float | None] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(map(_none_to_nan, values))
