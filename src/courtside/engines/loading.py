@@ -287,36 +287,21 @@ def _verify(folder: Path) -> None:
         sums = json.loads((folder / "sums.json").read_text())
     except ValueError as error:
         raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {fix}") from None
-    verified = _load_verified(folder)
-    current = {}
-    for name, expected in sums.items():
-        file = folder / name
-        current[name] = [expected, *_stamp(file)] if file.is_file() else None
-        # Half a gigabyte is hashed only where the file has changed since the last verification.
-        intact = current[name] is not None and (
-            current[name] == verified.get(name) or _sha256(file) == expected
-        )
-        if not intact:
-            raise ModelError(f"{file}: damaged (its checksum changed). {fix}")
-    if current != verified:
-        _save_verified(folder, current)
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _load_verified(folder: Path) -> Any:
-    """Checksum, size and time of each file at its last verification."""
+    stats = {name: (folder / name).stat() for name in sums if (folder / name).is_file()}
+    current = {name: [sums[name], s.st_size, s.st_mtime_ns] for name, s in stats.items()}
     try:
         verified = json.loads((folder / "verified.json").read_text())
     except (FileNotFoundError, ValueError):
-        return {}
-    return verified if isinstance(verified, dict) else {}
-
-
-def _save_verified(folder: Path, current: Any) -> None:
+        verified = None
+    if not isinstance(verified, dict):
+        verified = {}
+    for name, expected in sums.items():
+        # Half a gigabyte is hashed only where the file has changed since the last verification.
+        is_verified = name in current and current[name] == verified.get(name)
+        if not is_verified and (name not in current or _sha256(folder / name) != expected):
+            raise ModelError(f"{folder / name}: damaged (its checksum changed). {fix}")
+    if current == verified:
+        return
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=folder, prefix=".verified-", delete=False

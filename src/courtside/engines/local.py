@@ -85,17 +85,13 @@ class LocalEngine:
 
     def notes(self) -> list[str]:
         notes = []
-        if self.passes.padding_reason is not None:
-            notes.append(f"{self.name}: passes are padded ({self.passes.padding_reason})")
-        elif self.passes.unshared_reason is not None:
-            notes.append(
-                f"{self.name}: every sample prefills its own prompt ({self.passes.unshared_reason})"
-            )
+        if (reason := self.passes.padding_reason) is not None:
+            notes.append(f"passes are padded ({reason})")
+        elif (reason := self.passes.unshared_reason) is not None:
+            notes.append(f"every sample prefills its own prompt ({reason})")
         if self.device.type == "cuda" and not self.uses_continuous_batching:
-            notes.append(
-                f"{self.name}: decodes eagerly, without CUDA graphs ({self.stateless_reason})"
-            )
-        return notes
+            notes.append(f"decodes eagerly, without CUDA graphs ({self.stateless_reason})")
+        return [f"{self.name}: {note}" for note in notes]
 
     def _make_autocast(self, **options: Any) -> Callable[[], AbstractContextManager[Any]]:
         if self.autocast is None:
@@ -135,14 +131,9 @@ class LocalEngine:
                 self.model, prompts, pad_id=self.pad_id, max_new_tokens=sampling.max_new_tokens
             )
             return decode(
-                batch.order,
-                batch.prefill(),
-                batch.advance,
-                requests=requests,
-                sampling=sampling,
-                head=self.head,
-                buffer=self._make_buffer(num_rows, sampling),
-            )
+                batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
+                head=self.head, buffer=self._make_buffer(num_rows, sampling),
+            )  # fmt: skip
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -268,38 +267,30 @@ def pack_sequences(sequences: Sequence[Ids], *, share_prefixes: bool) -> PackedB
     """Sequences concatenated in one row, shared prefixes only once. No segment is empty."""
     groups = find_prefix_groups(sequences) if share_prefixes else []
     segments: list[PackedSegment] = []
-    # The segments of a sequence's prefix and of its suffix, None where it has none.
-    segments_of: dict[int, tuple[int | None, int | None]] = {}
+    spans: dict[int, SequenceSpan] = {}
+    num_tokens = 0
+
+    def append(ids: Ids, **settings: int) -> None:
+        nonlocal num_tokens
+        segments.append(PackedSegment(ids=tuple(ids), **settings))
+        num_tokens += len(ids)
+
     for group in groups:
-        prefix = len(segments)
-        segments.append(PackedSegment(ids=tuple(sequences[group.members[0]][: group.num_tokens])))
+        prefix, prefix_start, num_prefix = len(segments), num_tokens, group.num_tokens
+        append(sequences[group.members[0]][:num_prefix])
         for i in group.members:
-            suffix = tuple(sequences[i][group.num_tokens :])
-            segments_of[i] = prefix, len(segments) if suffix else None
-            if suffix:
-                segments.append(
-                    PackedSegment(ids=suffix, first_position=group.num_tokens, prefix=prefix)
-                )
-    for i, ids in enumerate(sequences):
-        if i not in segments_of:
-            segments_of[i] = None, len(segments)
-            segments.append(PackedSegment(ids=tuple(ids)))
-    starts = [0, *accumulate(len(segment.ids) for segment in segments)]
-    spans = []
-    for i in range(len(sequences)):
-        prefix_segment, suffix_segment = segments_of[i]
-        start = 0 if suffix_segment is None else starts[suffix_segment]
-        if prefix_segment is None:
-            spans.append(SequenceSpan(start=start))
-        else:
-            spans.append(
-                SequenceSpan(
-                    start=start,
-                    prefix_start=starts[prefix_segment],
-                    num_prefix=len(segments[prefix_segment].ids),
-                )
+            spans[i] = SequenceSpan(
+                start=num_tokens, prefix_start=prefix_start, num_prefix=num_prefix
             )
-    return PackedBatch(segments=tuple(segments), spans=tuple(spans))
+            if len(sequences[i]) > num_prefix:
+                append(sequences[i][num_prefix:], first_position=num_prefix, prefix=prefix)
+    for i, ids in enumerate(sequences):
+        if i not in spans:
+            spans[i] = SequenceSpan(start=num_tokens)
+            append(ids)
+    return PackedBatch(
+        segments=tuple(segments), spans=tuple(spans[i] for i in range(len(sequences)))
+    )
 
 
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────

@@ -92,37 +92,18 @@ class ForwardPasses:
 
         `cache` retains the keys and values of a packed batch for tree scoring.
         """
-        if self.padding_reason is None:
-            return forward_packed(
-                self.model,
-                sequences,
-                cache,
-                share_prefixes=self.unshared_reason is None,
-                backend=self.backend,
-            )
-        assert cache is None, "tree scoring needs a packed batch"
-        ids_BL = pad_right(sequences, self.pad_id, self.model.device)
-        out = self.model.base_model(input_ids=ids_BL, use_cache=False)
-        longest = ids_BL.shape[1]
-        spans = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
-        return out.last_hidden_state.flatten(0, 1), spans
-
-
-def forward_packed(
-    model: Any,
-    sequences: Sequence[Sequence[int]],
-    cache: Cache | None = None,
-    *,
-    share_prefixes: bool = False,
-    backend: VarlenBackend = DEFAULT_BACKEND,
-) -> tuple[Tensor, Sequence[SequenceSpan]]:
-    batch = pack_sequences(sequences, share_prefixes=share_prefixes)
-    layout = make_packed_layout(batch, device=model.device, backend=backend)
-    ids = [token for segment in batch.segments for token in segment.ids]
-    position_ids = [
-        segment.first_position + n for segment in batch.segments for n in range(len(segment.ids))
-    ]
-    return forward_varlen(model, ids, position_ids, layout, cache), batch.spans
+        if self.padding_reason is not None:
+            assert cache is None, "tree scoring needs a packed batch"
+            ids_BL = pad_right(sequences, self.pad_id, self.model.device)
+            out = self.model.base_model(input_ids=ids_BL, use_cache=False)
+            longest = ids_BL.shape[1]
+            spans = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
+            return out.last_hidden_state.flatten(0, 1), spans
+        batch = pack_sequences(sequences, share_prefixes=self.unshared_reason is None)
+        layout = make_packed_layout(batch, device=self.model.device, backend=self.backend)
+        ids = [token for segment in batch.segments for token in segment.ids]
+        position_ids = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
+        return forward_varlen(self.model, ids, position_ids, layout, cache), batch.spans
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────
@@ -178,10 +159,9 @@ def _packing_error(
     vocab_size = model.get_input_embeddings().weight.shape[0]
     prefix = [(11 * i + 2) % vocab_size for i in range(num_prefix)]
     sequences = [[*prefix, *((7 * i + n) % vocab_size for i in range(1, n + 1))] for n in lengths]
-    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
-        hidden_ND, spans = forward_packed(
-            model, sequences, share_prefixes=num_prefix > 0, backend=backend
-        )
+    passes = ForwardPasses(model=model, pad_id=0, padding_reason=None, backend=backend)
+    with passes.patch_model():
+        hidden_ND, spans = passes.forward(sequences)
     assert len(hidden_ND) == num_prefix + sum(lengths)
     return max(
         # Suffixes only: an error there would not show in the median over a long prefix.

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from courtside.engines.base import BranchRequest, BranchScores, Want
+from courtside.engines.base import BranchRequest, BranchScores, ScoreRequest, Want
 from courtside.engines.forward.batching import SequenceSpan, copy_to_device, default_pass_tokens
-from courtside.engines.forward.forward import ForwardPasses, forward_packed
+from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.forward.logprobs import score_positions
-from courtside.engines.forward.varlen import VARLEN_ATTENTION, forward_varlen, make_varlen_layout
+from courtside.engines.forward.varlen import forward_varlen, make_varlen_layout
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
-from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.errors import ModelError
 from courtside.types import Branch
@@ -81,22 +80,14 @@ class BranchKeys:
         self.trunk_slices = [span.slices(branch.splice) for span, branch in branches]
         self.by_index = device.type == "cuda" if by_index is None else by_index
         if self.by_index:
-            self.source_K, self.target_N = self._make_indices(device)
-
-    def _make_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The trunk position of each gathered key (0 for keys of branches), and where the keys of
-        branches go."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        start = 0
-        for length, slices in zip(self.lengths, self.trunk_slices, strict=True):
-            sources += [torch.arange(s.start, s.stop) for s in slices]
-            sources.append(torch.zeros(length, dtype=torch.long))
-            start += sum(s.stop - s.start for s in slices)
-            targets.append(torch.arange(start, start + length))
-            start += length
-        source_K, target_N = torch.cat(sources), torch.cat(targets)
-        return copy_to_device(source_K, device), copy_to_device(target_N, device)
+            pieces: list[Tensor] = []
+            for slices, length in zip(self.trunk_slices, self.lengths, strict=True):
+                pieces += [torch.arange(s.start, s.stop) for s in slices]
+                pieces.append(torch.full((length,), -1))
+            source_K = torch.cat(pieces)
+            """Trunk position of each gathered key; -1: a key of the branch."""
+            self.source_K = copy_to_device(source_K.clamp(min=0), device)
+            self.target_N = copy_to_device((source_K < 0).nonzero()[:, 0], device)
 
     def gather(self, trunk: Tensor, new: Tensor) -> Tensor:
         """States of trunks and branches, both [1, heads, N, D], to [1, heads, K, D]."""
@@ -119,13 +110,12 @@ class _BranchLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = trunk.keys, trunk.values
         self.dtype, self.device = trunk.dtype, trunk.device
         self.is_initialized = True
-        self.branch_keys = branch_keys
+        self.gather = branch_keys.gather
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        gather = self.branch_keys.gather
-        return gather(self.keys, key_states), gather(self.values, value_states)
+        return self.gather(self.keys, key_states), self.gather(self.values, value_states)
 
 
 @torch.no_grad()
@@ -143,15 +133,32 @@ def forward_branches(
     Hidden state i predicts token i + 1 of the branch. Limits and `by_index` (see `BranchKeys`)
     default to what suits the device.
     """
-    device = passes.model.device
+    if not cache.layers:
+        raise ModelError(
+            "the trunk's forward pass retained no KV cache, as under gradient checkpointing. "
+            "Run it without, or score each branch as a sequence"
+        )
+    device, trunk_length = passes.model.device, cache.layers[0].keys.shape[2]
     max_tokens = max_tokens or default_pass_tokens(device)
     max_keys = max_keys or default_max_keys(device)
     hidden: list[Tensor] = []
     with eval_mode(passes.model):
         for batch in _split_branches(branches, max_tokens, max_keys):
-            branch_keys = BranchKeys(batch, device=device, by_index=by_index)
-            batch_ND = _forward_branch_batch(passes, cache, batch, branch_keys)
-            hidden += batch_ND.split(branch_keys.lengths)
+            keys = BranchKeys(batch, device=device, by_index=by_index)
+            assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
+            hidden_ND = forward_varlen(
+                passes.model,
+                [token for _, branch in batch for token in branch.token_ids],
+                [branch.splice + n for _, branch in batch for n in range(len(branch.token_ids))],
+                make_varlen_layout(
+                    keys.lengths,
+                    [branch.splice + len(branch.token_ids) for _, branch in batch],
+                    device=device,
+                    backend=passes.backend,
+                ),
+                Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers]),
+            )
+            hidden += hidden_ND.split(keys.lengths)
     return hidden
 
 
@@ -169,32 +176,6 @@ def _split_branches(
             num_tokens, num_keys = length, branch.splice + length
         batches[-1].append((span, branch))
     return batches
-
-
-def _forward_branch_batch(
-    passes: ForwardPasses, cache: Cache, branches: Sequence[PlacedBranch], branch_keys: BranchKeys
-) -> Tensor:
-    if not cache.layers:
-        raise ModelError(
-            "the trunk's forward pass retained no KV cache, as under gradient checkpointing. "
-            "Run it without, or score each branch as a sequence"
-        )
-    trunk_length = cache.layers[0].keys.shape[2]
-    assert all(branch.token_ids for _, branch in branches)
-    assert all(s.stop <= trunk_length for slices in branch_keys.trunk_slices for s in slices)
-    layout = make_varlen_layout(
-        branch_keys.lengths,
-        [branch.splice + len(branch.token_ids) for _, branch in branches],
-        device=passes.model.device,
-        backend=passes.backend,
-    )
-    return forward_varlen(
-        passes.model,
-        [token for _, branch in branches for token in branch.token_ids],
-        [branch.splice + n for _, branch in branches for n in range(len(branch.token_ids))],
-        layout,
-        Cache(layers=[_BranchLayer(layer, branch_keys) for layer in cache.layers]),
-    )
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────
@@ -219,72 +200,47 @@ def score_trees(
     for batch in passes.plan_batches(
         [[ids] for ids in trunks], max_tokens, max_shared_tokens=max_shared_tokens
     ):
-        batch_requests = [requests[i] for i in batch]
-        hidden_ND, spans, branch_spans = _forward_trees(
-            passes, [trunks[i] for i in batch], batch_requests, max_tokens, max_keys
-        )
-        scored_trunks = [
-            (span, request.trunk())
-            for span, request in zip(spans, batch_requests, strict=True)
-            if request.scored is not None
-        ]
-        branches = [(r, branch) for r in batch_requests for branch in r.branches]
-        scored_branches = [
-            (span, request.sequence(branch, start=branch.splice - span.num_prefix))
-            for span, (request, branch) in zip(branch_spans, branches, strict=True)
-        ]
-        # Separately: hidden states of branches that outlive this call must not hold the trunks'.
-        trunk_scores, branch_scores = (
-            iter(
-                score_positions(
-                    head,
-                    hidden_ND,
-                    [span for span, _ in scored],
-                    [request for _, request in scored],
-                    want=want,
-                    top_k=top_k,
-                )
+        cache = make_trunk_cache()
+        with eval_mode(passes.model), passes.patch_model():
+            trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
+            trees = [(requests[i], span) for i, span in zip(batch, spans, strict=True)]
+            branches = [(r, span, branch) for r, span in trees for branch in r.branches]
+            branch_hidden = forward_branches(
+                passes,
+                cache,
+                [(span, branch) for _, span, branch in branches],
+                max_tokens=max_tokens,
+                max_keys=max_keys,
             )
-            for scored in (scored_trunks, scored_branches)
+        # A branch's first token is predicted by the trunk's position before it, if there is one.
+        pieces: list[Tensor] = [trunk_ND[:0]]
+        branch_spans: list[SequenceSpan] = []
+        sequences: list[ScoreRequest] = []
+        num_positions = 0
+        for (request, span, branch), hidden_ND in zip(branches, branch_hidden, strict=True):
+            predicting = [trunk_ND[s][-1:] for s in span.slices(branch.splice)[-1:]]
+            branch_spans.append(SequenceSpan(start=num_positions))
+            sequences.append(request.sequence(branch, start=branch.splice - len(predicting)))
+            pieces += [*predicting, hidden_ND]
+            num_positions += len(predicting) + len(hidden_ND)
+        scored = [(request, span) for request, span in trees if request.scored is not None]
+        trunk_scores = iter(
+            score_positions(
+                head, trunk_ND, [span for _, span in scored], [r.trunk() for r, _ in scored],
+                want=want, top_k=top_k,
+            )
+        )  # fmt: skip
+        branch_scores = iter(
+            score_positions(
+                head, torch.cat(pieces), branch_spans, sequences, want=want, top_k=top_k
+            )
         )
-        for index, request in zip(batch, batch_requests, strict=True):
-            results[index] = BranchScores(
-                trunk=None if request.scored is None else next(trunk_scores),
-                branches=tuple(next(branch_scores) for _ in request.branches),
+        for i in batch:
+            results[i] = BranchScores(
+                trunk=None if requests[i].scored is None else next(trunk_scores),
+                branches=tuple(next(branch_scores) for _ in requests[i].branches),
             )
     return [results[i] for i in range(len(requests))]
-
-
-def _forward_trees(
-    passes: ForwardPasses,
-    trunks: Sequence[Sequence[int]],
-    requests: Sequence[BranchRequest],
-    max_tokens: int,
-    max_keys: int | None,
-) -> tuple[Tensor, Sequence[SequenceSpan], list[SequenceSpan]]:
-    """Hidden states of all trunks, then of all branches, and the spans of both. The span of a
-    branch begins with the trunk position that predicts its first token, if there is one."""
-    cache = make_trunk_cache()
-    with eval_mode(passes.model), passes.patch_model():
-        trunk_ND, spans = passes.forward(trunks, cache=cache)
-        branches = [
-            (span, branch)
-            for span, request in zip(spans, requests, strict=True)
-            for branch in request.branches
-        ]
-        branch_hidden = forward_branches(
-            passes, cache, branches, max_tokens=max_tokens, max_keys=max_keys
-        )
-    branch_spans: list[SequenceSpan] = []
-    start = len(trunk_ND)
-    for (span, branch), hidden_ND in zip(branches, branch_hidden, strict=True):
-        branch_span = SequenceSpan(start=start)
-        if branch.splice:
-            (predicting,) = span.indices([branch.splice - 1])
-            branch_span = SequenceSpan(start=start, prefix_start=predicting, num_prefix=1)
-        branch_spans.append(branch_span)
-        start += len(hidden_ND)
-    return torch.cat([trunk_ND, *branch_hidden]), spans, branch_spans
 
 
 # ── probe ────────────────────────────────────────────────────────────────────────────────────────
@@ -311,8 +267,8 @@ def _tree_scoring_error(passes: ForwardPasses) -> float:
         for trunk, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
     cache = make_trunk_cache()
-    with apply_patches([patch_attention(model, VARLEN_ATTENTION)]):
-        _, spans = forward_packed(model, sequences, cache, backend=passes.backend)
+    with passes.patch_model():
+        _, spans = passes.forward(sequences, cache=cache)
         placed = [(spans[trunk], branch) for trunk, branch in branches]
         hidden = forward_branches(passes, cache, placed)
     return max(

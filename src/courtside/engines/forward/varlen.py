@@ -121,14 +121,13 @@ def make_packed_layout(
     lengths = [len(segment.ids) for segment in batch.segments]
     if all(segment.prefix is None for segment in batch.segments):
         return make_varlen_layout(lengths, device=device, backend=backend)
-    key_segments: list[int] = []
-    key_lengths: list[int] = []
-    for number, segment in enumerate(batch.segments):
-        attended = [number] if segment.prefix is None else [segment.prefix, number]
-        key_segments += attended
-        key_lengths.append(sum(lengths[i] for i in attended))
+    attended = [[n] if s.prefix is None else [s.prefix, n] for n, s in enumerate(batch.segments)]
     return make_varlen_layout(
-        lengths, key_lengths, key_segments=key_segments, device=device, backend=backend
+        lengths,
+        [sum(lengths[i] for i in segments) for segments in attended],
+        key_segments=[i for segments in attended for i in segments],
+        device=device,
+        backend=backend,
     )
 
 

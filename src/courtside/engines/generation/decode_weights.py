@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.dataflow import Trace
-from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.patches.fused_layers import FusedLayers, Trace
 from courtside.engines.patches.patch import Patch, apply_patches
 
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

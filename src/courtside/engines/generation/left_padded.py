@@ -82,15 +82,15 @@ class _PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.buffers = [self._allocate(states) for states in (key_states, value_states)]
+            self.buffers = [
+                states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
+                for states in (key_states, value_states)
+            ]
             self.is_initialized = True
         start, self.length = self.length, self.length + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start : self.length] = states
         return self._slice()
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        return states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
 
     def _slice(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)

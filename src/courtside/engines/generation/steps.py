@@ -16,10 +16,10 @@ from torch import Tensor
 from courtside.engines.base import Sampling
 from courtside.engines.forward.batching import tensor_on
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
-from courtside.engines.generation.decode_attention import RowLengths, use_decode_attention
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.attention import cache_mask
+from courtside.engines.patches.attention import DECODE_ATTENTION, RowLengths, cache_mask
+from courtside.engines.patches.patch import apply_patches, patch_attention
 
 if TYPE_CHECKING:
     from courtside.engines.generation.kv_cache import KVCache
@@ -105,7 +105,7 @@ class DecodeStep:
         return (ids_B[:, None] == self.eos_E).any(-1)
 
     def _step(self) -> None:
-        with use_decode_attention(self.model):
+        with apply_patches([patch_attention(self.model, DECODE_ATTENTION)]):
             out = self.model.base_model(
                 input_ids=self.ids_B1,
                 attention_mask=self.mask,

@@ -1,13 +1,17 @@
-"""What attention needs of its inputs, and grouped-query attention with a mask on a CPU.
+"""Attention over a KV cache: dtypes, masks, and two implementations for the length of a pass.
 
-transformers repeats keys and values for every query head as soon as there is a mask, as some GPU
-kernels require. On a CPU that makes a decoding step up to ten times slower.
+On a CPU, grouped-query attention with a mask: transformers repeats keys and values for every query
+head as soon as there is a mask, as some GPU kernels require, which makes a decoding step up to ten
+times slower there. For decode steps, attention of one new token per row over rows of different
+lengths: on a GPU a Triton kernel attends to just the cached positions of each row; elsewhere, for
+tests, a mask hides the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.errors import ModelError
 
 GQA_ATTENTION = "courtside_gqa_cpu"
+DECODE_ATTENTION = "courtside_decode"
+STANDARD_ARGUMENTS = frozenset(["dropout", "is_causal", "position_ids", "cache_position",
+                                "use_cache", "sliding_window", "output_attentions",
+                                "past_key_values"])  # fmt: skip
+"""What a model may pass to its attention without asking for a non-standard one."""
 
 
 def attn_implementation(model: Any) -> str:
@@ -119,3 +129,62 @@ def use_gqa_attention(model: Any) -> Iterator[None]:
     applies = model.device.type == "cpu" and attn_implementation(model) == "sdpa"
     with apply_patches([patch_attention(model, GQA_ATTENTION)] if applies else []):
         yield
+
+
+# ── decode attention ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLengths:
+    """How much of each row of the KV cache a decode step attends to."""
+
+    length_B: Tensor
+    """Cached positions, the new one included."""
+    prefix_row_B: Tensor
+    prefix_length_B: Tensor
+    """A row with the same first positions, bit for bit, and their number: rows that share a prompt
+    load its keys and values from one place."""
+
+
+def decode_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    row_lengths: RowLengths | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """[B, heads, 1, D] and a KV cache [B, KV heads, L, D] to [B, 1, heads, D]."""
+    del attention_mask
+    if row_lengths is None:
+        raise ModelError(f"{type(module).__name__} does not pass row_lengths to its attention")
+    names = {name for name, value in settings.items() if value is not None}
+    special = sorted(names - STANDARD_ARGUMENTS)
+    if special or "sliding_window" in names:
+        reason = special[0] if special else "a sliding window"
+        raise ModelError(f"{type(module).__name__} has an attention with {reason}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = row_lengths
+    prefixes = (rows.prefix_row_B, rows.prefix_length_B)
+    if query.is_cuda:
+        from courtside.engines.kernels import decode  # needs Triton, which CPUs do without
+
+        context_BHD = decode.decode_attention(
+            query[:, :, 0], key, value, rows.length_B, scale, prefixes
+        )
+        return context_BHD[:, None], None
+    position_L = torch.arange(key.shape[2], device=key.device)
+    is_cached_BL = position_L < rows.length_B[:, None]
+    is_prefix_BL = (position_L < rows.prefix_length_B[:, None])[:, None, :, None]
+    key, value = (torch.where(is_prefix_BL, x[rows.prefix_row_B], x) for x in (key, value))
+    query = query.to(key.dtype)  # autocast would do it for torch's own attention
+    context_BH1D = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=is_cached_BL[:, None, None], scale=scale, enable_gqa=True
+    )
+    return context_BH1D.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)

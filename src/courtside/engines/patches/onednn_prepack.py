@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,20 +33,11 @@ PREPACK_ROWS = 16
 @contextmanager
 def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterator[None]:
     """Around `num_steps` decoding steps, or around prefill and scoring."""
-    dtype = matmul_dtype(model)
-    if not is_worth_prepacking(model, dtype, num_steps=num_steps):
+    autocasts = model.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocasts else model.dtype
+    is_faster = is_worth_prepacking(model, dtype, num_steps=num_steps)
+    with prepack_linear_layers(model, head, dtype) if is_faster else nullcontext():
         yield
-        return
-    with prepack_linear_layers(model, head, dtype):
-        yield
-
-
-def matmul_dtype(model: Any) -> torch.dtype:
-    """Autocast's where that is enabled, otherwise the model's."""
-    if model.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    dtype: torch.dtype = model.dtype
-    return dtype
 
 
 def is_worth_prepacking(model: Any, dtype: torch.dtype, *, num_steps: int) -> bool:
