@@ -34,11 +34,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from workload import SEED
 
-from courtside.engines.base import BranchRequest, ScoreRequest
+from courtside.engines.base import BranchRequest, ScoreRequest, score_branches_separately
 from courtside.engines.forward.batching import SequenceSpan
 from courtside.engines.forward.logprobs import score_positions
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
-from courtside.engines.stateless import score_branches_separately
 from courtside.types import Branch
 
 

@@ -13,10 +13,15 @@ from support.float64 import in_float64
 from support.gpu_models import qwen3
 from support.tiny_model import tiny_tokenizer
 
-from courtside.engines.base import BranchRequest, SampleRequest, Sampling, ScoreRequest
+from courtside.engines.base import (
+    BranchRequest,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    score_branches_separately,
+)
 from courtside.engines.generation import kv_cache
 from courtside.engines.local import LocalEngine
-from courtside.engines.stateless import score_branches_separately
 from courtside.types import Branch, Sample
 
 PROMPTS = [(0, 5, 9), (0, 7, 7, 7, 30, 31), (0, 40), tuple(2 + i % 250 for i in range(70))]

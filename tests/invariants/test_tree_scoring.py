@@ -14,12 +14,11 @@ from support.varlen import make_branch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from courtside.engines.base import BranchRequest
+from courtside.engines.base import BranchRequest, score_branches_separately
 from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
-from courtside.engines.stateless import score_branches_separately
 from courtside.errors import ModelError
 
 SEQUENCES = [tuple(3 + (7 * i * i) % 250 for i in range(n)) for n in (25, 40, 12)]

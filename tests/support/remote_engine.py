@@ -24,10 +24,10 @@ from courtside.engines.base import (
     ScoreRequest,
     Scores,
     Session,
+    StatelessSession,
     Want,
 )
 from courtside.engines.local import LocalEngine
-from courtside.engines.stateless import StatelessSession
 from courtside.types import Sample, VersionSpan
 
 Request = TypeVar("Request")

@@ -56,7 +56,7 @@ def test_every_verb_is_covered_here() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["courtside.recipe", "courtside.recipe.load", "courtside.types", "courtside.engines.stateless"],
+    ["courtside.recipe", "courtside.recipe.load", "courtside.types", "courtside.engines.base"],
 )
 def test_recipes_and_records_load_no_torch(module: str) -> None:
     assert "torch" not in loaded(f"import {module}")

@@ -25,7 +25,9 @@ from courtside.engines.base import (
     ScoreRequest,
     Scores,
     Session,
+    StatelessSession,
     Want,
+    score_branches_separately,
 )
 from courtside.engines.forward.batching import batch_by_length, default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
@@ -42,7 +44,6 @@ from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.probes import probe_kv_cache
-from courtside.engines.stateless import StatelessSession, score_branches_separately
 from courtside.errors import ModelError
 from courtside.types import Sample
 

@@ -30,8 +30,8 @@ from courtside.engines.base import (
     ScoreRequest,
     Scores,
     Want,
+    score_branches,
 )
-from courtside.engines.stateless import score_branches
 from courtside.recipe import HintsConfig
 from courtside.seeds import seed_for
 from courtside.teacher.judging import judge_hint, tokens_of_span

@@ -13,10 +13,9 @@ from support.tiny_model import tiny_model
 from support.varlen import make_branch
 from torch import Tensor
 
-from courtside.engines.base import BranchRequest, BranchScores
+from courtside.engines.base import BranchRequest, BranchScores, score_branches_separately
 from courtside.engines.forward.tree_scoring import score_trees
 from courtside.engines.local import LocalEngine
-from courtside.engines.stateless import score_branches_separately
 from courtside.errors import ModelError
 
 Make = Callable[..., LocalEngine]

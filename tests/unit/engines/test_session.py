@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from support.tiny_model import tiny_model, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.base import SampleRequest, Sampling, StatelessSession
 from courtside.engines.generation import continuous_batching
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.session import CachedSession
 from courtside.engines.local import LocalEngine
-from courtside.engines.stateless import StatelessSession
 from courtside.types import Sample
 
 

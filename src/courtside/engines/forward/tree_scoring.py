@@ -8,7 +8,7 @@ training step can score its hints over its own forward pass.
 
 The keys of a layer are gathered once per branch, which `default_max_keys` bounds: more branches
 take several passes. Models whose batches cannot be packed score each branch as a sequence
-(`stateless.score_branches_separately`).
+(`base.score_branches_separately`).
 """
 
 from __future__ import annotations

@@ -162,15 +162,9 @@ class ContinuousBatchingSession:
         assert all(prompts.values()), "a prompt needs at least one token"
         empty = [row for row in prompts if self.length[row] == 0]
         first_row = {ids: row for row, (ids, _) in self._first_prompts.items()}
-        rows = [row for row in prompts if self.length[row]]
-        copies = {}
-        for row in empty:
-            source = first_row.setdefault(prompts[row], row)
-            if source == row:
-                rows.append(row)
-            else:
-                copies[row] = source
-        rows.sort(key=lambda row: (-len(prompts[row]), row))
+        sources = {row: first_row.setdefault(prompts[row], row) for row in empty}
+        copies = {row: source for row, source in sources.items() if row != source}
+        rows = sorted(prompts.keys() - copies, key=lambda row: (-len(prompts[row]), row))
         hidden: dict[int, Tensor] = {}
         max_tokens = default_pass_tokens(self.cache.row_B.device)
         for _, batch in split_prefill([len(prompts[row]) for row in rows], rows, max_tokens):

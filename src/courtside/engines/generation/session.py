@@ -99,12 +99,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
     def grow(self) -> None:
         if self.is_initialized:
-            self.keys, self.values = self._enlarge(self.keys), self._enlarge(self.values)
-
-    def _enlarge(self, buffer: Tensor) -> Tensor:
-        enlarged = self._allocate(buffer)
-        enlarged[:, :, : buffer.shape[2]] = buffer
-        return enlarged
+            keys, values = self.keys, self.values
+            self.keys, self.values = self._allocate(keys), self._allocate(values)
+            self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
     def _allocate(self, states: Tensor) -> Tensor:
         # Zeros, not empty: a masked position is multiplied by 0, and 0 · NaN is NaN.
@@ -187,15 +184,14 @@ class CachedSession:
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """Hidden state of each row's last token. Empty rows with equal prompts share a prefill."""
         first: dict[tuple[int, ...], int] = {}
-        for row, ids in prompts.items():
-            if self.length[row] == 0:
-                first.setdefault(ids, row)
-        copies = {
-            row: first[ids]
+        sources = {
+            row: row if self.length[row] else first.setdefault(ids, row)
             for row, ids in prompts.items()
-            if self.length[row] == 0 and first[ids] != row
         }
-        front = self._order_for_prefill({row: prompts[row] for row in prompts if row not in copies})
+        front = self._move_to_front([row for row, source in sources.items() if row == source])
+        if not any(self.length):  # nothing is cached, so that order costs nothing
+            front = sorted(front, key=lambda row: (-len(prompts[row]), row))
+            self.order[: len(front)] = front
         hidden: dict[int, Tensor] = {}
         for start, rows in split_prefill(
             [len(prompts[row]) for row in front], front, default_pass_tokens(self.device)
@@ -206,11 +202,11 @@ class CachedSession:
             for row, length, hidden_ND in zip(rows, lengths, hidden_BND, strict=True):
                 hidden[row] = hidden_ND[length - 1]
         index_of = {row: index for index, row in enumerate(self.order)}
-        for row, source in copies.items():
-            num_tokens = len(prompts[row])
-            for layer in self.cache.layers:
-                layer.copy_row(index_of[source], index_of[row], num_tokens)
-            self.length[row], hidden[row] = num_tokens, hidden[source]
+        for row, source in sources.items():
+            if row != source:
+                for layer in self.cache.layers:
+                    layer.copy_row(index_of[source], index_of[row], len(prompts[row]))
+                self.length[row], hidden[row] = len(prompts[row]), hidden[source]
         return hidden
 
     def _forward(
@@ -240,14 +236,6 @@ class CachedSession:
             self.length[row] += num
         hidden_BND: Tensor = out.last_hidden_state
         return hidden_BND
-
-    def _order_for_prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> list[int]:
-        """Rows moved to the front; by length while nothing is cached, when order costs nothing."""
-        front = self._move_to_front(list(prompts))
-        if not any(self.length):
-            front = sorted(front, key=lambda row: (-len(prompts[row]), row))
-            self.order[: len(front)] = front
-        return front
 
     def _grow(self, capacity: int) -> None:
         if capacity > self.target.capacity:
