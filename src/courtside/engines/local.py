@@ -87,12 +87,12 @@ class LocalEngine:
     def notes(self) -> list[str]:
         notes = []
         if (reason := self.passes.padding_reason) is not None:
-            notes.append(f"passes are padded ({reason})")
+            notes.append(f"{self.name}: passes are padded ({reason})")
         elif (reason := self.passes.unshared_reason) is not None:
-            notes.append(f"every sample prefills its own prompt ({reason})")
-        if self.device.type == "cuda" and not self.uses_continuous_batching:
-            notes.append(f"decodes eagerly, without CUDA graphs ({self.stateless_reason})")
-        return [f"{self.name}: {note}" for note in notes]
+            notes.append(f"{self.name}: every sample prefills its own prompt ({reason})")
+        if self.device.type == "cuda" and (reason := self.stateless_reason) is not None:
+            notes.append(f"{self.name}: decodes eagerly, without CUDA graphs ({reason})")
+        return notes
 
     def _make_autocast(self, **options: Any) -> Callable[[], AbstractContextManager[Any]]:
         if self.autocast is None:
