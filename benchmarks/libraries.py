@@ -111,11 +111,11 @@ def quantize(name: str, model: Any) -> Any:
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child is not head:
-                setattr(parent, child_name, bitsandbytes_linear(name, child))
+                setattr(parent, child_name, make_bitsandbytes_linear(name, child))
     return model
 
 
-def bitsandbytes_linear(name: str, linear: nn.Linear) -> nn.Module:
+def make_bitsandbytes_linear(name: str, linear: nn.Linear) -> nn.Module:
     """Quantized when it is moved to its device, as transformers' quantization_config does it."""
     import bitsandbytes as bnb
 
@@ -124,14 +124,14 @@ def bitsandbytes_linear(name: str, linear: nn.Linear) -> nn.Module:
     if name == "bnb_int8":
         replacement: Any = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False)
         replacement.weight = bnb.nn.Int8Params(
-            linear.weight.data.cpu(), has_fp16_weights=False, requires_grad=False
+            linear.weight.data, has_fp16_weights=False, requires_grad=False
         )
     else:
         replacement = bnb.nn.Linear4bit(
             *size, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4"
         )
         replacement.weight = bnb.nn.Params4bit(
-            linear.weight.data.cpu(), requires_grad=False, quant_type="nf4"
+            linear.weight.data, requires_grad=False, quant_type="nf4"
         )
     return replacement.to(linear.weight.device)
 
@@ -191,9 +191,11 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def attempts(names: tuple[str, ...], result: dict[str, Any]) -> Iterator[str]:
-    """The variants whose library is here; the others are noted in `result`."""
-    for name in names:
+def attempts(
+    names: tuple[str, ...], args: argparse.Namespace, result: dict[str, Any]
+) -> Iterator[str]:
+    """The variants whose library is installed; the others are noted in `result`."""
+    for name in (name for name in names if name in args.only):
         library = LIBRARIES.get(name.split("_")[0])
         if library is None or find_spec(library) is not None:
             yield name
@@ -205,6 +207,8 @@ def main() -> None:
     parser = model_parser(__doc__, models=NAMES)
     parser.set_defaults(model="qwen3-8b")
     parser.add_argument("--optimizer-model", choices=NAMES, help="default: the model")
+    parser.add_argument("--only", nargs="+", choices=(*OPTIMIZERS, *QUANTIZATIONS),
+                        default=(*OPTIMIZERS, *QUANTIZATIONS))  # fmt: skip
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     args = parsed(parser, "libraries")
@@ -233,7 +237,7 @@ def main() -> None:
 
     reference: list[Tensor] | None = None
     result["offload"] = []
-    for name in attempts(OPTIMIZERS, result):
+    for name in attempts(OPTIMIZERS, args, result):
         measured = attempt(name, lambda name=name: measure_optimizer(name, args))
         if measured is None:
             continue
@@ -248,7 +252,7 @@ def main() -> None:
     result["quantization"] = []
     _, reference_ND = measure_quantization("float32", args, None)
     release(device)
-    for name in attempts(QUANTIZATIONS, result):
+    for name in attempts(QUANTIZATIONS, args, result):
         measured = attempt(name, lambda name=name: measure_quantization(name, args, reference_ND))
         if measured is None:
             continue

@@ -92,7 +92,7 @@ VLLM_GRID = [
 """Rows from 64 on are groups of four samples of a prompt, as in a rollout."""
 
 
-def vllm_cases(model: str, min_rows: int, max_rows: int) -> tuple[Case, ...]:
+def vllm_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
     return tuple(
         Case(
             model=model,
@@ -102,7 +102,8 @@ def vllm_cases(model: str, min_rows: int, max_rows: int) -> tuple[Case, ...]:
             new_tokens=new_tokens,
         )
         for rows, prompt_tokens, new_tokens in VLLM_GRID
-        if min_rows <= rows <= max_rows
+        if args.min_rows <= rows <= args.max_rows
+        and rows * (prompt_tokens + new_tokens) <= args.max_positions
     )
 
 
@@ -345,6 +346,8 @@ def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=VLLM_SHAPES)
     parser.add_argument("--min-rows", type=int, default=1, help="of the grid against vLLM")
     parser.add_argument("--max-rows", type=int, default=512, help="of the grid against vLLM")
+    parser.add_argument("--max-positions", type=int, default=2**21,
+                        help="rows × tokens of a cell: longer cells take minutes")  # fmt: skip
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.out = args.out or HERE / "results" / f"sampling_{args.device}.json"
@@ -369,7 +372,7 @@ def main() -> None:
         args.generate = False
         cases = ()
         for model in args.shapes:
-            grid = vllm_cases(model, args.min_rows, args.max_rows)
+            grid = vllm_cases(model, args)
             side = run_vllm(args.vllm, model, grid, limit=args.vllm_limit)
             result.setdefault("vllm", {})[model] = {k: side[k] for k in side if k != "cases"}
             peers |= dict(zip(grid, side["cases"], strict=False))
