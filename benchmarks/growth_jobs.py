@@ -231,7 +231,6 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
             limits=LimitsConfig(turns=turns, tokens=length),
         ),  # so many tokens are what room is made for
         start=lambda task: Echo(),
-        demonstrate=None,
         context_length=parts.engine.context_length,
         seed=SEED,
     )

@@ -207,6 +207,11 @@ class Trajectory:
         return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
 
 
+def trajectory_id(step: int, index: int, sample: int) -> str:
+    """Of one sample of the batch's task `index`; ids sort in the order of the batch."""
+    return f"{step:06d}-{index:03d}-{sample}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """An environment's answer to one assistant turn."""

@@ -23,8 +23,7 @@ from courtside.chat.hint_splicing import (
     splice_hints_cumulatively,
 )
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.privileged_context import insert_context
-from courtside.chat.template import ChatTemplate
+from courtside.chat.template import ChatTemplate, insert_context
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
 WORDS = ["ok", "It is.", "Hi", "tools\n", "{}", " ", "é", "𝄞", "\n\n", "s", "<|im_end|>", "\ufdd0"]

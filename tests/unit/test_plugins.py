@@ -18,8 +18,7 @@ from courtside.recipe import CustomReaderConfig, CustomTasks, JsonlTasks, Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.recipe.reader import CombinedReaderConfig
 from courtside.tasks.custom import load_custom_tasks
-from courtside.tasks.custom_grader import _reported, load_grader
-from courtside.tasks.graders import grade, require_gradable
+from courtside.tasks.graders import _reported, grade, load_grader, require_gradable
 from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.loading import make_task_source
 from courtside.types import Grade, Message, Task, Trajectory, Turn

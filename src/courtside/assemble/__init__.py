@@ -6,10 +6,9 @@ from functools import partial
 
 from courtside.assemble.capabilities import require_capabilities
 from courtside.assemble.models import load_models
-from courtside.assemble.notes import describe_setup
-from courtside.assemble.offline import hinted_ids, make_offline_rollout
 from courtside.assemble.rollouts import (
     make_episode_rollout,
+    make_offline_rollout,
     make_prompt_limit,
     make_single_turn_rollout,
     make_suites,
@@ -30,6 +29,7 @@ from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.evaluate.evaluator import Evaluator, PlayAttempts, TaskSuite
 from courtside.reader.base import Reader, propose_no_hints
+from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import make_student_client
 from courtside.recipe import CombinedReaderConfig, ModelReaderConfig, Recipe
@@ -58,7 +58,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     engine = serve(local)
     require_capabilities(recipe, engine, "rollout")
     template = ChatTemplate(models.tokenizer, name=models.name, eos_ids=local.eos_ids)
-    turns = IncrementalTemplate(template)
+    incremental = IncrementalTemplate(template)
 
     student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
     checkpointing = choose_gradient_checkpointing(
@@ -68,7 +68,8 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
 
     limit = make_prompt_limit(recipe, template, engine.context_length)
     environment = make_environment(recipe.tasks)
-    tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted_ids(recipe))
+    hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
+    tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
 
     score_first_reason = None
     if recipe.reader is not None:
@@ -78,7 +79,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         models,
         local=local,
         serve=serve,
-        template=turns,
+        template=incremental,
         trial=make_hint_trial(recipe, environment),
         defers_hints=recipe.reader is not None and score_first_reason is None,
     )
@@ -89,23 +90,25 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     rollout: Rollout
     play: PlayAttempts | None = None
     if recipe.tasks.is_recorded:
-        rollout, offline_notes = make_offline_rollout(recipe, tasks, local, turns)
+        rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
     elif environment is None:
-        writes = teacher.teacher.write if teacher.teacher else None
-        rollout = make_single_turn_rollout(recipe, engine, template, writes)
+        rollout = make_single_turn_rollout(recipe, engine, template, teacher.teacher)
     else:
-        rollout = episodes = make_episode_rollout(recipe, environment, engine, turns)
+        episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
         play = partial(play_attempts, episodes)
-    notes += describe_setup(
-        recipe,
-        tasks=tasks,
-        template=turns,
-        engine=engine,
-        local=local,
-        teacher_sizes=teachers.sizes,
-        score_first_reason=score_first_reason,
-    )
+        notes += [] if incremental.note is None else [incremental.note]
+    if tasks.num_dropped:
+        notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
+    notes += engine.notes()
+    if recipe.reader is not None and local.separate_branches_reason is not None:
+        reason = local.separate_branches_reason
+        notes.append(f"{local.name}: each hint takes a pass of its own ({reason})")
+    if score_first_reason is not None and "self:live" in teachers.sizes:
+        notes.append(
+            "hints are scored before the update, which takes a second pass over the trajectories "
+            f"({score_first_reason})"
+        )
     return Runtime(
         recipe=recipe,
         tasks=tasks,

@@ -1,42 +1,51 @@
-"""Makes tasks and rollouts: single turns, episodes of an environment, or recorded trajectories."""
+"""Makes rollouts: single turns, episodes of an environment, or recorded trajectories."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import takewhile
+from functools import partial
 from typing import Any
 
-from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Sampling
+from courtside.engines.local import LocalEngine
 from courtside.environments.base import Environment
 from courtside.environments.loading import make_environment
-from courtside.errors import RecipeError
+from courtside.environments.tool_calls import CallFormat, format_call
+from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import EpisodeAttempt, TaskSuite
-from courtside.recipe import Recipe, override_tasks
-from courtside.rollout.episode_state import EpisodeRequest
-from courtside.rollout.episodes import EpisodeRollout
-from courtside.rollout.single_turn import SingleTurnRollout, Writer
+from courtside.evaluate.surprise import surprise
+from courtside.recipe import ConversationTasks, Recipe, override_tasks
+from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout
+from courtside.rollout.off_policy import (
+    CorrectedRollout,
+    DatasetCompletions,
+    Demonstrations,
+    MixedRollout,
+    Source,
+    TeacherCompletions,
+)
+from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_prompt_difference
+from courtside.rollout.single_turn import SingleTurnRollout
+from courtside.runtime import Rollout
+from courtside.tasks.base import PromptLimit, TaskSource
 from courtside.tasks.graders import grade
-from courtside.tasks.loading import PromptLimit, make_task_source
-from courtside.types import Task, Trajectory
+from courtside.tasks.loading import make_task_source
+from courtside.tasks.stored_trajectories import ReplaySource
+from courtside.teacher.teacher import ScoringTeacher
+from courtside.types import Trajectory
+
+MAX_PROBED = 16
+"""Trajectories whose surprise is measured before the first step."""
 
 
 def make_prompt_limit(recipe: Recipe, template: ChatTemplate, context_length: int) -> PromptLimit:
     """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data."""
     new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
-
-    def length(task: Task) -> int:
-        answers = (task.completion, task.rejected) if recipe.trains_on_data else ()
-        sizes = [
-            len(template.completion_ids(task.messages, text))
-            for text in answers
-            if text is not None
-        ]
-        return len(template.prompt_ids(task.messages)) + max(0, max(sizes, default=0) - new)
-
+    length = partial(
+        template.count_prompt_tokens, max_new_tokens=new, with_completions=recipe.trains_on_data
+    )
     return PromptLimit(length=length, max_tokens=context_length - new)
 
 
@@ -51,53 +60,59 @@ def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     return suites
 
 
+# ── the student samples ──────────────────────────────────────────────────────────────────────────
+
+
 def make_single_turn_rollout(
-    recipe: Recipe, engine: Engine, template: ChatTemplate, teacher_writes: Writer | None
-) -> SingleTurnRollout:
-    return SingleTurnRollout(
-        engine=engine,
-        renderer=template,
-        config=recipe.rollout,
-        grade=grade,
-        teacher_writes=teacher_writes,
-        seed=recipe.seed,
-        pairs=any(loss.kind == "preference" for loss in recipe.losses),
+    recipe: Recipe, engine: Engine, template: ChatTemplate, teacher: ScoringTeacher | None
+) -> Rollout:
+    config, seed = recipe.rollout, recipe.seed
+    student = SingleTurnRollout(
+        engine=engine, template=template, config=config, grade=grade, seed=seed
     )
+    if config.student_fraction == 1.0:
+        return student
+    source: Source
+    if config.off_policy_source == "dataset":
+        pairs = any(loss.kind == "preference" for loss in recipe.losses)
+        source = DatasetCompletions(
+            template=template, grade=grade, temperature=config.temperature, pairs=pairs
+        )
+    else:
+        assert teacher is not None, "the recipe was checked"
+        source = TeacherCompletions(
+            write=teacher.write, template=template, grade=grade, config=config, seed=seed
+        )
+    return MixedRollout(student=student, source=source, config=config, seed=seed)
 
 
 def make_episode_rollout(
     recipe: Recipe, environment: Environment, engine: Engine, template: IncrementalTemplate
-) -> EpisodeRollout:
-    expert: Any = getattr(environment, "demonstrate", None)
-    if expert is None and recipe.trains_on_data:
-        raise RecipeError(
-            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs demonstrations, "
-            "and this environment has no method demonstrate(task). Add one that returns the "
-            "messages of a whole episode, or set student_fraction = 1"
-        )
-
-    def demonstrate(task: Task, id: str) -> Trajectory:
-        messages = expert(task)
-        # The expert may put messages before its first reply that are not in the task's prompt.
-        prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
-        log = [{"role": m.role, "content": m.content} for m in messages]
-        return trajectory_from_chat_log(
-            replace(task, messages=prompt),
-            log,
-            template,
-            id=id,
-            temperature=recipe.rollout.temperature,
-        )
-
-    return EpisodeRollout(
+) -> tuple[EpisodeRollout, Rollout]:
+    """The student's episodes, and these with demonstrations and corrections as the recipe says."""
+    config = recipe.rollout
+    rollout: Rollout
+    rollout = episodes = EpisodeRollout(
         engine=engine,
         template=template,
-        config=recipe.rollout,
+        config=config,
         start=environment.start,
-        demonstrate=None if expert is None else demonstrate,
         context_length=engine.context_length,
         seed=recipe.seed,
     )
+    if recipe.trains_on_data:
+        expert: Any = getattr(environment, "demonstrate", None)
+        if expert is None:
+            raise RecipeError(
+                "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs "
+                "demonstrations, and this environment has no method demonstrate(task). Add one "
+                "that returns the messages of a whole episode, or set student_fraction = 1"
+            )
+        source = Demonstrations(expert=expert, template=template, temperature=config.temperature)
+        rollout = MixedRollout(student=episodes, source=source, config=config, seed=recipe.seed)
+    if config.corrections:
+        rollout = CorrectedRollout(rollout=rollout, template=template)
+    return episodes, rollout
 
 
 def play_attempts(
@@ -112,3 +127,57 @@ def play_attempts(
         EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=environment.start) for a in attempts
     ]
     return rollout.run_episodes(requests, sampling, policy_version=version)
+
+
+# ── nothing is sampled ───────────────────────────────────────────────────────────────────────────
+
+
+def make_offline_rollout(
+    recipe: Recipe, tasks: TaskSource, engine: LocalEngine, template: IncrementalTemplate
+) -> tuple[Rollout, list[str]]:
+    """The rollout, and notes for the user."""
+    rollout: Rollout
+    if isinstance(recipe.tasks, ConversationTasks):
+        rollout = ChatLogRollout(
+            template=template,
+            format_call=partial(_format_call, recipe.tasks.tool_call_format),
+            temperature=recipe.rollout.temperature,
+            context_length=engine.context_length,
+        )
+    else:
+        assert isinstance(tasks, ReplaySource)
+        _check_authors(recipe, tasks)
+        rollout = ReplayRollout(
+            load=tasks.load, template=template, vocab_size=engine.head.vocab_size
+        )
+    what = "recorded conversations"
+    sample = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, MAX_PROBED)), 0)
+    notes = []
+    if isinstance(rollout, ReplayRollout):
+        what = "stored trajectories"
+        if difference := describe_prompt_difference(sample, template):
+            notes.append(difference)
+    surprise_note = (
+        f"the {what} surprise the student by {surprise(sample, engine):.2f} nats a token more than "
+        "its own samples would (0: as if it had sampled them itself)"
+    )
+    return rollout, [surprise_note, *notes]
+
+
+def _format_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        raise TaskError(
+            f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
+            "leave out the conversation"
+        )
+    return format_call(name, arguments, call_format)
+
+
+def _check_authors(recipe: Recipe, tasks: ReplaySource) -> None:
+    for index, loss in enumerate(recipe.losses):
+        if loss.on in ("student", "teacher", "dataset") and loss.on not in tasks.sources:
+            raise RecipeError(
+                f"losses[{index}] ({loss.kind}): on = {loss.on!r}, but the stored trajectories "
+                f"were written by the {' and the '.join(sorted(tasks.sources))}. Use on = 'all', "
+                "or one of those"
+            )

@@ -24,7 +24,7 @@ from courtside.recipe import (
     SelfTeacherConfig,
 )
 from courtside.rollout.episodes import reply_passes
-from courtside.rollout.mixing import make_sampling
+from courtside.rollout.single_turn import make_sampling
 from courtside.tasks.base import TaskSource
 from courtside.teacher.context import task_context
 from courtside.teacher.custom import CustomTeacher

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Literal
 
 from courtside.chat.incremental import IncrementalTemplate, RenderedSpan, common_prefix_length
-from courtside.chat.privileged_context import insert_context
+from courtside.chat.template import insert_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 

@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from courtside.chat.template import ChatTemplate, unused_noncharacters
-from courtside.chat.trajectories import format_messages
+from courtside.chat.template import ChatTemplate, format_messages, unused_noncharacters
 from courtside.errors import ModelError
 from courtside.types import Event, Message, Role, Sample, Task, Turn
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from courtside.errors import ModelError, TaskError
-from courtside.types import Message
+from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Unicode reserves them for internal use, such as marking where tokens must be split."""
@@ -53,6 +54,17 @@ class ChatTemplate:
     def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         cut = unused_noncharacters(messages)[0]
         return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
+
+    def count_prompt_tokens(
+        self, task: Task, *, max_new_tokens: int = 0, with_completions: bool = False
+    ) -> int:
+        """Of the prompt, and of what a completion from data has beyond `max_new_tokens`."""
+        texts = (task.completion, task.rejected) if with_completions else ()
+        sizes = [
+            len(self.completion_ids(task.messages, text)) for text in texts if text is not None
+        ]
+        excess = max(0, max(sizes, default=0) - max_new_tokens)
+        return len(self.prompt_ids(task.messages)) + excess
 
     def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
         """Ids of a text from outside as the answer to `messages`, its EOS token included."""
@@ -179,3 +191,70 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _texts(inner)
+
+
+# ── messages and records ─────────────────────────────────────────────────────────────────────────
+
+
+def insert_context(
+    messages: Sequence[Message], text: str, place: Literal["system", "user"]
+) -> tuple[Message, ...]:
+    """The prompt with `text` in its system message, or at the end of its last user message.
+
+    >>> insert_context([Message(role="user", content="Hi")], "Be brief.", "system")[0].content
+    'Be brief.'
+    """
+    if place == "system":
+        if messages[0].role == "system":
+            joined = replace(messages[0], content=f"{messages[0].content}\n\n{text}")
+            return (joined, *messages[1:])
+        return (Message(role="system", content=text), *messages)
+    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=None)
+    if last is None:
+        return (*messages, Message(role="user", content=text))
+    joined = replace(messages[last], content=f"{messages[last].content}\n\n{text}")
+    return (*messages[:last], joined, *messages[last + 1 :])
+
+
+def make_trajectory(
+    task: Task,
+    prompt_ids: tuple[int, ...],
+    sample: Sample,
+    *,
+    id: str,
+    source: Source,
+    policy_version: int | None,
+    temperature: float,
+    grade: Grade | None,
+    preference: Literal["better", "worse"] | None = None,
+) -> Trajectory:
+    """A single-turn trajectory. A text from a data set has no sampler log-probs."""
+    prompt = Turn(
+        role="prompt",
+        text=format_messages(task.messages),
+        token_ids=prompt_ids,
+        completion_mask=(False,) * len(prompt_ids),
+    )
+    answer = Turn(
+        role="assistant",
+        text=sample.text,
+        token_ids=sample.token_ids,
+        completion_mask=(True,) * len(sample.token_ids),
+        sampler_logp=None if source == "dataset" else sample.logp,
+    )
+    return Trajectory(
+        id=id,
+        task=task,
+        turns=(prompt, answer),
+        source=source,
+        policy_version=policy_version,
+        temperature=temperature,
+        stop=sample.stop,
+        grade=grade,
+        preference=preference,
+    )
+
+
+def format_messages(messages: Sequence[Message]) -> str:
+    """Messages as display text."""
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from courtside.chat.template import ChatTemplate
-from courtside.chat.trajectories import make_trajectory
+from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.errors import TaskError
 from courtside.evaluate.intervals import mean_interval

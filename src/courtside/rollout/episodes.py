@@ -7,23 +7,50 @@ environment that raises, hangs or returns too much text affects its own episode,
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import Generic, TypeVar
 
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode
-from courtside.recipe import RolloutConfig
-from courtside.rollout.episode_state import EpisodeRequest, EpisodeState
-from courtside.rollout.mixing import choose_student_tasks, make_sampling, trajectory_id
-from courtside.rollout.timeouts import call_all_with_timeout
+from courtside.recipe import LimitsConfig, RolloutConfig
+from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for
-from courtside.types import Observation, Sample, Task, Trajectory
+from courtside.types import (
+    Event,
+    Grade,
+    Message,
+    Observation,
+    Role,
+    Sample,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+    trajectory_id,
+)
 
 EXPECTED_OBSERVATION = 96
 """Tokens of an environment's answer, for sizing the KV cache; an estimate, not a limit."""
 EXPECTED_TURNS = 16
+NO_ANSWER = Grade(score=0.0, passed=False, feedback="The environment did not answer.")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRequest:
+    """An episode to run."""
+
+    id: str
+    task: Task
+    seed: int
+    start: Callable[[Task], Episode]
 
 
 class EpisodeRollout:
@@ -34,41 +61,32 @@ class EpisodeRollout:
         template: IncrementalTemplate,
         config: RolloutConfig,
         start: Callable[[Task], Episode],
-        demonstrate: Callable[[Task, str], Trajectory] | None,
         context_length: int,
         seed: int,
     ):
-        self.engine = engine
-        self.template = template
-        self.config = config
+        self.engine, self.template, self.config = engine, template, config
         self.limits = config.limits
         self.start = start
-        self.demonstrate = demonstrate
-        """(task, trajectory id) → the environment's demonstration, for off-policy tasks."""
         self.max_tokens = min(self.limits.tokens or context_length, context_length)
         self.seed = seed
         self.sampling = make_sampling(config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        student_tasks = choose_student_tasks(self.config, tasks, seed=self.seed, step=step)
+        return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
+
+    def sample(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
+        """`tasks`: by their index in the batch, which ids and seeds follow."""
         requests = [
             EpisodeRequest(
-                id=trajectory_id(step, index, sample),
-                task=tasks[index],
-                seed=seed_for(self.seed, "student", step, index, sample),
+                id=trajectory_id(step, index, n),
+                task=task,
+                seed=seed_for(self.seed, "student", step, index, n),
                 start=self.start,
             )
-            for index in sorted(student_tasks)
-            for sample in range(self.config.samples_per_prompt)
+            for index, task in tasks.items()
+            for n in range(self.config.samples_per_prompt)
         ]
-        trajectories = self.run_episodes(requests, self.sampling, policy_version=step)
-        if self.config.corrections:
-            trajectories += [c for t in trajectories for c in self._make_corrections(t)]
-        for index, task in enumerate(tasks):
-            if index not in student_tasks:
-                assert self.demonstrate is not None, "checked when the run was assembled"
-                trajectories.append(self.demonstrate(task, trajectory_id(step, index, 0)))
-        return sorted(trajectories, key=lambda trajectory: trajectory.id)
+        return self.run_episodes(requests, self.sampling, policy_version=step)
 
     def run_episodes(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, *, policy_version: int
@@ -117,34 +135,14 @@ class EpisodeRollout:
         ]
         samples = session.sample(list(running), requests, sampling)
         results = call_all_with_timeout(
-            [_step(state.episode, sample) for state, sample in zip(states, samples, strict=True)],
+            [
+                partial(state.episode.step, sample.text)
+                for state, sample in zip(states, samples, strict=True)
+            ],
             seconds=self.limits.step_seconds,
         )
         for state, sample, result in zip(states, samples, results, strict=True):
             state.add_turn(sample, result, self.template, self.limits)
-
-    def _make_corrections(self, trajectory: Trajectory) -> Iterator[Trajectory]:
-        """For each turn with an event that names the correct reply: a trajectory to imitate, with
-        that reply in place of the turn."""
-        for index, turn in enumerate(trajectory.turns):
-            texts = [e.details["correct"] for e in turn.events if "correct" in e.details]
-            if not texts:
-                continue
-            context = tuple(
-                replace(t, completion_mask=(False,) * len(t.token_ids), sampler_logp=None)
-                for t in trajectory.turns[:index]
-            )
-            ids = self.template.renderer.completion_ids((PROBE_PROMPT,), texts[0])
-            reply = Sample(token_ids=ids, logp=(), stop="dataset", text=texts[0])
-            yield replace(
-                trajectory,
-                id=f"{trajectory.id}+{index:03d}",
-                turns=(*context, self.template.assistant_turn(reply)),
-                source="dataset",
-                policy_version=None,
-                stop="dataset",
-                grade=None,
-            )
 
     def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
         """Expected tokens of the longest episode, within the context length."""
@@ -157,8 +155,168 @@ class EpisodeRollout:
         return min(expected, self.max_tokens)
 
 
-def _step(episode: Episode, sample: Sample) -> Callable[[], Observation]:
-    return lambda: episode.step(sample.text)
+# ── one episode ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeState:
+    index: int
+    """Among the requests."""
+    request: EpisodeRequest
+    episode: Episode
+    turns: list[Turn]
+    pending_ids: tuple[int, ...]
+    """Ids that the session has not processed yet: the next prompt of its row."""
+    num_tokens: int
+    stop: StopReason | None = None
+    start_time: float = field(default_factory=monotonic)
+    timed_out: bool = False
+    oldest_version: int | None = None
+    """Of the weights of its samples, where the engine reports them."""
+
+    @classmethod
+    def start(
+        cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
+    ) -> EpisodeState:
+        prompt = template.prompt_turn(request.task)
+        return cls(
+            index=index,
+            request=request,
+            episode=request.start(request.task),
+            turns=[prompt],
+            pending_ids=prompt.token_ids,
+            num_tokens=len(prompt.token_ids),
+        )
+
+    @property
+    def num_assistant_turns(self) -> int:
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+    def check_limits(self, limits: LimitsConfig, *, max_new_tokens: int, max_tokens: int) -> None:
+        """Sets `stop` where a limit leaves no further turn."""
+        if self.stop is not None:
+            return
+        if limits.turns is not None and self.num_assistant_turns >= limits.turns:
+            self.stop = "turns"
+        elif self.num_tokens + max_new_tokens > max_tokens:
+            self.stop = "length"
+        elif limits.seconds is not None and monotonic() - self.start_time > limits.seconds:
+            self.stop = "time"
+
+    def add_turn(
+        self,
+        sample: Sample,
+        result: CallResult[Observation],
+        template: IncrementalTemplate,
+        limits: LimitsConfig,
+    ) -> None:
+        """Appends the student's turn and the environment's answer to it."""
+        versions = [span.version for span in sample.policy_versions]
+        if self.oldest_version is not None:
+            versions.append(self.oldest_version)
+        self.oldest_version = min(versions, default=None)
+        observation = self._observe(result, limits)
+        self._append(template.assistant_turn(sample, observation.events))
+        if observation.done:
+            self.stop = "time" if result.timed_out else "done"
+            return
+        answer = template.environment_turn(
+            observation.messages, add_end_of_turn=not template.is_ended(sample.token_ids)
+        )
+        self._append(answer)
+        self.pending_ids = sample.token_ids[-1:] + answer.token_ids
+
+    def finish(self, *, temperature: float, policy_version: int) -> Trajectory:
+        assert self.stop is not None
+        # A thread may still run in an episode that timed out, so its grade is not asked for.
+        return Trajectory(
+            id=self.request.id,
+            task=self.request.task,
+            turns=tuple(self.turns),
+            source="student",
+            policy_version=policy_version if self.oldest_version is None else self.oldest_version,
+            temperature=temperature,
+            stop=self.stop,
+            grade=NO_ANSWER if self.timed_out else self.episode.grade(),
+        )
+
+    def _append(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.num_tokens += len(turn.token_ids)
+
+    def _observe(self, result: CallResult[Observation], limits: LimitsConfig) -> Observation:
+        """The environment's answer, cut to its limit; its failures as an error message."""
+        if result.timed_out:
+            self.timed_out = True
+            text = f"Error: no answer within {limits.step_seconds:g} seconds"
+            return Observation(messages=(), done=True, events=(_failure("hung", text),))
+        observation, problem = result.value, None
+        if result.error is not None or observation is None:
+            problem = f"Error: {type(result.error).__name__}: {result.error}"
+        elif not observation.messages and not observation.done:
+            problem = "Error: the environment said nothing"
+        if observation is None or problem is not None:
+            text = _cut(problem or "", limits.observation_chars)
+            return Observation(
+                messages=(Message(role=self._environment_role(), content=text),),
+                events=(_failure("environment_error", text),),
+            )
+        messages = tuple(
+            replace(message, content=_cut(message.content, limits.observation_chars))
+            for message in observation.messages
+        )
+        return replace(observation, messages=messages)
+
+    def _environment_role(self) -> Role:
+        """A role that the environment uses itself, which the chat template is known to accept."""
+        roles = {m.role for turn in self.turns if turn.role == "environment" for m in turn.messages}
+        return "tool" if "tool" in roles else "user"
+
+
+def _failure(kind: str, message: str) -> Event:
+    return Event(kind=kind, details={"message": message})
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
+
+
+# ── calls of environments, which may raise or hang ───────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult(Generic[T]):
+    value: T | None = None
+    error: Exception | None = None
+    timed_out: bool = False
+    """The call is still running; the objects it uses must not be used any more."""
+
+
+def call_all_with_timeout(
+    calls: Sequence[Callable[[], T]], *, seconds: float
+) -> list[CallResult[T]]:
+    """Runs all calls concurrently, each in a thread of its own; results in their order."""
+    outcomes: list[CallResult[T]] = [CallResult(timed_out=True)] * len(calls)
+
+    def run(index: int, call: Callable[[], T]) -> None:
+        try:
+            outcomes[index] = CallResult(value=call())
+        except Exception as error:  # user code: its errors become observations
+            outcomes[index] = CallResult(error=error)
+
+    # Daemon threads: a hanging call must not keep the process alive.
+    threads = [
+        threading.Thread(target=run, args=(index, call), daemon=True)
+        for index, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    end = monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - monotonic()))
+    return list(outcomes)
 
 
 def reply_passes(

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
 from courtside.errors import TaskError
-from courtside.rollout.mixing import trajectory_id
-from courtside.types import Task, Trajectory
+from courtside.types import Task, Trajectory, trajectory_id
 
 
 class ChatLogRollout:

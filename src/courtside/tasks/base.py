@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 from courtside.errors import TaskError
 from courtside.hashing import digest
@@ -38,6 +38,32 @@ def add_system_message(task: Task, text: str | None) -> Task:
             "Remove tasks.system_prompt, or the system messages from the tasks"
         )
     return replace(task, messages=(Message(role="system", content=text), *task.messages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimit:
+    """The largest number of prompt tokens, for the student at hand."""
+
+    length: Callable[[Task], int]
+    max_tokens: int
+    overlong: Literal["error", "drop"] = "error"
+
+    def fits(self, task: Task, source: str) -> bool:
+        """False: to be dropped. `source` is for the error where the recipe drops none."""
+        if self.length(task) <= self.max_tokens:
+            return True
+        if self.overlong == "error":
+            raise self.error(task, source)
+        return False
+
+    def error(self, task: Task, source: str) -> TaskError:
+        start = task.messages[-1].content[:60]
+        return TaskError(
+            f"{source}: the prompt {start!r}… (task {task.id}) has {self.length(task)} tokens, "
+            "with what its completion has beyond rollout.max_new_tokens; with max_new_tokens the "
+            f"model's context leaves {self.max_tokens}. Shorten it or max_new_tokens, or set "
+            "tasks.overlong_prompts = 'drop' to leave such prompts out and count them"
+        )
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
@@ -111,7 +137,7 @@ class FiniteSource:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpace:
-    """The numbered tasks of a generator. Several numbers may stand for the same task."""
+    """The numbered tasks of a generator; several numbers may give the same task."""
 
     name: str
     """How errors call it: the recipe's fields that decide its size."""
@@ -138,10 +164,12 @@ class GeneratedSource:
         *,
         seed: int,
         limit: int | None,
-        fits: Callable[[Task], bool] = lambda task: True,
+        system_prompt: str | None = None,
+        prompt_limit: PromptLimit | None = None,
     ) -> None:
         self._space = space
-        self._fits = fits
+        self._system_prompt = system_prompt
+        self._prompt_limit = prompt_limit
         self._overlong_ids: set[str] = set()
         self._seed = seed
         first = self._first("train", limit or 1)
@@ -174,11 +202,11 @@ class GeneratedSource:
             index = permute_index(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
-            task = self._space.task(index)
+            task = add_system_message(self._space.task(index), self._system_prompt)
             if task.id in seen_ids:
                 continue
             seen_ids.add(task.id)
-            if self._fits(task):
+            if self._prompt_limit is None or self._prompt_limit.fits(task, self._space.name):
                 num_consecutive = 0
                 yield task
                 continue

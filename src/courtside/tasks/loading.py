@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from courtside.environments.base import Environment, validate_task
 from courtside.environments.loading import load_environment
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import split_of_index
-from courtside.errors import TaskError
 from courtside.recipe import (
     ArithmeticTasks,
     ConversationTasks,
@@ -26,6 +26,7 @@ from courtside.tasks.arithmetic import arithmetic_space
 from courtside.tasks.base import (
     FiniteSource,
     GeneratedSource,
+    PromptLimit,
     TaskSource,
     TaskSpace,
     add_system_message,
@@ -36,15 +37,7 @@ from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
 from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.stored_trajectories import make_replay_source
-from courtside.types import Split, Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLimit:
-    """The largest number of prompt tokens, for the student at hand."""
-
-    length: Callable[[Task], int]
-    max_tokens: int
+from courtside.types import Task
 
 
 def make_task_source(
@@ -60,98 +53,54 @@ def make_task_source(
     runs. `environment`: that of `make_environment`, to be made once. `hinted`: ids that the hints
     of human readers name.
     """
-    match config:
-        case ArithmeticTasks():
-            return _generated(arithmetic_space(config), config, seed, prompt_limit)
-        case InstructionTasks():
-            return _generated(instruction_space(config), config, seed, prompt_limit)
-        case JsonlTasks():
-            tasks = read_jsonl_tasks(config.path, config.grader)
-            return _finite(tasks, str(config.path), config, seed, prompt_limit)
-        case CustomTasks():
-            return _finite(load_custom_tasks(config), config.path, config, seed, prompt_limit)
-        case DatasetTasks():
-            return _finite(load_dataset_tasks(config), config.path, config, seed, prompt_limit)
-        case ConversationTasks():
-            return _finite(
-                read_chat_logs(config.path), str(config.path), config, seed, prompt_limit
-            )
-        case TrajectoryTasks():
-            most = None if prompt_limit is None else prompt_limit.max_tokens
-            return make_replay_source(config, seed=seed, max_tokens=most, hinted=hinted)
-        case EnvironmentTasks():
-            environment = environment or load_environment(config.path, config.settings)
-            space = environment_space(environment, f"tasks.path = {config.path!r}")
-            return _generated(space, config, seed, prompt_limit)
-        case ToolboxTasks():
-            environment = environment or Toolbox(config)
-            space = environment_space(environment, "tasks.kind = 'toolbox'", split_of_index)
-            return _generated(space, config, seed, prompt_limit)
-
-
-def _generated(
-    space: TaskSpace, config: TasksConfig, seed: int, prompt_limit: PromptLimit | None
-) -> TaskSource:
-    def task(index: int) -> Task:
-        return add_system_message(space.task(index), config.system_prompt)
-
-    def fits(candidate: Task) -> bool:
-        if prompt_limit is None or prompt_limit.length(candidate) <= prompt_limit.max_tokens:
-            return True
-        if config.overlong_prompts == "error":
-            raise _too_long(candidate, prompt_limit, space.name)
-        return False
-
-    return GeneratedSource(replace(space, task=task), seed=seed, limit=config.limit, fits=fits)
-
-
-def _finite(
-    tasks: tuple[Task, ...],
-    name: str,
-    config: TasksConfig,
-    seed: int,
-    prompt_limit: PromptLimit | None,
-) -> TaskSource:
-    prompted = [add_system_message(task, config.system_prompt) for task in tasks]
-    fitting = [
-        t
-        for t in prompted
-        if prompt_limit is None or prompt_limit.length(t) <= prompt_limit.max_tokens
-    ]
-    num_dropped = len(prompted) - len(fitting)
-    if (
-        num_dropped
-        and prompt_limit is not None
-        and (config.overlong_prompts == "error" or not fitting)
-    ):
-        raise _too_long(next(t for t in prompted if t not in fitting), prompt_limit, name)
-    source = FiniteSource(fitting, name=name, seed=seed, limit=config.limit)
-    source.num_dropped = num_dropped
-    return source
-
-
-def _too_long(task: Task, prompt_limit: PromptLimit, name: str) -> TaskError:
-    start = task.messages[-1].content[:60]
-    return TaskError(
-        f"{name}: the prompt {start!r}… (task {task.id}) has {prompt_limit.length(task)} tokens, "
-        "with what its completion has beyond rollout.max_new_tokens; with max_new_tokens the "
-        f"model's context leaves {prompt_limit.max_tokens}. Shorten it or max_new_tokens, or set "
-        "tasks.overlong_prompts = 'drop' to leave such prompts out and count them"
+    if prompt_limit is not None:
+        prompt_limit = replace(prompt_limit, overlong=config.overlong_prompts)
+    generate = partial(
+        GeneratedSource,
+        seed=seed,
+        limit=config.limit,
+        system_prompt=config.system_prompt,
+        prompt_limit=prompt_limit,
     )
 
+    def finite(tasks: Sequence[Task], path: Path | str) -> FiniteSource:
+        prompted = [add_system_message(task, config.system_prompt) for task in tasks]
+        fitting = [t for t in prompted if not prompt_limit or prompt_limit.fits(t, str(path))]
+        if prompt_limit and prompted and not fitting:
+            raise prompt_limit.error(prompted[0], str(path))
+        source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit)
+        source.num_dropped = len(prompted) - len(fitting)
+        return source
 
-def environment_space(
-    environment: Environment, name: str, split: Callable[[int], Split] | None = None
-) -> TaskSpace:
-    """The tasks of an environment, each validated before it is used. `name` is for error
-    messages; `split` for environments that know the split of an index without making its task."""
+    match config:
+        case ArithmeticTasks():
+            return generate(arithmetic_space(config))
+        case InstructionTasks():
+            return generate(instruction_space(config))
+        case ToolboxTasks():
+            toolbox = Toolbox(config)
+            name = "tasks.kind = 'toolbox'"
+            return generate(TaskSpace(name, toolbox.size, toolbox.split, toolbox.task))
+        case EnvironmentTasks():
+            environment = environment or load_environment(config.path, config.settings)
+            return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
+        case JsonlTasks():
+            return finite(read_jsonl_tasks(config.path, config.grader), config.path)
+        case CustomTasks():
+            return finite(load_custom_tasks(config), config.path)
+        case DatasetTasks():
+            return finite(load_dataset_tasks(config), config.path)
+        case ConversationTasks():
+            return finite(read_chat_logs(config.path), config.path)
+        case TrajectoryTasks():
+            max_tokens = None if prompt_limit is None else prompt_limit.max_tokens
+            return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)
+
+
+def environment_space(environment: Environment, name: str) -> TaskSpace:
+    """The tasks of a user's environment, each validated before it is used."""
 
     def task(index: int) -> Task:
         return validate_task(environment.task(index), f"{name}: task({index})")
 
-    return TaskSpace(
-        name=name,
-        size=environment.size,
-        split=split or (lambda index: task(index).split),
-        task=task,
-    )
+    return TaskSpace(name, environment.size, lambda index: task(index).split, task)

@@ -18,9 +18,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.environments.tool_calls import ToolCall, parse_call
 from courtside.environments.toolbox.demonstrations import demonstration_rows, demonstrations
-from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import make_plan
-from courtside.environments.toolbox.reminders import REMINDERS
+from courtside.environments.toolbox.environment import REMINDERS, Toolbox, make_plan
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
 from courtside.recipe.reader import DEFAULT_RULES

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from courtside.environments.tool_calls import CallFormat, format_call
-from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.episode import ToolboxEpisode
-from courtside.environments.toolbox.plan import Plan, make_plan
+from courtside.environments.toolbox.environment import Toolbox, make_plan
+from courtside.environments.toolbox.episode import Plan, ToolboxEpisode
 from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import CapabilityName, ToolboxTasks

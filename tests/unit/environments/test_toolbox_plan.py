@@ -13,13 +13,13 @@ from typing import Any, get_args
 import pytest
 
 import courtside
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.tool_calls import CallFormat
-from courtside.environments.toolbox.environment import Toolbox
-from courtside.environments.toolbox.plan import Plan, make_plan
+from courtside.environments.toolbox.environment import Toolbox, make_plan
+from courtside.environments.toolbox.episode import Plan
 from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
 from courtside.errors import TaskError
+from courtside.hashing import SeededRandom
 from courtside.recipe import CapabilityName, ToolboxTasks
 from courtside.tasks.loading import make_task_source
 

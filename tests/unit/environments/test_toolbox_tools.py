@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.environments.seeded_random import SeededRandom
-from courtside.environments.toolbox.plan import TOOLS
+from courtside.environments.toolbox.tools import TOOLS
 from courtside.environments.toolbox.tools.base import ToolFailure, ToolState, invalid_arguments
 from courtside.environments.toolbox.tools.expression import evaluate, format_fraction
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.environments.toolbox.tools.notes import MAX_NOTE, MAX_NOTES
-from courtside.hashing import split_of
+from courtside.hashing import SeededRandom, split_of
 from courtside.recipe import CapabilityName
 
 

@@ -15,9 +15,14 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.recipe import LimitsConfig, RolloutConfig
-from courtside.rollout.episode_state import EpisodeRequest, EpisodeState
-from courtside.rollout.episodes import EpisodeRollout, reply_passes
-from courtside.rollout.timeouts import CallResult
+from courtside.rollout.episodes import (
+    CallResult,
+    EpisodeRequest,
+    EpisodeRollout,
+    EpisodeState,
+    reply_passes,
+)
+from courtside.rollout.off_policy import CorrectedRollout, Demonstrations, MixedRollout
 from courtside.types import (
     Event,
     Grade,
@@ -60,7 +65,6 @@ def make_rollout(
 ) -> EpisodeRollout:
     limits = LimitsConfig(**options.pop("limits", {}))
     context_length = options.pop("context_length", 512)
-    demonstrate = options.pop("demonstrate", None)
     return EpisodeRollout(
         engine=ENGINE,
         template=TURNS,
@@ -68,7 +72,6 @@ def make_rollout(
             **{"max_new_tokens": 6, "samples_per_prompt": 2, "limits": limits, **options}
         ),
         start=start,
-        demonstrate=demonstrate,
         context_length=context_length,
         seed=0,
     )
@@ -187,19 +190,19 @@ def test_samples_of_one_task_differ_and_are_named() -> None:
 
 
 def test_a_share_is_demonstrated() -> None:
-    demonstrated_ids: list[str] = []
-
-    def demonstrate(task: Task, id: str) -> Trajectory:
-        demonstrated_ids.append(id)
-        (trajectory,) = run(make_rollout())
-        return Trajectory(
-            id=id, task=task, turns=trajectory.turns, source="dataset", policy_version=None,
-            temperature=1.0, stop="dataset",
-        )  # fmt: skip
-
-    played = make_rollout(student_fraction=0.5, demonstrate=demonstrate)([TASK, TASK], step=0)
+    reply = Message(role="assistant", content="Done.")
+    student = make_rollout(student_fraction=0.5)
+    source = Demonstrations(
+        expert=lambda task: [*task.messages, reply], template=TURNS, temperature=0.7
+    )
+    mixed = MixedRollout(student=student, source=source, config=student.config, seed=0)
+    played = mixed([TASK, TASK], step=0)
     assert sorted(trajectory.source for trajectory in played) == ["dataset", "student", "student"]
-    assert len(demonstrated_ids) == 1 and demonstrated_ids[0].endswith("-0")
+    (demonstration,) = [trajectory for trajectory in played if trajectory.source == "dataset"]
+    assert demonstration.id.endswith("-0") and demonstration.temperature == 0.7
+    assert [turn.text for turn in demonstration.turns] == ["user: Go.", "Done."]
+    alone = {trajectory.id: trajectory.token_ids for trajectory in student([TASK, TASK], step=0)}
+    assert all(alone[t.id] == t.token_ids for t in played if t.source == "student")
 
 
 @pytest.mark.parametrize(
@@ -296,9 +299,8 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
             events=(wrong,) if number != 2 else (),
         )
 
-    played = make_rollout(
-        lambda task: Count(answer=answer), corrections=True, samples_per_prompt=1
-    )([TASK], step=0)
+    student = make_rollout(lambda task: Count(answer=answer), samples_per_prompt=1)
+    played = CorrectedRollout(rollout=student, template=TURNS)([TASK], step=0)
     sampled, *corrections = played
     assert [trajectory.id for trajectory in corrections] == ["000000-000-0+001", "000000-000-0+005"]
     for trajectory, index, text in zip(corrections, (1, 5), ("say 1", "say 3"), strict=True):

@@ -14,6 +14,7 @@ from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.errors import TaskError
 from courtside.recipe import Ramp, RolloutConfig
+from courtside.rollout.off_policy import DatasetCompletions, MixedRollout, TeacherCompletions
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.types import Grade, Message, Sample, Task, Trajectory
 
@@ -58,16 +59,26 @@ def grade(task: Task, text: str) -> Grade:
 
 
 def rollout(
-    engine: Any = None, *, seed: int = 0, teacher_writes: Any = None, **config: Any
-) -> SingleTurnRollout:
-    return SingleTurnRollout(
-        engine=engine or Scribe(),
-        renderer=RENDERER,
-        config=RolloutConfig(**config),
-        grade=grade,
-        teacher_writes=teacher_writes,
-        seed=seed,
-    )
+    engine: Any = None,
+    *,
+    seed: int = 0,
+    teacher_writes: Any = None,
+    pairs: bool = True,
+    **fields: Any,
+) -> SingleTurnRollout | MixedRollout:
+    config = RolloutConfig(**fields)
+    parts: dict[str, Any] = {"template": RENDERER, "grade": grade}
+    student = SingleTurnRollout(engine=engine or Scribe(), config=config, seed=seed, **parts)
+    if "student_fraction" not in fields:
+        return student
+    source: Any = DatasetCompletions(temperature=config.temperature, pairs=pairs, **parts)
+    if teacher_writes:
+        source = TeacherCompletions(write=teacher_writes, config=config, seed=seed, **parts)
+    return MixedRollout(student=student, source=source, config=config, seed=seed)
+
+
+def test_a_student_fraction_of_one_is_the_students_rollout() -> None:
+    assert rollout(student_fraction=1.0)(TASKS, step=3) == rollout()(TASKS, step=3)
 
 
 def by_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajectory]:
@@ -253,7 +264,7 @@ def test_the_teacher_writes_the_rest() -> None:
 
 def test_rejected_texts_are_left_out_where_no_loss_takes_them() -> None:
     pair = task(9, completion="yes", rejected="no")
-    off_policy_rollout = rollout(student_fraction=0.0)
-    assert [t.preference for t in off_policy_rollout([pair], 0)] == ["better", "worse"]
-    off_policy_rollout.pairs = False
-    assert [(t.response, t.preference) for t in off_policy_rollout([pair], 0)] == [("yes", None)]
+    both = rollout(student_fraction=0.0)([pair], 0)
+    assert [t.preference for t in both] == ["better", "worse"]
+    alone = rollout(student_fraction=0.0, pairs=False)([pair], 0)
+    assert [(t.response, t.preference) for t in alone] == [("yes", None)]

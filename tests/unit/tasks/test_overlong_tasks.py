@@ -6,7 +6,8 @@ import pytest
 
 from courtside.errors import TaskError
 from courtside.recipe import ArithmeticTasks, InstructionTasks
-from courtside.tasks.loading import PromptLimit, make_task_source
+from courtside.tasks.base import PromptLimit
+from courtside.tasks.loading import make_task_source
 from courtside.types import Task
 
 

@@ -7,12 +7,11 @@ episode at this point. Only the effects of calls count, never the student's text
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from courtside.environments.tool_calls import CallError, ToolCall, format_call, parse_call
-from courtside.environments.toolbox.plan import TOOLS, Plan
-from courtside.environments.toolbox.prompt import answer_messages
+from courtside.environments.toolbox.tools import TOOLS
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Request,
@@ -22,12 +21,21 @@ from courtside.environments.toolbox.tools.base import (
 )
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.recipe import ToolboxTasks
-from courtside.types import Event, Grade, Observation
+from courtside.types import Event, Grade, Message, Observation, Split
 
 SELF_EXPLANATORY = frozenset(
     {"no_call", "unparsable_call", "tool_not_found", "invalid_arguments", "tool_error"}
 )
 """Mistakes that the tool's result explains; for the others the user asks again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    split: Split
+    tools: Mapping[str, str]
+    """Capability → the name it is listed under, in the order of the list."""
+    notes: Mapping[str, str]
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +203,12 @@ def _run_tool(state: ToolState, capability: str, arguments: Arguments) -> tuple[
 
 def _format_arguments(arguments: Arguments) -> str:
     return json.dumps(dict(arguments), ensure_ascii=False, sort_keys=True)
+
+
+def answer_messages(result: str, request: str | None, *, tool_role: bool) -> tuple[Message, ...]:
+    """A tool's result and the user's next request, if there is one."""
+    if tool_role:
+        user_messages = () if request is None else (Message(role="user", content=request),)
+        return (Message(role="tool", content=result), *user_messages)
+    content = f"Result: {result}" if request is None else f"Result: {result}\n\n{request}"
+    return (Message(role="user", content=content),)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from courtside.environments.seeded_random import SeededRandom
+from courtside.hashing import SeededRandom
 
 Arguments = Mapping[str, Any]
 """Checked arguments of a call: exactly the parameters, each of its kind."""

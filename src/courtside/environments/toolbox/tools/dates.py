@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from datetime import date, timedelta
 
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Parameter,
@@ -15,6 +14,7 @@ from courtside.environments.toolbox.tools.base import (
     ToolState,
     numeric_argument,
 )
+from courtside.hashing import SeededRandom
 
 # Not strftime's: that speaks the language of the machine.
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

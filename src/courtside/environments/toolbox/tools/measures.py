@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Parameter,
@@ -14,6 +13,7 @@ from courtside.environments.toolbox.tools.base import (
     numeric_argument,
 )
 from courtside.environments.toolbox.tools.expression import evaluate, format_fraction
+from courtside.hashing import SeededRandom
 
 CALCULATIONS = (
     "What is {expression}?",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Parameter,
@@ -11,6 +10,7 @@ from courtside.environments.toolbox.tools.base import (
     ToolFailure,
     ToolState,
 )
+from courtside.hashing import SeededRandom
 
 MAX_NOTES, MAX_NOTE = 500, 40_000
 

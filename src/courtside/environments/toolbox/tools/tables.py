@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Parameter,
@@ -16,7 +15,7 @@ from courtside.environments.toolbox.tools.base import (
     ToolFailure,
     ToolState,
 )
-from courtside.hashing import digest
+from courtside.hashing import SeededRandom, digest
 
 CITY_WORDS = """
     Accra Algiers Amsterdam Ankara Athens Baghdad Bangkok Barcelona Belgrade Berlin Bogota Boston

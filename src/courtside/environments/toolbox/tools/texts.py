@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from courtside.environments.seeded_random import SeededRandom
 from courtside.environments.toolbox.tools.base import (
     Arguments,
     Parameter,
@@ -12,6 +11,7 @@ from courtside.environments.toolbox.tools.base import (
     Tool,
     ToolState,
 )
+from courtside.hashing import SeededRandom
 
 WHO = ("the old cat", "my brother", "a small bird", "our teacher", "the tall man", "her friend")
 DOES = ("sees", "likes", "finds", "paints", "carries", "remembers", "draws", "hides")
