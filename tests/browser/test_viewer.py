@@ -71,7 +71,7 @@ def test_reading_filtering_writing_editing_removing(
 
     page.goto(serve(folder, hints))
     expect(page.locator("#rows a")).to_have_count(6)
-    expect(page.locator("#own")).to_have_text(f"0 hints in {hints}")
+    expect(page.locator("#hints-file")).to_have_text(f"0 hints in {hints}")
     expect(page.locator("#recipe")).to_contain_text('kind = "human"')
 
     page.get_by_role("button", name="with errors").click()
@@ -95,28 +95,28 @@ def test_reading_filtering_writing_editing_removing(
 
     write(page, 1, WORDS)
     assert rows(hints) == [{"trajectory": "0-0", "turn": 1, "text": WORDS}]
-    expect(page.locator("#own")).to_have_text(f"1 hint in {hints}")
-    expect(page.locator("#rows a .chip.mine")).to_have_text("1 mine")
+    expect(page.locator("#hints-file")).to_have_text(f"1 hint in {hints}")
+    expect(page.locator("#rows a .chip.user-hint")).to_have_text("1 own hint")
     # Right above the turn, and below what stands before it.
-    own, said = wrong.locator(".mine .text"), wrong.locator(".entry.assistant .text")
+    own, said = wrong.locator(".user-hint .text"), wrong.locator(".entry.assistant .text")
     assert own.bounding_box()["y"] < said.bounding_box()["y"]
 
     page.reload()
-    expect(turn(page, 1).locator(".mine .text")).to_have_text(WORDS)
-    page.get_by_role("button", name="hinted by me").click()
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text(WORDS)
+    page.get_by_role("button", name="with my hints").click()
     expect(page.locator("#rows a")).to_have_count(1)
 
     turn(page, 1).get_by_role("button", name="edit").click()
     turn(page, 1).get_by_role("textbox").fill("Shorter.")
     turn(page, 1).get_by_role("button", name="save").click()
-    expect(turn(page, 1).locator(".mine .text")).to_have_text("Shorter.")
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text("Shorter.")
     assert rows(hints)[-1]["text"] == "Shorter."
 
     turn(page, 1).get_by_role("button", name="remove").click()
-    expect(page.locator("#own")).to_have_text(f"0 hints in {hints}")
+    expect(page.locator("#hints-file")).to_have_text(f"0 hints in {hints}")
     assert rows(hints) == []
     page.get_by_role("button", name="undo").click()
-    expect(turn(page, 1).locator(".mine .text")).to_have_text("Shorter.")
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text("Shorter.")
     assert [row["text"] for row in rows(hints)] == ["Shorter."]
 
 
@@ -134,11 +134,11 @@ def test_half_written_text_is_never_lost(
     page.keyboard.type("half a jkn/ thought")
     # Somebody else writes: the page follows the file, and the editor stays.
     hints.write_text('{"trajectory": "0-0", "turn": 3, "text": "from an editor"}\n')
-    expect(turn(page, 3).locator(".mine .text")).to_have_text("from an editor")
+    expect(turn(page, 3).locator(".user-hint .text")).to_have_text("from an editor")
     expect(area).to_have_value("half a jkn/ thought")
     expect(area).to_be_focused()
     page.keyboard.press("Escape")
-    expect(turn(page, 1).get_by_role("button", name="go on with your draft")).to_be_focused()
+    expect(turn(page, 1).get_by_role("button", name="continue your draft")).to_be_focused()
     page.keyboard.press("j")
     expect(page.locator(".head")).to_contain_text("step 0 · 0-1")
     page.keyboard.press("k")
@@ -148,14 +148,14 @@ def test_half_written_text_is_never_lost(
     # The server goes away and comes back: the text is still there, and then it is written.
     serve.stop()
     turn(page, 1).get_by_role("button", name="save").click()
-    expect(page.locator("#gone")).to_contain_text("does not answer")
+    expect(page.locator("#unreachable")).to_contain_text("does not answer")
     expect(turn(page, 1).get_by_role("textbox")).to_have_value("half a jkn/ thought")
     serve(folder, hints, port=int(url.rsplit(":", 1)[1].strip("/")))
     turn(page, 1).get_by_role("button", name="save").click()
-    expect(turn(page, 1).get_by_role("alert")).to_contain_text("Load it again")
+    expect(turn(page, 1).get_by_role("alert")).to_contain_text("Reload it")
     page.reload()
     turn(page, 1).get_by_role("button", name="save").click()
-    expect(turn(page, 1).locator(".mine .text")).to_have_text("half a jkn/ thought")
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text("half a jkn/ thought")
     assert [row["text"] for row in rows(hints)] == ["from an editor", "half a jkn/ thought"]
 
 
@@ -207,7 +207,7 @@ def test_long_messages_are_folded(page: Page, serve: Callable[..., str], tmp_pat
     expect(text).not_to_contain_text("end")
     turn(page, 2).get_by_role("button", name="show all 5,003 characters").click()
     expect(text).to_contain_text("word end")
-    turn(page, 2).get_by_role("button", name="fold").click()
+    turn(page, 2).get_by_role("button", name="collapse").click()
     expect(text).not_to_contain_text("end")
 
 
@@ -222,7 +222,7 @@ def test_texts_are_texts(page: Page, serve: Callable[..., str], tmp_path: Path) 
     page.add_init_script("document.addEventListener('securitypolicyviolation',"
                          "(event) => { window.violated = event.violatedDirective; })")  # fmt: skip
     page.goto(serve(RunFolder.read(writing.path), hints))
-    expect(turn(page, 1).locator(".mine .text")).to_have_text(HOSTILE)
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text(HOSTILE)
     expect(page.locator("h2")).to_have_text(HOSTILE)
     assert page.locator(".turn script, .turn img, .list script, .list img, .head img").count() == 0
     assert page.locator("script").count() == 1

@@ -1,4 +1,4 @@
-"""A run's trajectories in a browser, turn by turn, and hints written above them.
+"""A web page to read a run's trajectories and write hints for their turns.
 
-Reads the run folder, writes one hints file, and knows records only: no models, no torch.
+Reads the run folder and writes one hints file; without models and torch.
 """

@@ -1,158 +1,162 @@
-// One trajectory, turn by turn, with the hints above its turns.
+// One trajectory turn by turn, with the hints before its turns.
 
-import { OwnHint } from "./hint.js";
-import { badge, byId, counted, foldable, gradeBadge, make, nats, spoken, underlined } from "./parts.js";
+import { HintEditor } from "./hint_editor.js";
+import { badge, byId, collapsible, formatNats, gradeBadge, make, pluralize, readableName, underlineSpans } from "./dom.js";
 
-const FOLD_SYSTEM = 300;
-const FOLD_MESSAGE = 1500;
-const FOLD_TURN = 12000;
+const MAX_SYSTEM_CHARS = 300;
+const MAX_MESSAGE_CHARS = 1500;
+const MAX_TURN_CHARS = 12000;
 
-let shown = null; // { trajectory, hints: Map of turn → OwnHint, turns: Map of turn → element }
+let current = null; // { trajectory, editors: Map of turn → HintEditor, turns: Map of turn → element, file }
 
-export function showNothing(words) {
-  shown = null;
-  byId("conversation").replaceChildren(make("div", { class: "nothing" }, ...words.map((one) => make("p", {}, one))));
+export function showMessage(lines) {
+  current = null;
+  byId("conversation").replaceChildren(make("div", { class: "empty-state" }, ...lines.map((text) => make("p", {}, text))));
 }
 
-// `actions`: previous and next trajectory, what was written, the list to go back to.
-export function show(trajectory, own, row, actions) {
-  const hints = new Map();
+// `description` is of the list's row; `actions` are callbacks of the head and the editors.
+export function show(trajectory, description, actions) {
+  const editors = new Map();
   const turns = new Map();
-  shown = { trajectory, hints, turns, own };
+  const file = trajectory.hints_file;
+  current = { trajectory, editors, turns, file };
   const parts = trajectory.turns.map((turn) => {
     if (turn.role === "assistant") {
-      hints.set(turn.number, new OwnHint(trajectory, turn, own, (state) => { budget(state ?? shown?.own); actions.wrote(state); }));
+      editors.set(turn.number, new HintEditor(trajectory, turn, file, (state) => {
+        warnAboutMaxHints(state ?? current?.file);
+        actions.onWrite(state);
+      }));
     }
-    const element = turnElement(trajectory, turn, hints.get(turn.number));
+    const element = turnElement(trajectory, turn, editors.get(turn.number));
     turns.set(turn.number, element);
     return element;
   });
   const context = trajectory.context
-    ? make("details", { class: "context" }, make("summary", {}, "what only the teacher saw"), make("pre", {}, trajectory.context))
+    ? make("details", { class: "context" }, make("summary", {}, "teacher-only context"), make("pre", {}, trajectory.context))
     : null;
-  byId("conversation").replaceChildren(head(trajectory, row, actions), make("div", { class: "turns" }, context, ...parts));
-  budget(own);
-  measured.disconnect();
-  measured.observe(byId("conversation").querySelector(".head"));
+  byId("conversation").replaceChildren(head(trajectory, description, actions), make("div", { class: "turns" }, context, ...parts));
+  warnAboutMaxHints(file);
+  headObserver.disconnect();
+  headObserver.observe(byId("conversation").querySelector(".head"));
 }
 
-// How much of the page its sticky head covers, so that turns are scrolled to below it.
-const measured = new ResizeObserver(([{ target }]) => {
+// Height of the sticky head, so that turns scroll to below it.
+const headObserver = new ResizeObserver(([{ target }]) => {
   const style = document.documentElement.style;
   style.setProperty("--head", `${target.offsetHeight}px`);
   style.setProperty("--go", `${target.offsetHeight - target.querySelector(".go").offsetTop + 8}px`);
 });
 
-// The person's hints as the file has them now; editors that are open stay as they are.
-export function update(trajectory, own) {
-  if (shown?.trajectory.id !== trajectory.id || shown.trajectory.step !== trajectory.step) return;
-  shown.own = own;
-  for (const turn of trajectory.turns) shown.hints.get(turn.number)?.update(turn.mine);
-  budget(own);
+// The user's hints as the file has them now; open editors keep their text.
+export function update(trajectory) {
+  if (current?.trajectory.id !== trajectory.id || current.trajectory.step !== trajectory.step) return;
+  current.file = trajectory.hints_file;
+  for (const turn of trajectory.turns) current.editors.get(turn.number)?.update(turn.user_hint);
+  warnAboutMaxHints(current.file);
 }
 
-export function mark(number, { scroll = true } = {}) {
-  for (const [turn, element] of shown?.turns ?? []) element.classList.toggle("current", turn === number);
-  const element = shown?.turns.get(number);
+export function select(number, { scroll = true } = {}) {
+  for (const [turn, element] of current?.turns ?? []) element.classList.toggle("current", turn === number);
+  const element = current?.turns.get(number);
   if (element && scroll) element.scrollIntoView({ block: "start" });
   return Boolean(element);
 }
 
-// The next turn with an error after this one (or before it, with direction −1); null: no other.
-export function errorFrom(number, direction) {
-  const wrong = (shown?.trajectory.turns ?? []).filter((turn) => turn.events.length).map((turn) => turn.number);
-  if (direction > 0) return wrong.find((one) => number === null || one > number) ?? null;
-  return wrong.reverse().find((one) => number !== null && one < number) ?? null;
+// The next turn with an error after this one (before it with direction −1); null: there is none.
+export function findError(number, direction) {
+  const errors = (current?.trajectory.turns ?? []).filter((turn) => turn.events.length).map((turn) => turn.number);
+  if (direction > 0) return errors.find((turn) => number === null || turn > number) ?? null;
+  return errors.reverse().find((turn) => number !== null && turn < number) ?? null;
 }
 
-// Above the current turn, or else above the first that went wrong.
-export function writeAt(number) {
-  const at = shown?.hints.has(number) ? number : errorFrom(null, 1) ?? shown?.hints.keys().next().value;
-  const hint = shown?.hints.get(at);
-  if (!hint) return null;
-  if (!hint.area) hint.open(true);
-  hint.area.focus();
-  return at;
+// Open the editor of the selected turn, or of the first turn with an error.
+export function openEditor(number) {
+  const turn = current?.editors.has(number) ? number : findError(null, 1) ?? current?.editors.keys().next().value;
+  const editor = current?.editors.get(turn);
+  if (!editor) return null;
+  if (!editor.area) editor.open(true);
+  editor.area.focus();
+  return turn;
 }
 
-function budget(own) {
-  if (!shown) return;
-  const mine = [...shown.hints.values()].filter((hint) => hint.mine).length;
-  const told = byId("budget");
-  told.hidden = mine <= own.max_hints;
-  told.textContent = `${counted(mine, "hint")} here; a reader takes the first ${own.max_hints} of a trajectory (reader.max_hints).`;
+function warnAboutMaxHints(file) {
+  if (!current) return;
+  const count = [...current.editors.values()].filter((editor) => editor.hint).length;
+  const warning = byId("max-hints");
+  warning.hidden = count <= file.max_hints;
+  warning.textContent = `${pluralize(count, "hint")}; the reader uses the first ${file.max_hints} of a trajectory (reader.max_hints).`;
 }
 
-function head(trajectory, row, actions) {
+function head(trajectory, description, actions) {
   const errors = trajectory.turns.filter((turn) => turn.events.length).length;
-  const button = (words, title, run, disabled) =>
-    make("button", { type: "button", title, onclick: run, disabled: Boolean(disabled) }, words);
+  const button = (label, title, run, disabled) =>
+    make("button", { type: "button", title, onclick: run, disabled: Boolean(disabled) }, label);
   const key = (name, first) => make("kbd", { class: first ? "first" : null }, name);
-  const step = (direction) => () => actions.toError(direction);
+  const step = (direction) => () => actions.goToError(direction);
   return make("header", { class: "head" },
     make("a", { class: "back", href: `#/${trajectory.step}` }, "‹ all trajectories"),
-    make("h2", {}, trajectory.asked),
+    make("h2", {}, trajectory.prompt),
     make("p", { class: "about" }, gradeBadge(trajectory.grade),
-      make("span", {}, [`step ${trajectory.step}`, trajectory.id, row].filter(Boolean).join(" · "))),
+      make("span", {}, [`step ${trajectory.step}`, trajectory.id, description].filter(Boolean).join(" · "))),
     trajectory.grade?.feedback ? make("p", { class: "caption" }, trajectory.grade.feedback) : null,
     trajectory.source === "dataset"
-      ? make("p", { class: "caption" }, "A recorded conversation: a hint written here holds in every step it comes up in.")
+      ? make("p", { class: "caption" }, "A recorded conversation: its hints apply in every step.")
       : null,
-    make("p", { class: "caption problem", id: "budget", hidden: true }),
+    make("p", { class: "caption problem", id: "max-hints", hidden: true }),
     make("div", { class: "go" },
       make("span", {}, button("‹", "previous trajectory (k)", actions.previous, actions.isFirst), "trajectory",
         button("›", "next trajectory (j)", actions.next, actions.isLast)),
-      make("span", {}, button("‹", "previous turn with an error (p)", step(-1), !errors), counted(errors, "error"),
+      make("span", {}, button("‹", "previous turn with an error (p)", step(-1), !errors), pluralize(errors, "error"),
         button("›", "next turn with an error (n)", step(1), !errors)),
       make("small", { class: "keys" }, key("j", true), key("k"), " trajectory", key("n", true), key("p"), " error",
         key("h", true), " hint", key("/", true), " search")));
 }
 
-function turnElement(trajectory, turn, own) {
+function turnElement(trajectory, turn, editor) {
   const number = make("a", { class: "turn-number", href: `#/${trajectory.step}/${encodeURIComponent(trajectory.id)}/${turn.number}`,
-    title: `turn ${turn.number}: the number that the hints file uses` }, String(turn.number));
+    title: `turn ${turn.number}: the index in the hints file` }, String(turn.number));
   const body = make("div", { class: "body" });
-  if (own) {
-    body.append(...turn.hints.map(hintLine), own.place, assistantLine(trajectory, turn));
+  if (editor) {
+    body.append(...turn.hints.map(hintEntry), editor.element, assistantEntry(trajectory, turn));
   } else if (turn.messages.length) {
-    body.append(...turn.messages.map((one) => given(one.role, one.content, one.role === "system" ? FOLD_SYSTEM : FOLD_MESSAGE)));
+    body.append(...turn.messages.map(({ role, content }) => contextEntry(role, content, role === "system" ? MAX_SYSTEM_CHARS : MAX_MESSAGE_CHARS)));
   } else {
-    body.append(given(turn.role, turn.text, FOLD_MESSAGE));
+    body.append(contextEntry(turn.role, turn.text, MAX_MESSAGE_CHARS));
   }
   return make("article", { class: `turn ${turn.role}${turn.events.length ? " wrong" : ""}`, "data-turn": turn.number,
     "aria-label": `turn ${turn.number}, ${turn.role}` }, number, body);
 }
 
-function given(role, text, limit) {
-  return said(role, `given ${role}`, foldable(text, limit));
+function contextEntry(role, text, limit) {
+  return entry(role, `given ${role}`, collapsible(text, limit));
 }
 
-function assistantLine(trajectory, turn) {
+function assistantEntry(trajectory, turn) {
   const spans = turn.hints.map((hint) => hint.bad_span);
-  const text = turn.text.length > FOLD_TURN
-    ? foldable(turn.text, FOLD_TURN)
-    : make("div", { class: "text" }, ...(turn.text ? underlined(turn.text, spans) : [make("i", {}, "nothing")]));
+  const text = turn.text.length > MAX_TURN_CHARS
+    ? collapsible(turn.text, MAX_TURN_CHARS)
+    : make("div", { class: "text" }, ...(turn.text ? underlineSpans(turn.text, spans) : [make("i", {}, "empty")]));
   const facts = make("div", { class: "facts-line" },
-    ...turn.events.map((event) => badge("failed", spoken(event.kind))),
+    ...turn.events.map((event) => badge("failed", readableName(event.kind))),
     ...turn.events.filter((event) => event.message).map((event) => make("span", { class: "failed" }, event.message)),
-    turn.gap === null ? null : make("small", { class: "gap", title: "teacher’s minus student’s log-probability, mean over the tokens both spoke of" },
-      `mean gap ${nats(turn.gap)}`));
-  return said(trajectory.source === "dataset" ? "assistant" : trajectory.source, "assistant",
+    turn.gap === null ? null : make("small", { class: "gap", title: "log-probability of the teacher minus the student’s, mean over the tokens that both scored" },
+      `mean gap ${formatNats(turn.gap)}`));
+  return entry(trajectory.source === "dataset" ? "assistant" : trajectory.source, "assistant",
     facts.childNodes.length ? facts : null, text);
 }
 
-function hintLine(hint) {
+function hintEntry(hint) {
   const facts = [hint.source];
-  if (hint.shift !== null) facts.push(`shift ${nats(hint.shift)}`);
-  if (hint.bad_span_shift !== null) facts.push(`of the underlined words ${nats(hint.bad_span_shift)}`);
-  if (hint.pass_rate !== null) facts.push(`${Math.round(100 * hint.pass_rate)}% of replies under it pass`);
+  if (hint.shift !== null) facts.push(`shift ${formatNats(hint.shift)}`);
+  if (hint.bad_span_shift !== null) facts.push(`shift of the underlined span ${formatNats(hint.bad_span_shift)}`);
+  if (hint.pass_rate !== null) facts.push(`${Math.round(100 * hint.pass_rate)}% of replies with the hint pass`);
   if (hint.confidence !== null) facts.push(`confidence ${hint.confidence}`);
-  facts.push(hint.drop_reason ? `dropped: ${spoken(hint.drop_reason)}${hint.why ? ` (${hint.why})` : ""}` : "kept");
-  return said("hint", hint.drop_reason ? "hint dropped" : "hint",
+  facts.push(hint.drop_reason ? `dropped: ${readableName(hint.drop_reason)}${hint.drop_explanation ? ` (${hint.drop_explanation})` : ""}` : "trained on");
+  return entry("hint", hint.drop_reason ? "hint dropped" : "hint",
     make("div", { class: "facts-line" }, make("small", { title: hint.reason || null }, facts.join(" · "))),
     make("div", { class: "text" }, hint.text));
 }
 
-function said(name, kind, ...parts) {
+function entry(name, kind, ...parts) {
   return make("div", { class: `entry ${kind}` }, make("b", {}, name), make("div", {}, ...parts));
 }

@@ -1,8 +1,7 @@
-"""Who may talk to the server: the page it has given out, under the address it was started for.
+"""Access control: requests must name the server's own address, and writes need the page's token.
 
-A web page from elsewhere can make a browser send requests here. Under a name of its own that leads
-to this machine (DNS rebinding) it could even read the answers: so the name is checked. To write,
-it would need the token, which stands in our page and which it cannot read.
+A foreign web page can make a browser send requests to this server. By DNS rebinding it could even
+read the responses, so the Host header is checked. It cannot read the token, so it cannot write.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from courtside.report.folder.files import encode_json
 
 TOKEN = "x-courtside-token"
-"""The header in which the page sends back its token."""
+"""The header with the page's token."""
 
-READING = frozenset({"GET", "HEAD"})
+READ_METHODS = frozenset({"GET", "HEAD"})
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -51,55 +50,56 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refused = self._refusal(scope["method"], Headers(scope=scope))
-        if refused is None:
+        refusal = self._check(scope["method"], Headers(scope=scope))
+        if refusal is None:
             await self.app(scope, receive, with_headers)
         else:
-            await _answer(*refused, with_headers)
+            await _send_error(*refusal, with_headers)
 
-    def _refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
-        named = headers.get("host", "")
-        if not is_ours(named, self.host):
+    def _check(self, method: str, headers: Headers) -> tuple[int, str] | None:
+        requested = headers.get("host", "")
+        if not is_own_host(requested, self.host):
             return 403, (
-                f"this viewer was started for {self.host}, not for {named or 'no host'}. Open the "
-                "address that `courtside view` printed, or start it with --host"
+                f"this viewer was started for {self.host}, not for {requested or 'no host'}. Open "
+                "the address that `courtside view` printed, or start it with --host"
             )
-        if method in READING:
+        if method in READ_METHODS:
             return None
         if not hmac.compare_digest(headers.get(TOKEN, "").encode(), self.token.encode()):
             return 403, (
-                "the page is of an earlier start of the viewer. Load it again; what you are "
-                "writing stays as a draft"
+                "the page is from an earlier start of the viewer. Reload it; unsaved text stays as "
+                "a draft"
             )
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         return None if kind == "application/json" else (415, "send application/json")
 
 
-def is_ours(named: str, host: str) -> bool:
-    """Whether a Host header names the address that the server was started for.
+def is_own_host(requested: str, host: str) -> bool:
+    """Whether a Host header names the address of the server.
 
-    Any port will do: a tunnel has its own, and a foreign page cannot choose the name.
+    The port is ignored: tunnels change it, and a foreign page cannot choose the name.
 
-    >>> is_ours("localhost:9000", "127.0.0.1"), is_ours("evil.example:8765", "127.0.0.1")
+    >>> is_own_host("localhost:9000", "127.0.0.1"), is_own_host("evil.example:8765", "127.0.0.1")
     (True, False)
     """
     try:
-        name = urlsplit(f"//{named}").hostname
+        name = urlsplit(f"//{requested}").hostname
     except ValueError:
         return False
-    return name is not None and name in _names(host, name)
+    return name is not None and name in _allowed_names(host, name)
 
 
-def _names(host: str, name: str) -> Iterable[str]:
+def _allowed_names(host: str, name: str) -> Iterable[str]:
     local = ("localhost", "127.0.0.1", "::1")
     if host in ("0.0.0.0", "::"):
-        # All addresses of the machine. A number is never a name that leads elsewhere.
-        own = socket.gethostname().lower()
-        return (*local, own, own.split(".")[0], *([name] if _is_number(name) else []))
+        # All addresses of the machine. An IP address cannot be rebound by DNS.
+        hostname = socket.gethostname().lower()
+        ip = [name] if _is_ip_address(name) else []
+        return (*local, hostname, hostname.split(".")[0], *ip)
     return local if host in local else (host.lower(),)
 
 
-def _is_number(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -107,7 +107,7 @@ def _is_number(name: str) -> bool:
     return True
 
 
-async def _answer(status: int, detail: str, send: Send) -> None:
+async def _send_error(status: int, detail: str, send: Send) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": encode_json({"detail": detail})})

@@ -1,4 +1,4 @@
-"""The hints of the person who reads, in a file that others may change at any time."""
+"""The user's hints, in a file that other programs may change at any time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from courtside.report.folder.hints_file import HintLimits, append_hint, parse_hi
 from courtside.sanitize import to_one_line
 from courtside.types import Hint
 
-Place = tuple[str, int]
-"""What the file calls a trajectory, and a turn."""
+Key = tuple[str, int]
+"""Id of a trajectory in the file, and index of a turn."""
 
 
 class HintsEditor:
@@ -19,14 +19,14 @@ class HintsEditor:
         self.path = path
         self.limits = limits
         self.problem: str | None = None
-        """Why nothing can be written, with the line to correct; None: all is well."""
+        """Why hints cannot be written, with the line to correct; None: they can."""
         self._stamp: tuple[int, int] | None = None
-        self._hints: dict[Place, Hint] = {}
+        self._hints: dict[Key, Hint] = {}
 
-    def read(self) -> dict[Place, Hint]:
-        """As the file is now; a later line about a turn corrects an earlier one.
+    def read(self) -> dict[Key, Hint]:
+        """The hints in the file; a later line for a turn replaces an earlier one.
 
-        With a broken line: as it was before that, and `problem` says so.
+        While a line is invalid: the last valid state, and `problem` is set.
         """
         try:
             now = self.path.stat()
@@ -47,19 +47,19 @@ class HintsEditor:
             return self._hints
         self._stamp = stamp
         self._hints = {(hint.trajectory, hint.turn): hint for hint in hints}
-        self.problem = _open_end(self.path) if skipped else None
+        self.problem = _describe_unfinished(self.path) if skipped else None
         return self._hints
 
     @property
     def version(self) -> str:
-        """Another one whenever the file has changed."""
+        """Changes whenever the file does."""
         return str(self._stamp)
 
-    def about(self, trajectory: str) -> dict[int, Hint]:
+    def of_trajectory(self, trajectory: str) -> dict[int, Hint]:
         return {turn: hint for (id, turn), hint in self.read().items() if id == trajectory}
 
     def write(self, trajectory: str, turn: int, text: str) -> Hint:
-        """Errors say what to do: an empty text, one that the reader would drop."""
+        """Refuses an empty text, and one that the reader would drop as too long."""
         line = to_one_line(text)
         if not line:
             raise UserError("the hint is empty. Write a few words, or remove the hint")
@@ -68,11 +68,11 @@ class HintsEditor:
                 f"the hint has {len(line):,} characters, and the reader drops those of more than "
                 f"{self.limits.max_chars:,} (reader.max_chars). Shorten it"
             )
-        old = self.read().get((trajectory, turn))
+        previous = self.read().get((trajectory, turn))
         hint = Hint(trajectory=trajectory, turn=turn, text=line, source="human")
-        if old is not None:
-            hint = replace(hint, reason=old.reason)
-        if hint != old:
+        if previous is not None:
+            hint = replace(hint, reason=previous.reason)
+        if hint != previous:
             append_hint(self.path, hint)
         return hint
 
@@ -80,5 +80,5 @@ class HintsEditor:
         remove_hint(self.path, trajectory, turn)
 
 
-def _open_end(path: Path) -> str:
+def _describe_unfinished(path: Path) -> str:
     return f"{path}: its last line is not finished. End it with a line break, or remove it"

@@ -1,209 +1,207 @@
-// What is looked at, kept in the address: #/step/trajectory/turn.
+// Routing by the address (#/step/trajectory/turn), polling, and keyboard shortcuts.
 
 import * as conversation from "./conversation.js";
-import { keepFor } from "./kept.js";
-import { chosen, filters, showOwn, showRows, showSteps } from "./list.js";
-import { byId, facts, note } from "./parts.js";
-import { Gone, ask, pathOf } from "./server.js";
+import { byId, describeRow, notify } from "./dom.js";
+import { setRun } from "./drafts.js";
+import { filterRows, filters, showHintsFile, showRows, showSteps } from "./sidebar.js";
+import { Unreachable, apiPath, get } from "./api.js";
 
 const POLL_MS = 2000;
 const SEARCH_MS = 200;
 
-const at = { step: null, id: null, turn: null };
+const route = { step: null, id: null, turn: null };
 let run = null;
 let rows = [];
-let found = null;
-let loaded = null; // the trajectory that is shown: "step/id"
+let matches = null;
+let loaded = null; // the trajectory on the page: "step/id"
 
-// ── the address ──────────────────────────────────────────────────────────────────────────────────
+// ── routing ──────────────────────────────────────────────────────────────────────────────────────
 
-function address() {
+function parseHash() {
   const [step, id, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
   return { step: step ? Number(step) : null, id: id || null, turn: turn ? Number(turn) : null };
 }
 
-function hashOf({ step, id, turn }) {
+function formatHash({ step, id, turn }) {
   return `#/${[step, id, turn].filter((part) => part !== null).map(encodeURIComponent).join("/")}`;
 }
 
 function replace(change) {
-  Object.assign(at, change);
-  history.replaceState(null, "", hashOf(at));
+  Object.assign(route, change);
+  history.replaceState(null, "", formatHash(route));
 }
 
-const go = (change) => { location.hash = hashOf({ step: at.step, id: null, turn: null, ...change }); };
+const go = (change) => { location.hash = formatHash({ step: route.step, id: null, turn: null, ...change }); };
 
-async function route() {
-  const wanted = address();
-  const numbers = run.steps.map((one) => one.step);
-  if (!numbers.length) return nothingStored();
-  const step = wanted.step ?? numbers.at(-1);
+async function navigate() {
+  const requested = parseHash();
+  const numbers = run.steps.map(({ step }) => step);
+  if (!numbers.length) return showNoSteps();
+  const step = requested.step ?? numbers.at(-1);
   if (!numbers.includes(step)) {
-    note(`Step ${step} is not stored; this is step ${numbers.at(-1)}.`);
-    history.replaceState(null, "", hashOf({ step: numbers.at(-1), id: null, turn: null }));
-    return route();
+    notify(`Step ${step} is not stored; showing step ${numbers.at(-1)}.`);
+    history.replaceState(null, "", formatHash({ step: numbers.at(-1), id: null, turn: null }));
+    return navigate();
   }
-  const other = step !== at.step;
-  Object.assign(at, wanted, { step });
-  if (other) await loadRows();
-  list();
-  await trajectory();
+  const isOtherStep = step !== route.step;
+  Object.assign(route, requested, { step });
+  if (isOtherStep) await loadRows();
+  drawList();
+  await showTrajectory();
 }
 
-function nothingStored() {
+function showNoSteps() {
   showSteps([], null);
   byId("count").textContent = "";
-  conversation.showNothing([
+  conversation.showMessage([
     "No trajectories are stored in this run yet.",
-    "run.trajectories_every says how often the batch of a step is kept. A run that goes on appears here by itself.",
+    "run.trajectories_every sets which steps are stored. The page updates while the run continues.",
   ]);
 }
 
 // ── the list ─────────────────────────────────────────────────────────────────────────────────────
 
 async function loadRows() {
-  const step = at.step;
-  const now = (await ask(`/api/steps/${step}`)).trajectories;
-  if (step !== at.step) return;
-  rows = now;
+  const step = route.step;
+  const newRows = (await get(`/api/steps/${step}`)).trajectories;
+  if (step !== route.step) return;
+  rows = newRows;
   await search();
 }
 
 async function search() {
-  const words = byId("search").value.trim();
-  const step = at.step;
-  const ids = words ? (await ask(`/api/steps/${step}/search?words=${encodeURIComponent(words)}`)).ids : null;
-  if (step === at.step && words === byId("search").value.trim()) found = ids && new Set(ids);
+  const query = byId("search").value.trim();
+  const step = route.step;
+  const ids = query ? (await get(`/api/steps/${step}/search?query=${encodeURIComponent(query)}`)).ids : null;
+  if (step === route.step && query === byId("search").value.trim()) matches = ids && new Set(ids);
 }
 
-const visible = () => chosen(rows, found);
+const visible = () => filterRows(rows, matches);
 
-function list() {
-  showSteps(run.steps, at.step);
-  showRows(rows, visible(), at.id, at.step);
+function drawList() {
+  showSteps(run.steps, route.step);
+  showRows(rows, visible(), route.id, route.step);
 }
 
 // ── the conversation ─────────────────────────────────────────────────────────────────────────────
 
 const isWide = () => matchMedia("(min-width: 821px)").matches;
 
-async function trajectory() {
-  if (at.id === null && isWide() && visible().length) {
+async function showTrajectory() {
+  if (route.id === null && isWide() && visible().length) {
     replace({ id: visible()[0].id, turn: null });
-    list();
+    drawList();
   }
-  document.body.classList.toggle("reading", at.id !== null);
-  if (at.id === null) {
+  document.body.classList.toggle("reading", route.id !== null);
+  if (route.id === null) {
     loaded = null;
-    return conversation.showNothing(["Choose a trajectory."]);
+    return conversation.showMessage(["Choose a trajectory."]);
   }
-  const name = `${at.step}/${at.id}`;
+  const name = `${route.step}/${route.id}`;
   if (loaded !== name) {
-    const whole = await ask(pathOf(at.step, at.id)).catch((error) => error);
-    if (name !== `${at.step}/${at.id}`) return;
-    if (whole instanceof Error) {
+    const trajectory = await get(apiPath(route.step, route.id)).catch((error) => error);
+    if (name !== `${route.step}/${route.id}`) return;
+    if (trajectory instanceof Error) {
       loaded = null;
-      conversation.showNothing([whole.message]);
+      conversation.showMessage([trajectory.message]);
       return;
     }
     loaded = name;
-    draw(whole);
+    drawTrajectory(trajectory);
     byId("conversation").scrollTop = 0;
     window.scrollTo(0, 0);
     document.querySelector('#rows [aria-current="true"]')?.scrollIntoView({ block: "nearest" });
   }
-  conversation.mark(at.turn);
+  conversation.select(route.turn);
 }
 
-function draw(whole) {
-  const row = rows.find((one) => one.id === whole.id);
-  const place = visible().findIndex((one) => one.id === whole.id);
-  conversation.show(whole, whole.own, row ? facts(row) : "", {
-    previous: () => beside(-1),
-    next: () => beside(1),
-    isFirst: place <= 0,
-    isLast: place < 0 || place + 1 >= visible().length,
-    toError,
-    wrote,
+function drawTrajectory(trajectory) {
+  const row = rows.find(({ id }) => id === trajectory.id);
+  const index = visible().findIndex(({ id }) => id === trajectory.id);
+  conversation.show(trajectory, row ? describeRow(row) : "", {
+    previous: () => goToNeighbor(-1),
+    next: () => goToNeighbor(1),
+    isFirst: index <= 0,
+    isLast: index < 0 || index + 1 >= visible().length,
+    goToError,
+    onWrite,
   });
 }
 
-function beside(direction) {
-  const shown = visible();
-  const place = shown.findIndex((one) => one.id === at.id);
-  const next = shown[place < 0 ? 0 : place + direction];
+function goToNeighbor(direction) {
+  const index = visible().findIndex(({ id }) => id === route.id);
+  const next = visible()[index < 0 ? 0 : index + direction];
   if (next) go({ id: next.id });
-  else note(direction > 0 ? "That was the last one of this list." : "That was the first one of this list.");
+  else notify(direction > 0 ? "This is the last trajectory of the list." : "This is the first trajectory of the list.");
 }
 
-function toError(direction) {
-  const turn = conversation.errorFrom(at.turn, direction);
-  if (turn === null) return note(direction > 0 ? "No further error below." : "No error above.");
+function goToError(direction) {
+  const turn = conversation.findError(route.turn, direction);
+  if (turn === null) return notify(direction > 0 ? "No error after this turn." : "No error before this turn.");
   replace({ turn });
-  conversation.mark(turn);
+  conversation.select(turn);
 }
 
-// After a hint was written or removed here, or could not be.
-function wrote(own) {
-  if (own) {
-    run.own = own;
-    showOwn(own);
+// After a hint was saved or removed; null: that failed.
+function onWrite(file) {
+  if (file) {
+    run.hints_file = file;
+    showHintsFile(file);
   }
-  return quietly(refresh);
+  return reportErrors(refresh);
 }
 
-// ── a run that goes on ───────────────────────────────────────────────────────────────────────────
+// ── polling ──────────────────────────────────────────────────────────────────────────────────────
 
 async function refresh() {
-  const now = await ask("/api/run");
   const before = run;
-  run = now;
-  showOwn(now.own);
-  if (!before.steps.length && now.steps.length) return route();
-  const same = JSON.stringify([now.own, now.steps]) === JSON.stringify([before.own, before.steps]);
-  if (same || at.step === null) return;
+  run = await get("/api/run");
+  showHintsFile(run.hints_file);
+  if (!before.steps.length && run.steps.length) return navigate();
+  const state = ({ hints_file, steps }) => JSON.stringify([hints_file, steps]);
+  if (state(run) === state(before) || route.step === null) return;
   await loadRows();
-  list();
-  if (loaded !== `${at.step}/${at.id}`) return;
-  const whole = await ask(pathOf(at.step, at.id));
-  conversation.update(whole, whole.own);
+  drawList();
+  if (loaded !== `${route.step}/${route.id}`) return;
+  const trajectory = await get(apiPath(route.step, route.id));
+  conversation.update(trajectory);
 }
 
 async function poll() {
-  if (!document.hidden) await quietly(refresh);
+  if (!document.hidden) await reportErrors(refresh);
   setTimeout(poll, POLL_MS);
 }
 
-// A server that is gone has its own message, and comes back by itself.
-async function quietly(work) {
+// An unreachable server has its own message, and polling goes on.
+async function reportErrors(work) {
   try {
     await work();
   } catch (error) {
-    if (!(error instanceof Gone)) note(error.message);
+    if (!(error instanceof Unreachable)) notify(error.message);
   }
 }
 
 // ── buttons and keys ─────────────────────────────────────────────────────────────────────────────
 
 const KEYS = {
-  j: () => beside(1),
-  k: () => beside(-1),
-  n: () => toError(1),
-  p: () => toError(-1),
+  j: () => goToNeighbor(1),
+  k: () => goToNeighbor(-1),
+  n: () => goToError(1),
+  p: () => goToError(-1),
   h: () => {
-    const turn = conversation.writeAt(at.turn);
+    const turn = conversation.openEditor(route.turn);
     if (turn === null) return;
     replace({ turn });
-    conversation.mark(turn, { scroll: false });
+    conversation.select(turn, { scroll: false });
   },
   "/": () => byId("search").focus(),
 };
 
 function listen() {
-  let typing = 0;
+  let searchTimer = 0;
   byId("search").addEventListener("input", () => {
-    clearTimeout(typing);
-    typing = setTimeout(() => quietly(async () => { await search(); list(); }), SEARCH_MS);
+    clearTimeout(searchTimer);
+    searchTimer = setTimeout(() => reportErrors(async () => { await search(); drawList(); }), SEARCH_MS);
   });
   byId("search").addEventListener("keydown", (event) => {
     if (event.key === "Escape") event.target.blur();
@@ -211,18 +209,18 @@ function listen() {
   for (const button of document.querySelectorAll("[data-filter]")) {
     button.addEventListener("click", () => {
       filters[button.dataset.filter] = !filters[button.dataset.filter];
-      list();
+      drawList();
     });
   }
   byId("step").addEventListener("change", (event) => go({ step: Number(event.target.value) }));
   const stepBy = (direction) => () => {
-    const place = run.steps.findIndex((one) => one.step === at.step);
-    go({ step: run.steps[place + direction].step });
+    const index = run.steps.findIndex(({ step }) => step === route.step);
+    go({ step: run.steps[index + direction].step });
   };
   byId("earlier").addEventListener("click", stepBy(-1));
   byId("later").addEventListener("click", stepBy(1));
   byId("copy").addEventListener("click", copy);
-  window.addEventListener("hashchange", () => quietly(route));
+  window.addEventListener("hashchange", () => reportErrors(navigate));
   document.addEventListener("keydown", (event) => {
     const isText = event.target.closest("input, textarea, select");
     if (isText || event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
@@ -234,23 +232,23 @@ function listen() {
 async function copy() {
   try {
     await navigator.clipboard.writeText(`${byId("recipe").textContent}\n`);
-    note("Copied.");
+    notify("Copied.");
   } catch {
     getSelection().selectAllChildren(byId("recipe"));
-    note("Selected; copy it with the keyboard.");
+    notify("Selected; copy it with the keyboard.");
   }
 }
 
 async function start() {
-  run = await ask("/api/run");
-  keepFor(run.path);
+  run = await get("/api/run");
+  setRun(run.path);
   document.title = `${run.name} · courtside`;
   byId("name").textContent = run.name;
   byId("summary").textContent = run.summary;
-  showOwn(run.own);
+  showHintsFile(run.hints_file);
   listen();
-  await quietly(route);
+  await reportErrors(navigate);
   setTimeout(poll, POLL_MS);
 }
 
-quietly(start);
+reportErrors(start);

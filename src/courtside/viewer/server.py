@@ -1,4 +1,4 @@
-"""Listening: an address, a server on it, and a browser that opens it."""
+"""Binds an address, serves the viewer on it, and opens a browser."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from courtside.viewer.app import viewer_app
 
 PORT = 8765
 NUM_PORTS = 20
-"""How many are tried, from `PORT` on, where none was asked for."""
+"""How many are tried, from `PORT` on, if none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """A server that has its address and does not answer yet."""
+    """A server that is bound to its address and not running yet."""
 
     server: uvicorn.Server
     sockets: tuple[socket.socket, ...]
@@ -38,33 +38,35 @@ class Listening:
         except KeyboardInterrupt:
             pass
         finally:
-            for one in self.sockets:
-                one.close()
+            for bound in self.sockets:
+                bound.close()
 
 
 def listen(folder: RunFolder, hints: Path, *, host: str, port: int | None) -> Listening:
-    """On this port; None: the first free one from `PORT` on."""
-    _check_place(hints)
+    """Bind to the port; None: the first free one from `PORT` on."""
+    _check_hints_path(hints)
     app = viewer_app(folder, hints, host=host, token=secrets.token_urlsafe(24))
-    own = _bound(host, port)
-    number = own.getsockname()[1]
+    bound = _bind_port(host, port)
+    number = bound.getsockname()[1]
     config = uvicorn.Config(
         app, log_level="error", access_log=False, timeout_graceful_shutdown=1, server_header=False
     )
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    shown = f"[{name}]" if ":" in name else name
-    return Listening(server=uvicorn.Server(config), sockets=(own,), url=f"http://{shown}:{number}/")
+    url_host = f"[{name}]" if ":" in name else name
+    return Listening(
+        server=uvicorn.Server(config), sockets=(bound,), url=f"http://{url_host}:{number}/"
+    )
 
 
 def open_browser(url: str) -> None:
-    """In the background; a machine without a screen has none, which is no error."""
-    screens = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    if sys.platform == "linux" and not any(os.environ.get(name) for name in screens):
-        return  # only browsers that would take the terminal
+    """In the background; does nothing on a machine without a display."""
+    variables = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    if sys.platform == "linux" and not any(os.environ.get(name) for name in variables):
+        return  # only text browsers, which would take over the terminal
     threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
 
-def _bound(host: str, port: int | None) -> socket.socket:
+def _bind_port(host: str, port: int | None) -> socket.socket:
     ports = range(PORT, PORT + NUM_PORTS) if port is None else [port]
     for number in ports:
         try:
@@ -84,19 +86,19 @@ def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    own = socket.socket(family, kind, protocol)
+    bound = socket.socket(family, kind, protocol)
     try:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.bind(address)
-        own.listen(128)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(128)
     except OSError:
-        own.close()
+        bound.close()
         raise
-    return own
+    return bound
 
 
-def _check_place(hints: Path) -> None:
+def _check_hints_path(hints: Path) -> None:
     if hints.is_dir():
         raise UserError(f"--hints {hints}: is a folder. Give a file")
     if not hints.parent.is_dir():
-        raise UserError(f"--hints {hints}: its folder is not there. Create {hints.parent} first")
+        raise UserError(f"--hints {hints}: its folder does not exist. Create {hints.parent} first")

@@ -96,7 +96,7 @@ def test_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
         (["runs"], "runs: not a run folder (it has no recipe.toml)"),
         (["nowhere"], "nowhere: not a run folder"),
         (["runs/first", "--hints", "runs"], "--hints runs: is a folder. Give a file"),
-        (["runs/first", "--hints", "no/h.jsonl"], "its folder is not there. Create no first"),
+        (["runs/first", "--hints", "no/h.jsonl"], "its folder does not exist. Create no first"),
         (["runs/first", "--host", "203.0.113.7"], "cannot be listened on"),
         (["runs/first", "--host", "no host"], "cannot be listened on"),
         (["runs/first", "--port", "70000"], "--port"),

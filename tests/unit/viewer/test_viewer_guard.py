@@ -14,7 +14,7 @@ from unit.viewer.viewed_runs import (
 
 from courtside.report.folder.folder import RunFolder
 from courtside.viewer.app import FILES
-from courtside.viewer.guard import HEADERS, is_ours
+from courtside.viewer.guard import HEADERS, is_own_host
 
 
 def test_the_page_and_its_parts(client: TestClient) -> None:
@@ -84,4 +84,4 @@ def delete_as(client: TestClient, headers: dict[str, Any]) -> Any:
     ],
 )
 def test_names_of_this_machine(named: str, host: str, ours: bool) -> None:
-    assert is_ours(named, host) == ours
+    assert is_own_host(named, host) == ours

@@ -29,9 +29,10 @@ def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
     run = get(client, "/api/run")
     assert run["name"] == "first" and "toolbox" in run["summary"]
     assert run["steps"] == [
-        {"step": step, "trajectories": 6, "errors": 5, "hints": 5, "mine": 0} for step in (0, 1)
+        {"step": step, "trajectories": 6, "errors": 5, "hints": 5, "user_hints": 0}
+        for step in (0, 1)
     ]
-    own = run["own"]
+    own = run["hints_file"]
     assert own["path"] == str(folder.path / "hints.jsonl")
     assert (own["count"], own["problem"], own["max_chars"]) == (0, None, 1000)
     lines = tomllib.loads(own["recipe"])
@@ -54,7 +55,7 @@ def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
         own = [turn for turn in one.trajectory.turns if turn.role == "assistant"]
         assert row["turns"] == len(own)
         assert row["errors"] == sum(bool(turn.events) for turn in own)
-    assert rows[0]["asked"] == "What is the weather in Oslo?"
+    assert rows[0]["prompt"] == "What is the weather in Oslo?"
     assert rows[0]["grade"] == {
         "score": 0.5, "passed": False, "feedback": "2 of 4 requests were solved.", "error": None,
     }  # fmt: skip
@@ -75,7 +76,7 @@ def test_a_trajectory_turn_by_turn(client: TestClient, folder: RunFolder) -> Non
     hint_outcomes = stored.hints[0]
     assert (hint["text"], hint["source"]) == (hint_outcomes.hint.text, "rules:tool_not_found")
     assert hint["shift"] == hint_outcomes.shift and hint["drop_reason"] is None
-    assert turns[3]["hints"] == [] and all(turn["mine"] is None for turn in turns)
+    assert turns[3]["hints"] == [] and all(turn["user_hint"] is None for turn in turns)
 
 
 def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder: RunFolder) -> None:
@@ -92,12 +93,12 @@ def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder:
 def test_why_a_hint_was_dropped(client: TestClient) -> None:
     turns = get(client, "/api/steps/0/trajectories/0-3")["turns"]
     [hint] = [hint for turn in turns for hint in turn["hints"]]
-    assert hint["drop_reason"] == "shift" and "hints.min_shift" in hint["why"]
+    assert hint["drop_reason"] == "shift" and "hints.min_shift" in hint["drop_explanation"]
 
 
 def test_words_are_found_in_every_turn(client: TestClient) -> None:
     def found(words: str) -> list[str]:
-        return get(client, f"/api/steps/0/search?words={words}")["ids"]
+        return get(client, f"/api/steps/0/search?query={words}")["ids"]
 
     assert found("oslo WEATHER") == [f"0-{i}" for i in range(6)]
     assert found("not found: calculator") == ["0-1", "0-3"]
@@ -142,7 +143,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_files_are_read_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = ("/api/run", "/api/steps/0", "/api/steps/0/search?words=a", FIRST)
+    paths = ("/api/run", "/api/steps/0", "/api/steps/0/search?query=a", FIRST)
     before = [get(client, path) for path in paths]
 
     def fail(*_: object) -> None:
@@ -173,7 +174,7 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
     answer = client.get(FIRST)
     assert answer.headers["content-type"] == "application/json"
     shown = answer.json()
-    assert shown["asked"] == HOSTILE
+    assert shown["prompt"] == HOSTILE
     assert shown["turns"][3]["events"][0]["message"] == "half \ud83d of a pair"
 
 
@@ -181,10 +182,10 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("/api/steps/9", "no trajectories of step 9; stored are 2 steps, 0 to 1"),
-        ("/api/steps/9/search?words=a", "no trajectories of step 9"),
+        ("/api/steps/9/search?query=a", "no trajectories of step 9"),
         ("/api/steps/9/trajectories/0-0", "no trajectories of step 9"),
         ("/api/steps/0/trajectories/nope", "step 0 has no trajectory 'nope'"),
-        ("/static/app.py", "there is no app.py here"),
+        ("/static/app.py", "there is no file app.py"),
         ("/static/..%2Fapp.py", "Not Found"),
         ("/docs", "Not Found"),
     ],

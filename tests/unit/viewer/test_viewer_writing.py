@@ -31,21 +31,21 @@ from courtside.types import Hint
 
 def test_a_hint_is_written_edited_and_removed(client: TestClient, folder: RunFolder) -> None:
     answer = put(client, f"{FIRST}/hints/1", " Read the\nlist. ").json()
-    assert answer["mine"] == {"text": "Read the list.", "reason": ""}
-    assert answer["own"]["count"] == 1
+    assert answer["user_hint"] == {"text": "Read the list.", "reason": ""}
+    assert answer["hints_file"]["count"] == 1
     assert lines(folder) == [{"trajectory": "0-0", "turn": 1, "text": "Read the list."}]
-    assert get(client, FIRST)["turns"][1]["mine"]["text"] == "Read the list."
-    assert get(client, "/api/steps/0")["trajectories"][0]["mine"] == 1
-    assert [step["mine"] for step in get(client, "/api/run")["steps"]] == [1, 0]
+    assert get(client, FIRST)["turns"][1]["user_hint"]["text"] == "Read the list."
+    assert get(client, "/api/steps/0")["trajectories"][0]["user_hints"] == 1
+    assert [step["user_hints"] for step in get(client, "/api/run")["steps"]] == [1, 0]
 
     put(client, f"{FIRST}/hints/1", "Read it again.")
-    assert get(client, FIRST)["turns"][1]["mine"]["text"] == "Read it again."
+    assert get(client, FIRST)["turns"][1]["user_hint"]["text"] == "Read it again."
     before = (folder.path / "hints.jsonl").read_bytes()
     put(client, f"{FIRST}/hints/1", "Read it  again.")
     assert (folder.path / "hints.jsonl").read_bytes() == before
 
     put(client, f"{FIRST}/hints/3", "Another.")
-    assert delete(client, f"{FIRST}/hints/1").json()["own"]["count"] == 1
+    assert delete(client, f"{FIRST}/hints/1").json()["hints_file"]["count"] == 1
     assert lines(folder) == [{"trajectory": "0-0", "turn": 3, "text": "Another."}]
     assert delete(client, f"{FIRST}/hints/1").status_code == 200
 
@@ -53,7 +53,7 @@ def test_a_hint_is_written_edited_and_removed(client: TestClient, folder: RunFol
 def test_an_edit_keeps_the_reason(client: TestClient, folder: RunFolder) -> None:
     row = {"trajectory": "0-0", "turn": 1, "text": "a", "reason": "by habit"}
     (folder.path / "hints.jsonl").write_text(json.dumps(row) + "\n")
-    assert get(client, FIRST)["turns"][1]["mine"] == {"text": "a", "reason": "by habit"}
+    assert get(client, FIRST)["turns"][1]["user_hint"] == {"text": "a", "reason": "by habit"}
     put(client, f"{FIRST}/hints/1", "b")
     assert lines(folder)[-1] == row | {"text": "b"}
 
@@ -68,13 +68,13 @@ def test_what_others_write_meanwhile_is_shown_and_stays(
     client: TestClient, folder: RunFolder
 ) -> None:
     put(client, f"{FIRST}/hints/1", "mine")
-    version = get(client, "/api/run")["own"]["version"]
+    version = get(client, "/api/run")["hints_file"]["version"]
     with (folder.path / "hints.jsonl").open("a") as file:
         file.write('{"trajectory": "0-0",  "turn": 3, "text": "theirs"}\n')
         file.write('{"trajectory": "elsewhere", "turn": 1, "text": "of another run"}\n')
-    own = get(client, "/api/run")["own"]
+    own = get(client, "/api/run")["hints_file"]
     assert own["count"] == 3 and own["version"] != version
-    assert get(client, FIRST)["turns"][3]["mine"]["text"] == "theirs"
+    assert get(client, FIRST)["turns"][3]["user_hint"]["text"] == "theirs"
     delete(client, f"{FIRST}/hints/1")
     assert [line["text"] for line in lines(folder)] == ["theirs", "of another run"]
     assert b'"0-0",  "turn"' in (folder.path / "hints.jsonl").read_bytes()
@@ -89,8 +89,8 @@ def test_a_recorded_conversation_is_named_by_its_task(tmp_path: Path) -> None:
     put(client, "/api/steps/0/trajectories/000000-000-0/hints/1", "Look.")
     assert [line["trajectory"] for line in lines(folder)] == ["task-7"]
     later = get(client, "/api/steps/1/trajectories/000001-004-0")
-    assert later["turns"][1]["mine"]["text"] == "Look."
-    assert [step["mine"] for step in get(client, "/api/run")["steps"]] == [1, 1]
+    assert later["turns"][1]["user_hint"]["text"] == "Look."
+    assert [step["user_hints"] for step in get(client, "/api/run")["steps"]] == [1, 1]
 
 
 def test_ids_with_odd_characters(tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ Send = Callable[[TestClient], Any]
         (lambda c: put(c, f"{FIRST}/hints/1", " \n\x00"), 422, "empty. Write a few words"),
         (lambda c: put(c, f"{FIRST}/hints/1", "x" * 1001), 422, "1,001 characters, and the reader"),
         (lambda c: put(c, f"{FIRST}/hints/0", "x"), 422, "the assistant's are 1, 3, 5, 7, 9, 11"),
-        (lambda c: put(c, f"{FIRST}/hints/99", "x"), 422, "turn 99 of 0-0 is no assistant's turn"),
-        (lambda c: put(c, f"{FIRST}/hints/-1", "x"), 422, "turn -1 of 0-0 is no assistant's turn"),
+        (lambda c: put(c, f"{FIRST}/hints/99", "x"), 422, "turn 99 of 0-0 is no assistant turn"),
+        (lambda c: put(c, f"{FIRST}/hints/-1", "x"), 422, "turn -1 of 0-0 is no assistant turn"),
         (lambda c: put(c, f"{FIRST}/hints/one", "x"), 422, "path.turn: "),
-        (lambda c: delete(c, f"{FIRST}/hints/0"), 422, "is no assistant's turn"),
+        (lambda c: delete(c, f"{FIRST}/hints/0"), 422, "is no assistant turn"),
         (lambda c: put(c, "/api/steps/0/trajectories/x/hints/1", "x"), 404, "no trajectory 'x'"),
         (lambda c: put(c, "/api/steps/7/trajectories/0-0/hints/1", "x"), 404, "of step 7"),
         (lambda c: c.put(f"{FIRST}/hints/1", json={"words": "x"}, headers=SEND), 422, "text"),
@@ -137,7 +137,7 @@ def test_the_limit_is_that_of_the_recipes_own_reader(tmp_path: Path) -> None:
     for number, reader in enumerate((person, several)):
         folder = write_run(tmp_path / f"run-{number}", steps=1, reader=reader)
         client = opened(folder)
-        own = get(client, "/api/run")["own"]
+        own = get(client, "/api/run")["hints_file"]
         assert (own["max_chars"], own["max_hints"]) == (20, 2)
         assert put(client, f"{FIRST}/hints/1", "x" * 21).status_code == 422
         assert put(client, f"{FIRST}/hints/1", "x" * 20 + "\n").status_code == 200
@@ -156,16 +156,16 @@ def test_a_broken_hints_file(client: TestClient, folder: RunFolder, rest: str, w
     path = folder.path / "hints.jsonl"
     whole = path.read_text()
     path.write_text(whole + rest)
-    own = get(client, "/api/run")["own"]
+    own = get(client, "/api/run")["hints_file"]
     assert words in own["problem"] and own["count"] == 1
-    assert get(client, FIRST)["turns"][1]["mine"]["text"] == "mine"
+    assert get(client, FIRST)["turns"][1]["user_hint"]["text"] == "mine"
     for send in (lambda: put(client, f"{FIRST}/hints/3", "x"),
                  lambda: delete(client, f"{FIRST}/hints/1")):  # fmt: skip
         answer = send()
         assert answer.status_code == 409 and words in answer.json()["detail"]
     assert path.read_text() == whole + rest
     path.write_text(whole)
-    assert get(client, "/api/run")["own"]["problem"] is None
+    assert get(client, "/api/run")["hints_file"]["problem"] is None
     assert put(client, f"{FIRST}/hints/3", "x").status_code == 200
 
 

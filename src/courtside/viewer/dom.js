@@ -1,4 +1,4 @@
-// Pieces of the page. Texts of models, tasks and tools only ever become text nodes.
+// Elements of the page. Text of models, tasks and tools only ever becomes text nodes.
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -13,11 +13,11 @@ export function make(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-export const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
+export const pluralize = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
-export const spoken = (name) => name.replaceAll("_", " ");
+export const readableName = (name) => name.replaceAll("_", " ");
 
-export function nats(value) {
+export function formatNats(value) {
   const sign = value < 0 ? "−" : "+";
   return `${sign}${Math.abs(value).toFixed(2)} nats`;
 }
@@ -28,29 +28,29 @@ export function badge(kind, text, title) {
 
 export function gradeBadge(grade) {
   if (!grade) return null;
-  const word = grade.passed ? "passed" : "failed";
-  return badge(word, word, grade.feedback || `score ${grade.score}`);
+  const label = grade.passed ? "passed" : "failed";
+  return badge(label, label, grade.feedback || `score ${grade.score}`);
 }
 
-const CUT = { length: " (cut off)", time: " (out of time)", turns: " (out of turns)" };
+const STOP_REASONS = { length: " (truncated)", time: " (out of time)", turns: " (out of turns)" };
 
-// "5 turns · 2 errors · 81 tokens"; an error is a turn with one.
-export function facts(one) {
-  const parts = [counted(one.turns, "turn")];
-  if (one.errors) parts.push(counted(one.errors, "error"));
-  parts.push(counted(one.tokens, "token") + (CUT[one.stop] || ""));
+// "5 turns · 2 errors · 81 tokens"; errors are turns with an error.
+export function describeRow(row) {
+  const parts = [pluralize(row.turns, "turn")];
+  if (row.errors) parts.push(pluralize(row.errors, "error"));
+  parts.push(pluralize(row.tokens, "token") + (STOP_REASONS[row.stop] || ""));
   return parts.join(" · ");
 }
 
-// A text in which some spans are underlined, each where it first stands.
-export function underlined(text, spans) {
-  const places = spans
+// Nodes of a text with the first occurrence of each span underlined.
+export function underlineSpans(text, spans) {
+  const ranges = spans
     .filter((span) => span && text.includes(span))
     .map((span) => [text.indexOf(span), text.indexOf(span) + span.length])
     .sort((a, b) => a[0] - b[0]);
   const parts = [];
   let at = 0;
-  for (const [start, end] of places) {
+  for (const [start, end] of ranges) {
     if (start < at) continue;
     parts.push(text.slice(at, start), make("span", { class: "bad" }, text.slice(start, end)));
     at = end;
@@ -59,37 +59,37 @@ export function underlined(text, spans) {
   return parts;
 }
 
-// Long texts show their beginning until somebody wants the rest.
-export function foldable(text, limit) {
+// A long text is collapsed to its first characters.
+export function collapsible(text, limit) {
   const box = make("div", { class: "text" });
   if (text.length <= limit * 1.3) {
     box.append(text);
     return box;
   }
-  const shown = document.createTextNode("");
+  const content = document.createTextNode("");
   const button = make("button", { type: "button", class: "fold" });
   const set = (open) => {
-    shown.data = open ? text : `${text.slice(0, limit).trimEnd()} …`;
-    button.textContent = open ? "fold" : `show all ${counted(text.length, "character")}`;
+    content.data = open ? text : `${text.slice(0, limit).trimEnd()} …`;
+    button.textContent = open ? "collapse" : `show all ${pluralize(text.length, "character")}`;
     button.setAttribute("aria-expanded", String(open));
   };
   button.addEventListener("click", () => set(button.getAttribute("aria-expanded") !== "true"));
   set(false);
-  box.append(shown, make("br"), button);
+  box.append(content, make("br"), button);
   return box;
 }
 
-let fading = 0;
+let hideTimer = 0;
 
-// A short word on what has just happened, with one thing that can be done about it.
-export function note(text, action) {
-  const box = byId("note");
-  clearTimeout(fading);
+// A short notice, with at most one action.
+export function notify(text, action) {
+  const box = byId("notice");
+  clearTimeout(hideTimer);
   box.replaceChildren(text);
   if (action) {
     const done = () => { box.hidden = true; action.run(); };
     box.append(make("button", { type: "button", onclick: done }, action.name));
   }
   box.hidden = false;
-  fading = setTimeout(() => { box.hidden = true; }, action ? 9000 : 4000);
+  hideTimer = setTimeout(() => { box.hidden = true; }, action ? 9000 : 4000);
 }
