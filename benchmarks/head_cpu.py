@@ -100,7 +100,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
     from courtside.engines.lm_head import LMHead
     from courtside.training.head import backward_through_head
     from courtside.training.loss_terms import LossTerm
-    from courtside.training.metrics import MetricAccumulator
+    from courtside.training.metrics import MetricAccumulator, record_losses
     from courtside.training.token_batch import TokenBatch
 
     def head(weight_VD: Tensor) -> LMHead:
@@ -127,9 +127,10 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
     )
     component = LossTerm(name="loss", loss=loss, weight={}, denominator=num_tokens, advantage={})
     metrics = MetricAccumulator()
-    gradient_TD, _ = backward_through_head(
-        rows, head(inputs.weight_VD), [component], chunk=None, metrics=metrics
+    gradient_TD, _, losses = backward_through_head(
+        rows, head(inputs.weight_VD), [component], chunk=None
     )
+    record_losses(losses, metrics)
     inputs.hidden_TD.grad = gradient_TD
     return metrics.losses["loss"]
 

@@ -28,7 +28,6 @@ from courtside.engines.forward.batching import pack_sequences
 from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.forward.varlen import VARLEN_ATTENTION
 from courtside.runtime import Runtime
-from courtside.training import student as step
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
@@ -257,11 +256,11 @@ def test_samples_that_share_their_prompt_give_the_same_update(
 
 
 def test_in_float32_every_gradient_is_the_same(
-    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     """In passes of the device's size, which grow for a prompt: one that splits the batch."""
-    monkeypatch.setattr(step, "default_pass_tokens", lambda device: 256)
     parts = prepared(tiny_folder, tiny_teacher_folder, tmp_path, prompts=QUESTIONS, **SAMPLES)
+    parts.student.default_pass_tokens = 256
     for model in (parts.engine.model, parts.teacher.teacher.engine.model):
         model.float()
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))

@@ -241,19 +241,27 @@ preference.py
 - worse_N - reference_worse_N.detach()
 + worse_N - reference_worse_N
 
-reduce.py
-- loss_T * weight_T.detach()
-+ loss_T
-+ loss_T * weight_T
-- .sum() / denominator
-+ .mean()
-+ .sum() / loss_T.numel()
-+ .sum() / weight_T.sum()
-+ .sum() * denominator
-- return loss_T.sum() * 0
-+ return loss_T.new_zeros(())
-- assert denominator > 0
-+ assert denominator >= 0
+../training/metrics.py
+- (value_N * weight_N).sum() / value_term.denominator
++ value_N.sum() / value_term.denominator
++ (value_N * weight_N).mean()
++ (value_N * weight_N).sum() / value_N.numel()
++ (value_N * weight_N).sum() / weight_N.sum()
++ (value_N * weight_N).sum() * value_term.denominator
+
+../training/head.py
+- * (loss.weight / term.denominator)
++ / max(1, len(batch))
++ * (loss.weight * term.denominator)
+
+../training/token_batch.py
+- weight_N = self.weight_CN[term.name] * (loss.weight / term.denominator)
++ weight_N = self.weight_CN[term.name] / max(1, len(self))
++ weight_N = torch.full_like(self.weight_CN[term.name], loss.weight / term.denominator)
+
+../training/loss_terms.py
+- assert self.denominator > 0
++ assert self.denominator >= 0
 
 fused/types.py
 - else (shares[1], shares[0])
@@ -342,7 +350,7 @@ fused/linear_divergence.py
 - _multiply(gradient_NR.t(), hidden_ND, head_gradient.down_RD, add=True)
 + pass
 """
-"""A file of `losses`, then as in a diff: a text that occurs exactly once, and what replaces it.
+"""A file, from `losses`; then as in a diff: a text that occurs exactly once, and what replaces it.
 Each `+` is a mutation of its own."""
 
 

@@ -24,7 +24,8 @@ def test_the_list_covers_every_loss_file() -> None:
     kernels = {"kernels", "topk_select", "topk_support", "triton_backend"}
     without = {f"fused/{name}.py" for name in (*kernels, "__init__")}
     without |= {"__init__.py", "divergences/__init__.py"}
-    assert {m.file for m in mutants.MUTATIONS} == files - without
+    losses = {m.file for m in mutants.MUTATIONS if not m.file.startswith("../")}
+    assert losses == files - without
     assert all((Path(__file__).parent / name).is_file() for name in mutants.TESTS_IN_ORDER)
 
 

@@ -17,9 +17,9 @@ from torch.testing import assert_close
 from courtside.engines.lm_head import LMHead
 from courtside.losses.fused.types import DivergenceSpec, Support
 from courtside.recipe import Loss
-from courtside.training.head import backward_through_head, divergence_spec
-from courtside.training.loss_terms import LossTerm
-from courtside.training.metrics import MetricAccumulator
+from courtside.training.head import backward_through_head
+from courtside.training.loss_terms import LossTerm, divergence_spec
+from courtside.training.metrics import MetricAccumulator, record_losses
 from courtside.training.token_batch import TokenBatch
 
 N, VOCAB_SIZE = 11, 29
@@ -121,7 +121,8 @@ def run(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> dic
     options.pop("silent", None)
     head = make_head(5, 0, **options)
     metrics = MetricAccumulator()
-    gradient_ND, logp_N = backward_through_head(batch, head, terms, chunk=4, metrics=metrics)
+    gradient_ND, logp_N, losses = backward_through_head(batch, head, terms, chunk=4)
+    record_losses(losses, metrics)
     return {
         "hidden": gradient_ND,
         "logp": logp_N,
@@ -276,7 +277,8 @@ def test_a_teacher_of_which_only_the_top_k_are_known(form: str) -> None:
         batch, teacher_hidden_ND=None, teacher_head=None,
         teacher_top_ids_NK=top.indices, teacher_top_logp_NK=top.values.detach(),
     )  # fmt: skip
-    gradient_ND, logp_N = backward_through_head(batch, head, terms, chunk=4, metrics=metrics)
+    gradient_ND, logp_N, losses = backward_through_head(batch, head, terms, chunk=4)
+    record_losses(losses, metrics)
     assert_close(gradient_ND, right["hidden"], rtol=1e-8, atol=1e-10)
     assert_close(head.module.weight.grad, right["head"], rtol=1e-8, atol=1e-10)
     assert_close(logp_N, right["logp"], rtol=1e-8, atol=1e-10)
@@ -301,7 +303,8 @@ def test_a_parameter_by_name_and_a_divergence_from_another_module(
     terms = make_terms([(loss, ALL)])
     batch, head = make_batch(terms), make_head(5, 0)
     metrics = MetricAccumulator()
-    gradient_ND, _ = backward_through_head(batch, head, terms, chunk=4, metrics=metrics)
+    gradient_ND, _, losses = backward_through_head(batch, head, terms, chunk=4)
+    record_losses(losses, metrics)
     hidden_ND = batch.hidden_ND.requires_grad_()
     p_NV, q_NV = (
         (module(x_ND) / batch.temperature_N[:, None]).softmax(-1)
@@ -323,16 +326,14 @@ def test_a_parameter_by_name_and_a_divergence_from_another_module(
 
 def test_chunks_are_chosen_where_none_are_given() -> None:
     terms = make_terms(MIXES["reverse KL"])
-    whole = backward_through_head(
-        make_batch(terms), make_head(5, 0), terms, chunk=None, metrics=MetricAccumulator()
-    )
+    whole = backward_through_head(make_batch(terms), make_head(5, 0), terms, chunk=None)
     assert_close(whole[0], naive(MIXES["reverse KL"])["hidden"], rtol=1e-8, atol=1e-10)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     terms, head = make_terms(MIXES["reverse KL"]), make_head(5, 0)
     head.module.requires_grad_(False)
-    backward_through_head(make_batch(terms), head, terms, chunk=4, metrics=MetricAccumulator())
+    backward_through_head(make_batch(terms), head, terms, chunk=4)
     assert head.module.weight.grad is None
 
 
@@ -343,9 +344,7 @@ def test_autocast_makes_bfloat16_logits_and_float32_gradients() -> None:
     batch.teacher_head.module.float()
     right = naive(MIXES["reverse KL"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        gradient_ND, _ = backward_through_head(
-            batch, head, terms, chunk=4, metrics=MetricAccumulator()
-        )
+        gradient_ND, _, _ = backward_through_head(batch, head, terms, chunk=4)
     grad_VD = head.module.weight.grad
     assert grad_VD.dtype == torch.float32
     for ours, exact in ((gradient_ND, right["hidden"]), (grad_VD, right["head"])):

@@ -267,10 +267,11 @@ def glossary() -> str:
 
 def test_functions_named_beside_their_file_exist() -> None:
     text = (REPOSITORY / "docs" / "algorithm.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(\w+)\.py: (\w+)`", text)
+    named = re.findall(r"`(?:(\w+)/)?(\w+)\.py: (\w+)`", text)
     assert len(named) > 5
-    for module, function in named:
-        assert hasattr(importlib.import_module(f"courtside.losses.{module}"), function), function
+    for package, module, function in named:
+        path = f"courtside.{package or 'losses'}.{module}"
+        assert hasattr(importlib.import_module(path), function), function
 
 
 def test_the_loop_on_the_page_is_the_loop() -> None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from courtside.errors import TaskError
+from courtside.errors import RecipeError, TaskError
+from courtside.losses.fused.types import DivergenceSpec, Support
 from courtside.losses.policy_gradient import group_advantage
-from courtside.recipe import Loss, PolicyGradientLoss
+from courtside.recipe import DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.types import Scored, Trajectory
+
+TrainedTokens = Mapping[str, tuple[bool, ...]]
+"""By trajectory id: which of its completion tokens train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +38,47 @@ class LossTerm:
     """By trajectory id, per completion token: the advantage from rewards, or a preference's
     coefficient, which `Student` computes."""
 
+    def __post_init__(self) -> None:
+        if self.num_tokens:
+            assert self.denominator > 0, "tokens without a denominator: count the whole step's"
+
     @property
     def num_tokens(self) -> int:
         return sum(w > 0 for weights in self.weight.values() for w in weights)
+
+    @property
+    def divergence(self) -> DivergenceSpec:
+        assert self.loss.kind == "divergence"
+        return divergence_spec(self.loss)
+
+
+def divergence_spec(loss: DivergenceLoss) -> DivergenceSpec:
+    support = None
+    if loss.support.kind == "top_k":
+        support = Support(k=loss.support.k, of=loss.support.of, form=loss.support.form)
+    parameters = tuple(sorted(loss.divergence_parameters.items()))
+    return _find_divergence(loss.divergence, parameters, support, loss.clip)
+
+
+@cache
+def _find_divergence(
+    name: str,
+    parameters: tuple[tuple[str, float], ...],
+    support: Support | None,
+    clip: float | None,
+) -> DivergenceSpec:
+    """Looked up, imported and checked once."""
+    return DivergenceSpec(name=name, parameters=dict(parameters), support=support, clip=clip)
+
+
+def check_divergences(losses: Sequence[Loss]) -> None:
+    """Import and check divergences that are not of this package before a run starts."""
+    for index, loss in enumerate(losses):
+        if loss.kind == "divergence":
+            try:
+                divergence_spec(loss)
+            except ValueError as error:
+                raise RecipeError(f"losses[{index}]: {error}") from error
 
 
 def make_loss_terms(

@@ -1,4 +1,4 @@
-"""Metrics and loss values accumulated over the chunks and micro-batches of an optimizer step.
+"""Metrics and loss values accumulated over the micro-batches of an optimizer step.
 
 Accumulators are float64 scalars on the device of the values; they are copied to the host together,
 when they are first asked for, so that accumulating never synchronizes with a GPU.
@@ -6,10 +6,14 @@ when they are first asked for, so that accumulating never synchronizes with a GP
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from courtside.training.head import GroupLoss
+from courtside.training.token_batch import TokenBatch
 
 Kind = Literal["sum", "count", "max", "loss"]
 
@@ -80,3 +84,51 @@ def _copy_to_host(scalars: dict[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, s
         group = {key: scalar for key, scalar in scalars.items() if scalar.device == device}
         values |= dict(zip(group, torch.stack(list(group.values())).tolist(), strict=True))
     return {key: values[key] for key in scalars}
+
+
+# ── what an update records ───────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def record_losses(groups: Iterable[GroupLoss], metrics: MetricAccumulator) -> None:
+    """Values of all loss terms, and metrics, which count every position once."""
+    for batch, term, sampled, is_first, has_teacher, loss in groups:
+        statistics, divergence = loss.statistics, loss.divergence
+        if is_first:
+            record_token_metrics(batch, statistics.student_logp_N, metrics)
+            if has_teacher:
+                metrics.mean("entropy/student", statistics.student_entropy_N)
+            if has_teacher and statistics.reverse_kl_N is not None:
+                assert statistics.teacher_entropy_N is not None
+                metrics.mean("kl", statistics.reverse_kl_N)
+                metrics.mean("entropy/teacher", statistics.teacher_entropy_N)
+        values = [
+            (sampled_term, token_loss.per_token(statistics.student_logp_N, statistics.reverse_kl_N))
+            for sampled_term, token_loss in sampled
+            if sampled_term.loss.kind != "preference"  # whose value is of pairs: see `preference`
+        ]
+        if term is not None and divergence is not None:
+            values.append((term, divergence.value_N))
+        for value_term, value_N in values:
+            weight_N = batch.weight_CN[value_term.name]
+            metrics.add_loss(value_term.name, (value_N * weight_N).sum() / value_term.denominator)
+        if divergence is not None and divergence.overlap_N is not None:
+            assert divergence.student_mass_N is not None and divergence.teacher_mass_N is not None
+            metrics.mean("topk_mass/student", divergence.student_mass_N)
+            metrics.mean("topk_mass/teacher", divergence.teacher_mass_N)
+            metrics.mean("topk_overlap", divergence.overlap_N)
+
+
+@torch.no_grad()
+def record_token_metrics(batch: TokenBatch, logp_N: Tensor, metrics: MetricAccumulator) -> None:
+    # Masks, not selected rows: the number of rows would have to be asked of the GPU.
+    has_teacher_N = ~batch.teacher_logp_N.isnan()
+    by_student_N = batch.by_student_N
+    gap_N = batch.teacher_logp_N - logp_N
+    drift_N = logp_N - batch.sampler_logp_N
+    kl_estimate_N = batch.sampler_logp_N - batch.teacher_logp_N
+    metrics.mean("kl_estimate", kl_estimate_N, where=by_student_N & has_teacher_N)
+    metrics.mean("teacher_gap/mean", gap_N, where=has_teacher_N)
+    metrics.mean("teacher_gap/negative", gap_N < 0, where=has_teacher_N)
+    metrics.mean("sampler/logp_diff", drift_N.abs(), where=by_student_N)
+    metrics.max("sampler/ratio_max", drift_N.exp(), where=by_student_N)

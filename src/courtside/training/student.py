@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from courtside.engines.forward.batching import default_pass_tokens, tensor_on
+from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
 from courtside.engines.forward.logprobs import default_chunk_size
 from courtside.engines.forward.tree_scoring import make_trunk_cache
@@ -25,18 +25,20 @@ from courtside.errors import NotFiniteError
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
-from courtside.training.head import CastWeights, backward_through_head, check_divergences
+from courtside.training.head import CastWeights, backward_through_head
 from courtside.training.hint_branches import complete_targets, uses_dropout
 from courtside.training.loss_terms import (
     LossTerm,
+    TrainedTokens,
+    check_divergences,
     find_trained_tokens,
     make_loss_terms,
     preference_pairs,
 )
-from courtside.training.metrics import MetricAccumulator
+from courtside.training.metrics import MetricAccumulator, record_losses
 from courtside.training.optimizer import learning_rate_at, make_optimizer
 from courtside.training.preference import weigh_preferences
-from courtside.training.token_batch import make_token_batch
+from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored, Update
 
@@ -49,6 +51,7 @@ class Student:
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained, recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
+        self.default_pass_tokens = default_pass_tokens(weights.device)
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
         )
@@ -176,8 +179,8 @@ class Student:
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
         units += [(s,) for s in scored if s.trajectory.preference is None]
         batches = self.passes.plan_batches(
-            [[_forward_ids(s, trained) for s in unit] for unit in units],
-            self.micro_batch_tokens or default_pass_tokens(self.weights.device),
+            [[forward_ids(s, trained) for s in unit] for unit in units],
+            self.micro_batch_tokens or self.default_pass_tokens,
             max_shared_tokens=self.micro_batch_tokens,  # a user's limit is kept to
             for_backward=True,
         )
@@ -212,10 +215,11 @@ class Student:
             group = list(grouped)
             end = start + sum(counts[s.trajectory.id] for s in group)
             tokens = make_token_batch(group, terms, hidden_ND[start:end], trained)
-            gradient_ND, logp_N = backward_through_head(
+            gradient_ND, logp_N, losses = backward_through_head(
                 tokens, self.head, terms, chunk=self.recipe.train.logits_chunk_tokens,
-                metrics=metrics, cast_weights=self._cast_weights,
+                cast_weights=self._cast_weights,
             )  # fmt: skip
+            record_losses(losses, metrics)
             gradients.append(gradient_ND)
             logps.append(logp_N)
             start = end
@@ -230,20 +234,16 @@ class Student:
         """Hidden states that predict the trained tokens, in order and with their graph; and the
         micro-batch with the targets of deferred hints, which are scored over the same KV cache."""
         trunks = make_trunk_cache() if any(s.deferred for s in micro) else None
-        ids = [_forward_ids(s, trained) for s in micro]
+        ids = [forward_ids(s, trained) for s in micro]
         hidden_ND, spans = self.passes.forward(ids, cache=trunks)
         if trunks is not None:
             # Some versions of torch would cache a cast weight without its graph.
             with self._autocast(cache=False):
                 micro = complete_targets(
                     self.passes, self.head, micro, spans, trunks,
-                    max_tokens=default_pass_tokens(self.weights.device),
+                    max_tokens=self.default_pass_tokens,
                 )  # fmt: skip
-        positions = [_trained_positions(s, trained) for s in micro]
-        assert all(p[0] > 0 for p in positions), "nothing predicts the first token"
-        rows = (span.indices(i - 1 for i in p) for span, p in zip(spans, positions, strict=True))
-        rows_N = tensor_on([*chain(*rows)], dtype=torch.long, device=hidden_ND.device)
-        return hidden_ND.index_select(0, rows_N), micro
+        return gather_trained(hidden_ND, spans, micro, trained), micro
 
     def _clip(self, step: int, metrics: MetricAccumulator) -> None:
         norm = torch.nn.utils.clip_grad_norm_(
@@ -255,21 +255,6 @@ class Student:
             self.optimizer.zero_grad(set_to_none=True)
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
-
-
-TrainedTokens = Mapping[str, tuple[bool, ...]]
-"""By trajectory id: which of its completion tokens train."""
-
-
-def _trained_positions(s: Scored, trained: TrainedTokens) -> list[int]:
-    """Indices of its trained tokens among all ids of the trajectory."""
-    positions = (i for i, is_completion in enumerate(s.trajectory.completion_mask) if is_completion)
-    return [i for i, trains in zip(positions, trained[s.trajectory.id], strict=True) if trains]
-
-
-def _forward_ids(s: Scored, trained: TrainedTokens) -> tuple[int, ...]:
-    """The trajectory up to the last id that predicts a trained one."""
-    return s.trajectory.token_ids[: _trained_positions(s, trained)[-1]]
 
 
 class LogProbs(NamedTuple):

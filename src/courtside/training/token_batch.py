@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from courtside.engines.forward.batching import tensor_on
-from courtside.training.loss_terms import LossTerm
+from courtside.engines.forward.batching import SequenceSpan, tensor_on
+from courtside.losses.policy_gradient import SampledTokenLoss, teacher_gap
+from courtside.training.loss_terms import LossTerm, TrainedTokens
 from courtside.types import Scored, Target
 
 
@@ -54,12 +56,66 @@ class TokenBatch:
                 parts[field.name] = {key: v[index_M] for key, v in value.items()}
         return replace(self, **parts)
 
+    def sampled_loss(self, term: LossTerm) -> SampledTokenLoss:
+        """A recipe's loss on sampled tokens; its weight has the term's denominator in it."""
+        loss = term.loss
+        weight_N = self.weight_CN[term.name] * (loss.weight / term.denominator)
+        if loss.kind == "cross_entropy":
+            return SampledTokenLoss(weight_N=weight_N, advantage_N=torch.ones_like(weight_N))
+        advantage_N = self.advantage_CN.get(term.name)
+        if loss.kind == "preference":
+            # The coefficient carries the sign: `preference` computes it for whole sequences.
+            assert advantage_N is not None
+            return SampledTokenLoss(weight_N=weight_N, advantage_N=-advantage_N)
+        assert loss.kind == "policy_gradient"
+        if loss.advantage == "teacher_gap":
+            advantage_N = teacher_gap(
+                self.teacher_logp_N,
+                self.sampler_logp_N,
+                reference_logp_T=self.reference_logp_N if loss.extrapolate != 1.0 else None,
+                lam=loss.extrapolate,
+            )
+        assert advantage_N is not None
+        return SampledTokenLoss(
+            weight_N=weight_N,
+            advantage_N=advantage_N,
+            sampler_logp_N=self.sampler_logp_N if loss.ratio == "importance" else None,
+            truncate=loss.truncate,
+            clip=loss.clip,
+            baseline=loss.baseline,
+        )
+
+
+def forward_ids(s: Scored, trained: TrainedTokens) -> tuple[int, ...]:
+    """The trajectory up to the last id that predicts a trained one."""
+    return s.trajectory.token_ids[: _trained_positions(s, trained)[-1]]
+
+
+def gather_trained(
+    hidden_ND: Tensor,
+    spans: Sequence[SequenceSpan],
+    micro: Sequence[Scored],
+    trained: TrainedTokens,
+) -> Tensor:
+    """Of a pass over `micro`: the hidden states that predict the trained tokens, in order."""
+    positions = [_trained_positions(s, trained) for s in micro]
+    assert all(p[0] > 0 for p in positions), "nothing predicts the first token"
+    rows = (span.indices(i - 1 for i in p) for span, p in zip(spans, positions, strict=True))
+    rows_N = tensor_on([*chain(*rows)], dtype=torch.long, device=hidden_ND.device)
+    return hidden_ND.index_select(0, rows_N)
+
+
+def _trained_positions(s: Scored, trained: TrainedTokens) -> list[int]:
+    """Indices of its trained tokens among all ids of the trajectory."""
+    positions = (i for i, is_completion in enumerate(s.trajectory.completion_mask) if is_completion)
+    return [i for i, trains in zip(positions, trained[s.trajectory.id], strict=True) if trains]
+
 
 def make_token_batch(
     group: Sequence[Scored],
     terms: Sequence[LossTerm],
     hidden_ND: Tensor,
-    trained: Mapping[str, tuple[bool, ...]],
+    trained: TrainedTokens,
 ) -> TokenBatch:
     """The trained tokens of trajectories with one teacher, in order; `hidden_ND` has only those."""
     device = hidden_ND.device

@@ -16,9 +16,8 @@ from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradi
 from courtside.training import head as training_head
 from courtside.training.head import backward_through_head
 from courtside.training.loss_terms import LossTerm
-from courtside.training.metrics import MetricAccumulator
+from courtside.training.metrics import MetricAccumulator, record_losses, record_token_metrics
 from courtside.training.token_batch import TokenBatch
-from courtside.training.token_losses import record_token_metrics
 
 N, VOCAB_SIZE, SIZE = 23, 11, 5
 
@@ -191,7 +190,8 @@ def test_groups_and_metrics_do_not_synchronize(monkeypatch: pytest.MonkeyPatch) 
             return result
 
         monkeypatch.setattr(training_head, "fused_linear_divergence", uncounted)
-        backward_through_head(make_batch(MIX), make_head(0), MIX, chunk=3, metrics=metrics)
+        _, _, losses = backward_through_head(make_batch(MIX), make_head(0), MIX, chunk=3)
+        record_losses(losses, metrics)
     assert counter.count == 0 and metrics.means()["kl"] > 0
 
 
@@ -202,7 +202,7 @@ def test_tokens_without_a_chance_count_as_nothing(chunk: int) -> None:
     for module in (batch.teacher_head.module, head.module):
         module.bias.data[4] = -math.inf
     metrics = MetricAccumulator()
-    backward_through_head(batch, head, MIX, chunk=chunk, metrics=metrics)
+    record_losses(backward_through_head(batch, head, MIX, chunk=chunk)[-1], metrics)
     on_N = (batch.weight_CN["divergence"] > 0) | (batch.weight_CN["policy_gradient"] > 0)
     logp_MW, teacher_MW = (
         (side(hidden_ND) / batch.temperature_N[:, None]).log_softmax(-1)[on_N]

@@ -336,6 +336,7 @@ def _check(student: Projection, target: Target | None, spec: HeadLossSpec) -> He
     """Per-row numbers in the dtype of the statistics."""
     num_rows = len(student.hidden_ND)
     assert spec.ids_N.shape == spec.temperature_N.shape == (num_rows,)
+    assert spec.weight_N is None or spec.weight_N.shape == (num_rows,)
     assert spec.divergence is None or target is not None, "a divergence needs a teacher"
     if isinstance(target, TopKTarget):
         _check_top_k_target(target, spec, num_rows)
