@@ -36,7 +36,7 @@ from workload import SEED
 
 from courtside.engines.base import BranchRequest, ScoreRequest, score_branches_separately
 from courtside.engines.forward.batching import SequenceSpan
-from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward.forward import score_positions
 from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
 from courtside.types import Branch
 

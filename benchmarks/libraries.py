@@ -30,7 +30,7 @@ from shapes import NAMES, shape
 from torch import Tensor, nn
 from workload import SEED
 
-from courtside.engines.int8 import quantize_linear_layers
+from courtside.engines.precision import quantize_linear_layers
 from courtside.training.offloaded_adamw import OffloadedAdamW
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0}

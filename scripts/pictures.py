@@ -90,9 +90,9 @@ STEP = (
         (
             ("teacher/teacher.py", "targets of a batch and its hints"),
             ("teacher/context.py", "privileged context"),
-            ("engines/forward/forward.py", "packed forward passes"),
+            ("engines/forward/forward.py", "packed passes, log-probs"),
             ("engines/forward/batching.py", "prompts once per group"),
-            ("engines/forward/logprobs.py", "log-probs, hidden states"),
+            ("engines/forward/varlen.py", "attention in each sequence"),
         ),
         owner="teacher",
     ),

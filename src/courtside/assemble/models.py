@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from courtside.engines.int8 import quantize_linear_layers
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
-from courtside.engines.precision import resolve_dtype
+from courtside.engines.precision import quantize_linear_layers, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe import ModelTeacherConfig, Recipe
 from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens

@@ -30,8 +30,7 @@ from courtside.engines.base import (
     score_branches_separately,
 )
 from courtside.engines.forward.batching import batch_by_length, default_pass_tokens
-from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
-from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs

@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 
 from courtside.engines.base import ScoreRequest, Scores
 from courtside.engines.forward.batching import SequenceSpan
-from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward.forward import ForwardPasses, score_positions
 from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
 from courtside.engines.lm_head import LMHead
 from courtside.types import Scored, Target

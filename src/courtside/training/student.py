@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from courtside.engines.forward.batching import default_pass_tokens
-from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes
-from courtside.engines.forward.logprobs import default_chunk_size
+from courtside.engines.forward.forward import (
+    ForwardPasses,
+    default_chunk_size,
+    probe_forward_passes,
+)
 from courtside.engines.forward.tree_scoring import make_trunk_cache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.tiny_model import tiny_model
 from torch import nn
 
-from courtside.engines.int8 import Int8Linear, quantize_linear_layers
+from courtside.engines.precision import Int8Linear, quantize_linear_layers
 
 
 @settings(deadline=None)

@@ -13,8 +13,8 @@ from support.tiny_model import tiny_model
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.forward import logprobs
-from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward import forward
+from courtside.engines.forward.forward import score_positions
 from courtside.engines.kernels import decode
 from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
@@ -55,7 +55,7 @@ def test_the_kernel_gives_the_same_logps(
     calls = []
     kernel = decode.token_logps
     monkeypatch.setattr(decode, "token_logps", lambda *a: (calls.append(1), kernel(*a))[1])
-    monkeypatch.setattr(logprobs, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(forward, "KERNEL_DEVICE", "cpu")
     for ours, reference in zip(engine.score(VARIOUS), expected, strict=True):
         torch.testing.assert_close(ours.logp_T, reference.logp_T, rtol=0, atol=1e-5)
     assert calls

@@ -1,8 +1,9 @@
-"""How token sequences become forward passes of a model.
+"""Forward passes of token sequences, and the log-probs of their tokens.
 
 Three strategies, the first that works: packed batches with shared prefixes (`batching.py`),
 packed batches (`varlen.py`), right-padded batches. The first two are compared with plain forward
-passes on a small example; models with special attention are padded.
+passes on a small example; models with special attention are padded. Log-probs are computed from
+last hidden states, one chunk of logits at a time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from courtside.engines.base import ScoreRequest, Scores, Want
 from courtside.engines.forward.batching import (
     MIN_PREFIX_TOKENS,
     SequenceSpan,
@@ -23,6 +27,7 @@ from courtside.engines.forward.batching import (
     batch_by_size,
     pack_sequences,
     pad_right,
+    tensor_on,
 )
 from courtside.engines.forward.varlen import (
     DEFAULT_BACKEND,
@@ -31,6 +36,7 @@ from courtside.engines.forward.varlen import (
     forward_varlen,
     make_packed_layout,
 )
+from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import apply_patches, patch_attention
@@ -39,6 +45,9 @@ from courtside.engines.probes import (
     find_unsupported_attention,
     run_probe,
 )
+
+KERNEL_DEVICE = "cuda"
+"""Where log-probs are computed by a Triton kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +113,88 @@ class ForwardPasses:
         ids = [token for segment in batch.segments for token in segment.ids]
         position_ids = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
         return forward_varlen(self.model, ids, position_ids, layout, cache), batch.spans
+
+
+# ── log-probs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def default_chunk_size(vocab_size: int, device: torch.device) -> int:
+    """Positions per chunk: 16 MiB of float32 logits on a CPU (small caches), 256 on a GPU."""
+    elements = 2**26 if device.type == "cuda" else 2**22
+    return max(16, elements // vocab_size)
+
+
+def score_positions(
+    head: LMHead,
+    hidden_ND: Tensor,
+    spans: Sequence[SequenceSpan],
+    requests: Sequence[ScoreRequest],
+    *,
+    want: Want,
+    top_k: int = 0,
+    chunk_size: int | None = None,
+) -> list[Scores]:
+    """Scores of each request, whose sequence is at `spans` in `hidden_ND`.
+
+    Positions of all requests go through the head together, because sequences may be short.
+    """
+    if not requests:
+        return []
+    assert (want == "top_k") == (top_k > 0), "k belongs to want = 'top_k'"
+    device = hidden_ND.device
+    positions = [[i for i, scored in enumerate(r.scored) if scored] for r in requests]
+    counts = [len(request_positions) for request_positions in positions]
+    # The hidden state before a token predicts it.
+    source_T, ids_T = tensor_on(
+        [
+            [*chain(*(s.indices(i - 1 for i in p) for s, p in zip(spans, positions, strict=True)))],
+            [r.token_ids[i] for r, p in zip(requests, positions, strict=True) for i in p],
+        ],
+        dtype=torch.long,
+        device=device,
+    )
+    hidden_TD = hidden_ND[source_T]
+    temperature_T = tensor_on(
+        [r.temperature for r, count in zip(requests, counts, strict=True) for _ in range(count)],
+        dtype=torch.promote_types(hidden_ND.dtype, torch.float32),
+        device=device,
+    )
+    size = chunk_size or default_chunk_size(head.vocab_size, device)
+    logp_chunks: list[Tensor] = []
+    top_chunks: list[tuple[Tensor, Tensor]] = []
+    # The kernel computes in float32: not where hidden states are float64.
+    uses_kernel = device.type == KERNEL_DEVICE and temperature_T.dtype == torch.float32
+    for chunk_ND, ids_N, temperature_N in zip(
+        hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
+    ):
+        if uses_kernel and not top_k and head.softcap is None:
+            from courtside.engines.kernels.decode import token_logps  # needs Triton
+
+            scale_N = head.scale / temperature_N
+            logp_chunks.append(token_logps(head.raw_logits(chunk_ND), ids_N, scale_N))
+            continue
+        logits_NV = head(chunk_ND) / temperature_N[:, None]
+        logsumexp_N1 = logits_NV.logsumexp(-1, keepdim=True)
+        logp_chunks.append((logits_NV.gather(-1, ids_N[:, None]) - logsumexp_N1).squeeze(-1))
+        if top_k:
+            top = logits_NV.topk(top_k, dim=-1)
+            top_chunks.append((top.indices, top.values - logsumexp_N1))
+    absent = [None] * len(counts)
+    top_ids, top_logps = (
+        [torch.cat(column).split(counts) for column in zip(*top_chunks, strict=True)]
+        if top_chunks
+        else (absent, absent)
+    )
+    return [
+        Scores(logp_T=logp_T, hidden_TD=request_TD, top_ids_TK=ids_TK, top_logp_TK=logp_TK)
+        for logp_T, request_TD, ids_TK, logp_TK in zip(
+            torch.cat(logp_chunks).split(counts),
+            hidden_TD.split(counts) if want == "hidden" else absent,
+            top_ids,
+            top_logps,
+            strict=True,
+        )
+    ]
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────

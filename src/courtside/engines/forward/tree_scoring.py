@@ -22,8 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import BranchRequest, BranchScores, ScoreRequest, Want
 from courtside.engines.forward.batching import SequenceSpan, copy_to_device, default_pass_tokens
-from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.forward.logprobs import score_positions
+from courtside.engines.forward.forward import ForwardPasses, score_positions
 from courtside.engines.forward.varlen import forward_varlen, make_varlen_layout
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
