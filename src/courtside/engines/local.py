@@ -29,7 +29,7 @@ from courtside.engines.base import (
     Want,
     score_branches_separately,
 )
-from courtside.engines.forward.batching import batch_by_length, default_pass_tokens
+from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
@@ -116,8 +116,10 @@ class LocalEngine:
             samples = session.sample_all(ordered, sampling)
         else:
             samples = []
-            for batch in batch_by_length([lengths[i] for i in order], self.max_batch_tokens):
-                samples += self._sample_batch([ordered[i] for i in batch], sampling)
+            while len(samples) < len(ordered):
+                start = len(samples)
+                end = start + max(1, self.max_batch_tokens // lengths[order[start]])
+                samples += self._sample_batch(ordered[start:end], sampling)
         by_request = dict(zip(order, samples, strict=True))
         return [by_request[i] for i in range(len(requests))]
 

@@ -76,7 +76,7 @@ class Int8Linear(nn.Module):
 
 
 def quantize_linear_layers(model: Any) -> Any:
-    """Replace every linear layer but the LM head, in place: the losses are functions of its logits."""
+    """Replace every linear layer but the LM head, in place: losses are functions of its logits."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

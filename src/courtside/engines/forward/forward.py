@@ -110,9 +110,15 @@ class ForwardPasses:
             return out.last_hidden_state.flatten(0, 1), spans
         batch = pack_sequences(sequences, share_prefixes=self.unshared_reason is None)
         layout = make_packed_layout(batch, device=self.model.device, backend=self.backend)
-        ids = [token for segment in batch.segments for token in segment.ids]
-        position_ids = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
-        return forward_varlen(self.model, ids, position_ids, layout, cache), batch.spans
+        ids_N, position_N = tensor_on(
+            [
+                [token for segment in batch.segments for token in segment.ids],
+                [s.first_position + n for s in batch.segments for n in range(len(s.ids))],
+            ],
+            dtype=torch.long,
+            device=self.model.device,
+        )
+        return forward_varlen(self.model, ids_N, position_N, layout, cache), batch.spans
 
 
 # ── log-probs ────────────────────────────────────────────────────────────────────────────────────

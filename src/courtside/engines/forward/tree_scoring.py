@@ -21,7 +21,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import BranchRequest, BranchScores, ScoreRequest, Want
-from courtside.engines.forward.batching import SequenceSpan, copy_to_device, default_pass_tokens
+from courtside.engines.forward.batching import (
+    SequenceSpan,
+    copy_to_device,
+    default_pass_tokens,
+    tensor_on,
+)
 from courtside.engines.forward.forward import ForwardPasses, score_positions
 from courtside.engines.forward.varlen import forward_varlen, make_varlen_layout
 from courtside.engines.lm_head import LMHead
@@ -145,18 +150,22 @@ def forward_branches(
         for batch in _split_branches(branches, max_tokens, max_keys):
             keys = BranchKeys(batch, device=device, by_index=by_index)
             assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
-            hidden_ND = forward_varlen(
-                passes.model,
-                [token for _, branch in batch for token in branch.token_ids],
-                [branch.splice + n for _, branch in batch for n in range(len(branch.token_ids))],
-                make_varlen_layout(
-                    keys.lengths,
-                    [branch.splice + len(branch.token_ids) for _, branch in batch],
-                    device=device,
-                    backend=passes.backend,
-                ),
-                Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers]),
+            layout = make_varlen_layout(
+                keys.lengths,
+                [branch.splice + len(branch.token_ids) for _, branch in batch],
+                device=device,
+                backend=passes.backend,
             )
+            ids_N, position_N = tensor_on(
+                [
+                    [token for _, branch in batch for token in branch.token_ids],
+                    [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
+                ],
+                dtype=torch.long,
+                device=device,
+            )
+            branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
+            hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
             hidden += hidden_ND.split(keys.lengths)
     return hidden
 

@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.forward.batching import PackedBatch, copy_to_device, tensor_on
+from courtside.engines.forward.batching import PackedBatch, copy_to_device
 from courtside.engines.patches.attention import (
     attn_implementation,
     cast_attention_inputs,
@@ -89,11 +89,12 @@ def make_varlen_layout(
     """`key_lengths` = None: each segment attends to itself only."""
     assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
     key_lengths = lengths if key_lengths is None else key_lengths
-    cu_seqlens_S, cu_key_lens_S = tensor_on(
+    # From pinned memory: a GPU is not waited for.
+    cu_seqlens_S, cu_key_lens_S = torch.tensor(
         [[0, *accumulate(lengths)], [0, *accumulate(key_lengths)]],
         dtype=torch.int32,
-        device=device,
-    )
+        pin_memory=device.type == "cuda",
+    ).to(device, non_blocking=True)
     return VarlenLayout(
         lengths=tuple(lengths),
         cu_seqlens_S=cu_seqlens_S,
@@ -357,15 +358,10 @@ def _sum_gradients(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def forward_varlen(
-    model: Any,
-    ids: Sequence[int],
-    position_ids: Sequence[int],
-    layout: VarlenLayout,
-    cache: Cache | None,
+    model: Any, ids_N: Tensor, position_N: Tensor, layout: VarlenLayout, cache: Cache | None
 ) -> Tensor:
     """Last hidden states [N, D] of one packed row."""
     assert attn_implementation(model) == VARLEN_ATTENTION, "needs `ForwardPasses.patch_model`"
-    ids_N, position_N = tensor_on([ids, position_ids], dtype=torch.long, device=model.device)
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     out = model.base_model(
         input_ids=ids_N[None],
