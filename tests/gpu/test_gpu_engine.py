@@ -20,7 +20,6 @@ from courtside.engines.base import (
     ScoreRequest,
     score_branches_separately,
 )
-from courtside.engines.generation import kv_cache
 from courtside.engines.local import LocalEngine
 from courtside.types import Branch, Sample
 
@@ -112,13 +111,11 @@ def test_scores_are_those_of_float64(device: torch.device) -> None:
         torch.testing.assert_close(logp_T.double(), right_T, atol=1e-3, rtol=0)
 
 
-def test_a_freed_kv_cache_is_allocated_again(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_freed_kv_cache_is_allocated_again(device: torch.device) -> None:
     engine = make_engine(device, autocast=torch.bfloat16)
     sampling = Sampling(max_new_tokens=12)
     expected = [s.token_ids for s in engine.sample(REQUESTS, sampling)]
-    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
+    engine._kv_pool.max_idle_bytes = 0
     for _ in range(3):
         assert [s.token_ids for s in engine.sample(REQUESTS, sampling)] == expected
     if engine.uses_continuous_batching:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from support.linear_divergence_reference import (
     expected,
     label,
     make_case,
-    zero_gradient,
+    run_case,
 )
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from courtside.losses.fused.linear_divergence import (
     fused_linear_divergence,
 )
 from courtside.losses.fused.topk_select import allocate_group_maxima, allocate_top_k, select_top_k
-from courtside.losses.fused.types import DivergenceSpec, HeadGradient, HeadLoss, Support
+from courtside.losses.fused.types import DivergenceSpec, Support
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -59,15 +60,7 @@ def name(divergence: DivergenceSpec | None) -> str:
     return label(divergence) + k
 
 
-def through(
-    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SEAMS, **options: Any
-) -> tuple[HeadLoss, HeadGradient]:
-    into = zero_gradient(case)
-    spec = case.spec(divergence, **options)
-    ours = fused_linear_divergence(
-        case.student, case.teacher, spec, head_gradient=into, plan=plan, backend="triton"
-    )
-    return ours, into
+run = partial(run_case, plan=SEAMS, backend="triton")
 
 
 def some(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> Case:
@@ -83,7 +76,7 @@ def test_float32_is_float64_to_seven_digits(
     divergence: DivergenceSpec | None, device: torch.device
 ) -> None:
     case = some(device)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     assert max(errors.values()) < 5e-5, errors
 
@@ -94,7 +87,7 @@ def test_scale_bias_cap_and_adapter(
     divergence: DivergenceSpec | None, head: str, device: torch.device
 ) -> None:
     case = some(device, spread=1.0, **HEADS[head])
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     assert max(errors.values()) < 5e-5, errors
 
@@ -106,7 +99,7 @@ def test_bfloat16_is_as_close_as_its_logits(
     """Against float64 on the same inputs. Which tokens are most likely differs with the logits, so
     the tokens of a support do, too: those are compared where logits are exact, below."""
     case = some(device, torch.bfloat16)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
@@ -119,7 +112,7 @@ def test_an_adapter_in_bfloat16_is_as_close_as_its_logits(
 ) -> None:
     """Its gradients, gathered over chunks in float32, too."""
     case = some(device, torch.bfloat16, ranks=(16, 8))
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     assert into.up_VR is not None and into.up_VR.dtype == torch.float32
     errors = differences(ours, into, expected(case, divergence))
     assert max(errors.values()) < 4e-2, errors
@@ -133,7 +126,7 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
     case = exact_case(num_rows=40 if large else 12, vocab_size=1003 if large else 299)
     k = 0 if divergence is None or divergence.support is None else divergence.support.k
     case = untied(case, k).to(torch.bfloat16, str(device))
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     # Half a unit of bfloat16's last place; Triton's interpreter cuts digits off instead.
     limit = 3e-3 if device.type == "cuda" else 6e-3
@@ -170,8 +163,8 @@ def test_hidden_states_of_float32_on_a_head_of_bfloat16(
     ]
     low = replace(case, student=sides[0], teacher=sides[1])
     wide = replace(low, student=replace(sides[0], hidden_ND=sides[0].hidden_ND.float()))
-    ours, into = through(wide, divergence)
-    same, same_into = through(low, divergence)
+    ours, into = run(wide, divergence)
+    same, same_into = run(low, divergence)
     assert ours.hidden_gradient_ND.dtype == torch.float32
     assert relative_error(same.hidden_gradient_ND, ours.hidden_gradient_ND.cpu()) < 5e-3
     torch.testing.assert_close(into.weight_VD, same_into.weight_VD)
@@ -181,10 +174,8 @@ def test_hidden_states_of_float32_on_a_head_of_bfloat16(
 def test_chunks_do_not_change_the_sums(chunk: int | None, device: torch.device) -> None:
     """What chunks add up in float32 is the whole, also from bfloat16."""
     case = some(device, torch.bfloat16)
-    whole, whole_into = through(case, FULL[0], plan=ChunkPlan(chunk=64, part=64))
-    ours, into = through(
-        case, FULL[0], plan=chunk and ChunkPlan(chunk=chunk, part=max(1, chunk // 2))
-    )
+    whole, whole_into = run(case, FULL[0], plan=ChunkPlan(chunk=64, part=64))
+    ours, into = run(case, FULL[0], plan=chunk and ChunkPlan(chunk=chunk, part=max(1, chunk // 2)))
     assert relative_error(ours.hidden_gradient_ND, whole.hidden_gradient_ND.cpu()) < 4e-3
     assert relative_error(into.weight_VD, whole_into.weight_VD.cpu()) < 1e-4
     torch.testing.assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
@@ -197,7 +188,7 @@ def test_real_vocabularies(
 ) -> None:
     vocab_size = vocab_size if device.type == "cuda" else vocab_size // 100
     case = exact_like(some(device, vocab_size=vocab_size, num_rows=7, sizes=(64, 32)))
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     assert max(errors.values()) < 1e-4, errors
 
@@ -222,16 +213,16 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     divergence: DivergenceSpec, device: torch.device
 ) -> None:
     case = some(device)
-    right, right_into = through(case, divergence)
+    right, right_into = run(case, divergence)
     off_N = case.weight_N == 0
     case.teacher.hidden_ND[off_N] = math.nan
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     torch.testing.assert_close(
         ours.hidden_gradient_ND, right.hidden_gradient_ND, rtol=1e-4, atol=1e-6
     )
     torch.testing.assert_close(into.weight_VD, right_into.weight_VD, rtol=1e-4, atol=1e-6)
     case.teacher.hidden_ND[0] = math.nan
-    ours, _ = through(case, divergence)
+    ours, _ = run(case, divergence)
     assert bool(ours.hidden_gradient_ND[0].isnan().all()), "where it has weight, it is seen"
 
 
@@ -240,17 +231,17 @@ def test_one_head_for_both(divergence: DivergenceSpec, device: torch.device) -> 
     """Self-distillation: one weight, two contexts. The same context costs nothing."""
     case = some(device, sizes=(96, 96))
     case = replace(case, teacher=replace(case.teacher, weight_VD=case.student.weight_VD))
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     errors = differences(ours, into, expected(case, divergence))
     assert max(errors.values()) < 5e-5, errors
     case = replace(case, teacher=case.student)
-    ours, _ = through(case, divergence, sampled=False)
+    ours, _ = run(case, divergence, sampled=False)
     assert ours.divergence is not None and float(ours.divergence.value_N.abs().max()) < 1e-5
 
 
 def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.device) -> None:
     case = some(device, torch.bfloat16)
-    trained, _ = through(case, FULL[0])
+    trained, _ = run(case, FULL[0])
     frozen = fused_linear_divergence(
         case.student, case.teacher, case.spec(FULL[0]), plan=SEAMS, backend="triton"
     )

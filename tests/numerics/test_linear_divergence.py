@@ -20,19 +20,18 @@ from support.linear_divergence_reference import (
     expected,
     label,
     make_case,
+    run_case,
     zero_gradient,
 )
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses.fused import torch_backend
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
-from courtside.losses.fused.torch_backend import reverse_kl_with_tail
+from courtside.losses.fused.torch_backend import TorchVocabularyPass, reverse_kl_with_tail
 from courtside.losses.fused.types import (
     DivergenceSpec,
     Extrapolation,
     HeadGradient,
-    HeadLoss,
     Support,
     TokenStatistics,
     TopKTarget,
@@ -52,14 +51,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-def through(
-    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan | None = SMALL, **options: Any
-) -> tuple[HeadLoss, HeadGradient]:
-    into = zero_gradient(case)
-    spec = case.spec(divergence, **options)
-    return fused_linear_divergence(
-        case.student, case.teacher, spec, head_gradient=into, plan=plan
-    ), into
+run = partial(run_case, plan=SMALL)
 
 
 def log_probs(case: Case) -> list[Tensor]:
@@ -73,7 +65,7 @@ def log_probs(case: Case) -> list[Tensor]:
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
 def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None, head: str) -> None:
     case = make_case(**HEADS[head])
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 1e-9, off
 
@@ -85,7 +77,7 @@ def test_the_losses_on_log_probs_agree(divergence: DivergenceSpec) -> None:
     hidden_ND = case.student.hidden_ND.requires_grad_()
     logp_NV, logq_NV = log_probs(case)
     on = divergence.support
-    ours, _ = through(case, divergence, sampled=False)
+    ours, _ = run(case, divergence, sampled=False)
     assert ours.divergence is not None
     if on is None:
         value_N = divergence.value(logp_NV, logq_NV, None)
@@ -107,7 +99,7 @@ def test_a_cap_on_tokens_of_a_support(form: str) -> None:
     case = make_case(num_rows=4)
     on = Support(k=5, of="joint", form=form)
     spec = DivergenceSpec(name="reverse_kl", support=on, clip=0.02)
-    ours, _ = through(case, spec, sampled=False)
+    ours, _ = run(case, spec, sampled=False)
     hidden_ND = case.student.hidden_ND.requires_grad_()
     logp_NV, logq_NV = log_probs(case)
     ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=5, of="joint")
@@ -144,8 +136,8 @@ def test_chunks_do_not_change_anything(
     divergence: DivergenceSpec | None, plan: ChunkPlan | None
 ) -> None:
     case = make_case(ranks=(2, 3))
-    whole, whole_head = through(case, divergence, plan=ChunkPlan(chunk=99, part=99))
-    ours, head = through(case, divergence, plan=plan)
+    whole, whole_head = run(case, divergence, plan=ChunkPlan(chunk=99, part=99))
+    ours, head = run(case, divergence, plan=plan)
     close = partial(assert_close, rtol=1e-12, atol=1e-14)
     close(ours.hidden_gradient_ND, whole.hidden_gradient_ND)
     close(head.weight_VD, whole_head.weight_VD)
@@ -159,11 +151,11 @@ def test_chunks_do_not_change_anything(
         close(ours.divergence.value_N, whole.divergence.value_N)
 
 
-def test_blocks_do_not_change_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_anything() -> None:
     case = make_case()
-    whole, _ = through(case, FULL[0])
-    monkeypatch.setattr(torch_backend, "CPU_BLOCK", 1)  # one row at a time
-    ours, _ = through(case, FULL[0])
+    whole, _ = run(case, FULL[0])
+    row_by_row = partial(TorchVocabularyPass, block_elements=1)
+    ours, _ = run(case, FULL[0], backend=row_by_row)
     assert_close(ours.hidden_gradient_ND, whole.hidden_gradient_ND, rtol=1e-12, atol=1e-14)
     assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
 
@@ -174,10 +166,10 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     divergence: DivergenceSpec, sampled: bool
 ) -> None:
     case = make_case()
-    right, right_head = through(case, divergence, sampled=sampled)
+    right, right_head = run(case, divergence, sampled=sampled)
     off_N = case.weight_N == 0
     case.teacher.hidden_ND[off_N] = torch.nan
-    ours, head = through(case, divergence, sampled=sampled)
+    ours, head = run(case, divergence, sampled=sampled)
     assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
     assert ours.divergence is not None and right.divergence is not None
     assert torch.equal(ours.divergence.value_N, right.divergence.value_N)
@@ -191,7 +183,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
     case = make_case()
     case.teacher.hidden_ND[0] = torch.nan
-    ours, _ = through(case, divergence)
+    ours, _ = run(case, divergence)
     assert ours.divergence is not None
     assert bool(ours.divergence.value_N[0].isnan()) and bool(
         ours.hidden_gradient_ND[0].isnan().all()
@@ -205,11 +197,11 @@ def test_one_head_for_both(divergence: DivergenceSpec) -> None:
     case = make_case(sizes=(5, 5))
     weight_VD = case.student.weight_VD
     case = replace(case, teacher=replace(case.teacher, weight_VD=weight_VD))
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 1e-9, off
     case = replace(case, teacher=replace(case.student))
-    ours, into = through(case, divergence, sampled=False)
+    ours, into = run(case, divergence, sampled=False)
     assert ours.divergence is not None
     # In float64 the tail of a support has a floor of 2e-15, which a value may show.
     assert float(ours.divergence.value_N.abs().max()) < 1e-12
@@ -219,7 +211,7 @@ def test_one_head_for_both(divergence: DivergenceSpec) -> None:
 
 def test_a_frozen_head_saves_its_gradient_and_nothing_else() -> None:
     case = make_case(bias=True)
-    trained, into = through(case, FULL[0])
+    trained, into = run(case, FULL[0])
     frozen = fused_linear_divergence(case.student, case.teacher, case.spec(FULL[0]), plan=SMALL)
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
     twice = HeadGradient(weight_VD=into.weight_VD.clone(), bias_V=into.bias_V.clone())
@@ -251,7 +243,7 @@ def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
 ) -> None:
     """And gathers its gradients in float32."""
     case = make_case(num_rows=24, vocab_size=40, sizes=(16, 16), ranks=(4, 4)).to(torch.bfloat16)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     assert into.up_VR is not None and into.up_VR.dtype == torch.float32
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 4e-2, off
@@ -260,7 +252,7 @@ def test_an_adapter_in_bfloat16_is_as_close_as_bfloat16_allows(
 def test_tokens_that_only_one_side_has_get_no_gradient() -> None:
     case = make_case(vocab_size=20)
     case = replace(case, student=case.teacher, teacher=case.student)  # a student with 3 more tokens
-    ours, into = through(case, FULL[0])
+    ours, into = run(case, FULL[0])
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 1e-9, off
     assert into.weight_VD[:20].any() and not into.weight_VD[20:].any()
@@ -338,7 +330,7 @@ def test_nothing_asked_is_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("divergence", [None, FULL[2], ON_SUPPORT[0]], ids=str)
 def test_no_rows(divergence: DivergenceSpec | None) -> None:
     case = make_case(num_rows=0)
-    ours, into = through(case, divergence, plan=None)
+    ours, into = run(case, divergence, plan=None)
     assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
     assert ours.statistics.student_logp_N.shape == (0,)
 
@@ -349,7 +341,7 @@ def test_no_rows(divergence: DivergenceSpec | None) -> None:
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
 def test_float32_is_close_to_float64(divergence: DivergenceSpec | None) -> None:
     case = make_case(num_rows=24, vocab_size=60, sizes=(16, 24), spread=2.0).to(torch.float32)
-    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
+    ours, into = run(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 1e-5, off
 
@@ -358,7 +350,7 @@ def test_float32_is_close_to_float64(divergence: DivergenceSpec | None) -> None:
 def test_bfloat16_is_as_close_as_its_logits(divergence: DivergenceSpec | None) -> None:
     """Against float64 on the same inputs: logits of three digits make gradients of about two."""
     case = make_case(num_rows=24, vocab_size=60, sizes=(16, 24), spread=2.0).to(torch.bfloat16)
-    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
+    ours, into = run(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert ours.hidden_gradient_ND.dtype == torch.bfloat16
     assert into.weight_VD.dtype == ours.statistics.student_logp_N.dtype == torch.float32
@@ -371,7 +363,7 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
 ) -> None:
     """Heads that copy: logits are the hidden states, with the many ties that bfloat16 makes."""
     case = exact_case().to(torch.bfloat16)
-    ours, into = through(case, divergence, plan=ChunkPlan(chunk=8, part=4))
+    ours, into = run(case, divergence, plan=ChunkPlan(chunk=8, part=4))
     off = differences(ours, into, expected(case, divergence))
     assert max(off["hidden_ND"], off["weight_VD"]) < 3e-3, off
     del off["hidden_ND"], off["weight_VD"], off["bias_V"]
@@ -390,7 +382,7 @@ def test_hidden_states_may_have_another_dtype_than_the_head() -> None:
 @pytest.mark.parametrize("divergence", [*FULL, *ON_SUPPORT], ids=label)
 def test_extreme_logits_stay_finite(divergence: DivergenceSpec) -> None:
     case = make_case(spread=1e4).to(torch.float32)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     assert ours.divergence is not None
     for values in (ours.divergence.value_N, ours.hidden_gradient_ND, into.weight_VD,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
@@ -459,7 +451,7 @@ def test_a_teacher_of_which_only_the_top_k_are_known(
     ours = fused_linear_divergence(
         case.student, target, case.spec(divergence), head_gradient=into, plan=SMALL
     )
-    right, right_head = through(case, divergence)
+    right, right_head = run(case, divergence)
     assert ours.divergence is not None and right.divergence is not None
     for field in fields(ours.divergence):
         assert_close(getattr(ours.divergence, field.name), getattr(right.divergence, field.name))

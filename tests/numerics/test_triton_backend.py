@@ -27,6 +27,7 @@ from support.linear_divergence_reference import (
     expected,
     label,
     make_case,
+    run_case,
     zero_gradient,
 )
 from torch.testing import assert_close
@@ -42,8 +43,6 @@ from courtside.losses.fused.torch_backend import CLOSED_FORM_GRADIENTS
 from courtside.losses.fused.types import (
     CLOSED_FORMS,
     DivergenceSpec,
-    HeadGradient,
-    HeadLoss,
     Support,
     TopKTarget,
 )
@@ -57,6 +56,7 @@ triton = pytest.importorskip("triton", reason="kernels need Triton: pip install 
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
 from courtside.losses.fused import triton_backend  # noqa: E402
 from courtside.losses.fused.topk_select import num_select_warps  # noqa: E402
+from courtside.losses.fused.triton_backend import Tiling, TritonVocabularyPass  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -73,26 +73,13 @@ TILE = 32 * 4
 """Tokens in a tile of float32 on one warp, the smallest there is."""
 
 
-make_pass = triton_backend.TritonVocabularyPass
-
-
-@pytest.fixture(autouse=True)
-def tiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def make_pass(**options: Any) -> Any:
     """Small tiles, so that small vocabularies have several."""
-    options = getattr(request, "param", {"num_warps": 1})
-    tiled_pass = partial(make_pass, tiling=triton_backend.Tiling(**options))
-    monkeypatch.setattr(triton_backend, "TritonVocabularyPass", tiled_pass)
+    tiling = Tiling(**{"num_warps": 1, **options.pop("tiling", {})})
+    return partial(TritonVocabularyPass, tiling=tiling, **options)
 
 
-def through(
-    case: Case, divergence: DivergenceSpec | None, *, plan: ChunkPlan = SMALL, **options: Any
-) -> tuple[HeadLoss, HeadGradient]:
-    into = zero_gradient(case)
-    spec = case.spec(divergence, **options)
-    ours = fused_linear_divergence(
-        case.student, case.teacher, spec, head_gradient=into, plan=plan, backend="triton"
-    )
-    return ours, into
+run = partial(run_case, plan=SMALL, backend=make_pass())
 
 
 def small(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
@@ -102,7 +89,7 @@ def small(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: label(d) if d else "sampled")
 def test_everything_is_what_autograd_gives(divergence: DivergenceSpec | None) -> None:
     case = small(vocab_size=TILE + 37)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -113,7 +100,7 @@ def test_vocabularies_that_fill_no_tile_or_several(
     vocab_size: int, divergence: DivergenceSpec | None
 ) -> None:
     case = small(vocab_size=vocab_size, num_rows=3)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -128,7 +115,7 @@ def test_tokens_selected_by_their_groups(divergence: DivergenceSpec, head: dict[
     assert divergence.support is not None
     assert num_select_warps(vocab_size, divergence.support.k, least=1, width=4) is not None
     case = small(vocab_size=vocab_size, **head)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -142,7 +129,7 @@ def test_tokens_that_both_sides_have_and_that_were_sampled(divergence: Divergenc
     teacher = replace(student, weight_VD=student.weight_VD + 0.2 * noise_VD.to(student.weight_VD))
     ids_N = (student.hidden_ND @ student.weight_VD.t()).argmax(-1)
     case = replace(case, teacher=teacher, ids_N=ids_N)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     assert ours.divergence is not None and ours.divergence.overlap_N is not None
     assert 0 < float(ours.divergence.overlap_N.mean()) < 1
     off = differences(ours, into, expected(case, divergence))
@@ -163,7 +150,7 @@ def test_scale_bias_cap_and_adapter(
     divergence: DivergenceSpec | None, head: dict[str, Any]
 ) -> None:
     case = small(**head)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -173,7 +160,7 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
     divergence: DivergenceSpec | None,
 ) -> None:
     case = exact_case(num_rows=6).to(torch.bfloat16, DEVICE)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert into.weight_VD.dtype == torch.float32
     # Twice what rounding to the nearest leaves: the interpreter cuts the digits off.
@@ -185,7 +172,7 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
 @pytest.mark.parametrize("divergence", FULL, ids=label)
 def test_bfloat16_is_as_close_as_its_logits(divergence: DivergenceSpec) -> None:
     case = small(torch.bfloat16, vocab_size=300, sizes=(16, 24), spread=2.0)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-2, off
 
@@ -201,7 +188,7 @@ def test_what_is_common_to_a_row_costs_no_digits(
     ones_N = torch.ones_like(case.temperature_N)
     case = replace(case, student=student, teacher=teacher, temperature_N=ones_N)
     case = case.to(torch.float32, DEVICE)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -211,7 +198,7 @@ def test_logits_of_ten_thousand_and_far_apart_stay_finite(
     divergence: DivergenceSpec | None,
 ) -> None:
     case = small(vocab_size=TILE + 9, spread=1e4)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     for values in (ours.hidden_gradient_ND, into.weight_VD, ours.statistics.student_logp_N,
                   ours.statistics.student_entropy_N, ours.statistics.reverse_kl_N):  # fmt: skip
         assert values is not None and bool(values.isfinite().all())
@@ -223,10 +210,10 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
     divergence: DivergenceSpec, sampled: bool
 ) -> None:
     case = small()
-    right, right_head = through(case, divergence, sampled=sampled)
+    right, right_head = run(case, divergence, sampled=sampled)
     off_N = case.weight_N == 0
     case.teacher.hidden_ND[off_N] = torch.nan
-    ours, head = through(case, divergence, sampled=sampled)
+    ours, head = run(case, divergence, sampled=sampled)
     assert bool(ours.statistics.teacher_logp_N[off_N].isnan().all())
     assert ours.divergence is not None and right.divergence is not None
     # Where the sampled token is on the support, it is rounded in another place: no exact equality.
@@ -242,7 +229,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
     case = small()
     case.teacher.hidden_ND[0] = torch.nan
-    ours, _ = through(case, divergence)
+    ours, _ = run(case, divergence)
     assert ours.divergence is not None
     assert bool(ours.divergence.value_N[0].isnan()) and bool(
         ours.hidden_gradient_ND[0].isnan().all()
@@ -254,8 +241,8 @@ def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> Non
 @pytest.mark.parametrize("plan", [ChunkPlan(chunk=1, part=1), ChunkPlan(chunk=9, part=9)], ids=str)
 def test_chunks_do_not_change_anything(divergence: DivergenceSpec | None, plan: ChunkPlan) -> None:
     case = small(vocab_size=TILE + 5)
-    whole, whole_head = through(case, divergence)
-    ours, head = through(case, divergence, plan=plan)
+    whole, whole_head = run(case, divergence)
+    ours, head = run(case, divergence, plan=plan)
     assert_close(ours.hidden_gradient_ND, whole.hidden_gradient_ND, rtol=1e-5, atol=1e-7)
     assert_close(head.weight_VD, whole_head.weight_VD, rtol=1e-5, atol=1e-7)
     assert_close(ours.statistics.reverse_kl_N, whole.statistics.reverse_kl_N)
@@ -273,7 +260,9 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec |
         baseline=True,
     )
     spec = replace(case.spec(divergence), sampled=(loss,))
-    ours = fused_linear_divergence(case.student, case.teacher, spec, plan=SMALL, backend="triton")
+    ours = fused_linear_divergence(
+        case.student, case.teacher, spec, plan=SMALL, backend=make_pass()
+    )
     plain = expected(case, None)
     advantage_N = case.coefficient_N.double().cpu() + plain.reverse_kl_N
     fixed_N = -(plain.student_logp_N + 2.5).exp() * advantage_N / 7
@@ -300,9 +289,8 @@ def test_there_is_a_kernel_for_every_closed_form_and_torch_for_the_others() -> N
     ids=label,
 )
 def test_a_teacher_of_which_only_the_top_k_are_known(
-    divergence: DivergenceSpec, head: dict[str, Any], with_kernels: bool, monkeypatch: Any
+    divergence: DivergenceSpec, head: dict[str, Any], with_kernels: bool
 ) -> None:
-    monkeypatch.setattr(triton_backend, "TOP_K_KERNELS", with_kernels)
     case = small(vocab_size=4 * TILE + 37, **head)
     vocab_size, teacher = len(case.student.weight_VD), case.teacher
     logits_NV = teacher.hidden_ND.double() @ teacher.weight_VD[:vocab_size].double().t()
@@ -314,21 +302,20 @@ def test_a_teacher_of_which_only_the_top_k_are_known(
     into = zero_gradient(case)
     ours = fused_linear_divergence(
         case.student, target, case.spec(divergence), head_gradient=into, plan=SMALL,
-        backend="triton",
+        backend=make_pass(top_k_kernels=with_kernels),
     )  # fmt: skip
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
-    right, _ = through(case, divergence)
+    right, _ = run(case, divergence)
     assert ours.divergence is not None and right.divergence is not None
     assert_close(ours.divergence.overlap_N, right.divergence.overlap_N)
     assert_close(ours.divergence.teacher_mass_N, right.divergence.teacher_mass_N)
 
 
 @pytest.mark.parametrize("divergence", ON_SUPPORT[::3], ids=label)
-def test_a_support_without_its_kernels(divergence: DivergenceSpec, monkeypatch: Any) -> None:
-    monkeypatch.setattr(triton_backend, "TOP_K_KERNELS", False)
+def test_a_support_without_its_kernels(divergence: DivergenceSpec) -> None:
     case = small(vocab_size=4 * TILE + 37)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence, backend=make_pass(top_k_kernels=False))
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -337,7 +324,7 @@ def test_without_a_teacher_only_the_sampled_tokens_count() -> None:
     case = small()
     into = zero_gradient(case)
     ours = fused_linear_divergence(
-        case.student, None, case.spec(None), head_gradient=into, plan=SMALL, backend="triton"
+        case.student, None, case.spec(None), head_gradient=into, plan=SMALL, backend=make_pass()
     )
     off = differences(ours, into, expected(case, None))
     assert max(off.values()) < 2e-5 and ours.divergence is None
@@ -345,24 +332,22 @@ def test_without_a_teacher_only_the_sampled_tokens_count() -> None:
 
 
 def test_no_rows() -> None:
-    ours, into = through(make_case(num_rows=0).to(torch.float32, DEVICE), FULL[0])
+    ours, into = run(make_case(num_rows=0).to(torch.float32, DEVICE), FULL[0])
     assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
 
 
 def test_a_token_that_does_not_exist_is_nan_and_reads_nothing() -> None:
     case = small()
     case.ids_N[0] = 23
-    ours, _ = through(case, FULL[0], sampled=False)
+    ours, _ = run(case, FULL[0], sampled=False)
     assert bool(ours.statistics.student_logp_N[0].isnan())
     assert bool(ours.hidden_gradient_ND.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "tiling", [{"num_warps": 2}, {"num_warps": 1, "lanes_per_thread": 2}], indirect=True
-)
-def test_tilings_do_not_change_anything() -> None:
+@pytest.mark.parametrize("tiling", [{"num_warps": 2}, {"lanes_per_thread": 2}], ids=str)
+def test_tilings_do_not_change_anything(tiling: dict[str, int]) -> None:
     case = small(vocab_size=3 * TILE + 5)
-    ours, into = through(case, FULL[0])
+    ours, into = run(case, FULL[0], backend=make_pass(tiling=tiling))
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
 
@@ -371,7 +356,7 @@ def test_tilings_do_not_change_anything() -> None:
 def test_a_support_out_of_many_tokens(divergence: DivergenceSpec) -> None:
     """So many that the most likely are found by the kernels, too."""
     case = small(vocab_size=4 * TILE + 90, num_rows=4)
-    ours, into = through(case, divergence)
+    ours, into = run(case, divergence)
     off = differences(ours, into, expected(case, divergence))
     assert max(off.values()) < 2e-5, off
 
@@ -381,7 +366,7 @@ def test_a_support_of_every_token(of: Any) -> None:
     """Of a joint one each token is listed twice, and counts once."""
     case = small(vocab_size=6)
     on = Support(k=6, of=of, form="renormalized")
-    ours, into = through(case, DivergenceSpec(name="reverse_kl", support=on))
+    ours, into = run(case, DivergenceSpec(name="reverse_kl", support=on))
     off = differences(ours, into, expected(case, FULL[0]))
     assert max(off.values()) < 2e-5, off
 
@@ -401,7 +386,7 @@ def test_a_kernel_that_cannot_run_says_so(
 
     monkeypatch.setattr(triton_backend, "vocabulary_kernel", Broken())
     with pytest.raises(RunError, match=r"could not be compiled.*no such target.*C compiler"):
-        through(small(), FULL[0])
+        run(small(), FULL[0])
 
 
 def test_it_compiles_for_a_gpu_without_spilling(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The head as a textbook has it, and cases to try it on. Shares no code with the package.
+"""The LM head with a loss as in a textbook, and cases to compare it on. No code is shared with the
+package.
 
 One graph in float64 from hidden states to the loss, whole logits, log_softmax, autograd.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from courtside.losses.fused.linear_divergence import fused_linear_divergence
 from courtside.losses.fused.types import (
     DivergenceSpec,
     HeadGradient,
@@ -295,6 +297,19 @@ def _uncapped_terms(p: Tensor, q: Tensor, divergence: DivergenceSpec) -> Tensor:
     if name == "skew_forward_kl":
         return Q * (q - (alpha * Q + (1 - alpha) * P).log())
     return P * (p - (alpha * P + (1 - alpha) * Q).log())
+
+
+def run_case(
+    case: Case, divergence: DivergenceSpec | None, *, plan: Any = None, backend: Any = None,
+    **options: Any,
+) -> tuple[HeadLoss, HeadGradient]:  # fmt: skip
+    """The package's result, and the gradient of the student's head."""
+    head_gradient = zero_gradient(case)
+    result = fused_linear_divergence(
+        case.student, case.teacher, case.spec(divergence, **options), head_gradient=head_gradient,
+        plan=plan, backend=backend,
+    )  # fmt: skip
+    return result, head_gradient
 
 
 def zero_gradient(case: Case, dtype: torch.dtype | None = None) -> HeadGradient:

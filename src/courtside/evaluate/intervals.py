@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from courtside.errors import UserError
 
 RESAMPLES = 10_000
-EXACT_FLIPS = 12
+MAX_EXACT_FLIPS = 12
 """Up to this many changed tasks, all 2ⁿ sign patterns are tried instead of a sample of them."""
 
 Floats = NDArray[np.float64]
@@ -53,7 +53,11 @@ def mean_interval(
 
 
 def paired_difference(
-    before: Mapping[str, float], after: Mapping[str, float]
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    *,
+    resamples: int = RESAMPLES,
+    max_exact_flips: int = MAX_EXACT_FLIPS,
 ) -> tuple[float, float, float, float]:
     """(difference, low, high, p_value) of the mean score, by task id.
 
@@ -72,9 +76,9 @@ def paired_difference(
         raise UserError("no tasks to compare: both evaluations are empty")
     ids = sorted(before)
     gaps_N = np.array([after[id] - before[id] for id in ids], dtype=np.float64)
-    low, high = _bootstrap(gaps_N)
+    low, high = _bootstrap(gaps_N, resamples)
     binary = all(scores[id] in (0, 1) for scores in (before, after) for id in ids)
-    p_value = _sign_test(gaps_N) if binary else _flip_test(gaps_N)
+    p_value = _sign_test(gaps_N) if binary else _flip_test(gaps_N, resamples, max_exact_flips)
     return float(gaps_N.mean()), low, high, p_value
 
 
@@ -126,12 +130,12 @@ def _student_inside(angle: float, degrees: int) -> float:
 # ── two evaluations ──────────────────────────────────────────────────────────────────────────────
 
 
-def _bootstrap(gaps_N: Floats) -> tuple[float, float]:
+def _bootstrap(gaps_N: Floats, resamples: int) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     block = max(1, 1_000_000 // len(gaps_N))  # bounds the memory, not the result's accuracy
     means = [
-        gaps_N[rng.integers(0, len(gaps_N), (min(block, RESAMPLES - done), len(gaps_N)))].mean(1)
-        for done in range(0, RESAMPLES, block)
+        gaps_N[rng.integers(0, len(gaps_N), (min(block, resamples - done), len(gaps_N)))].mean(1)
+        for done in range(0, resamples, block)
     ]
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
@@ -147,17 +151,17 @@ def _sign_test(gaps_N: Floats) -> float:
     return min(1.0, 2 * tail / (1 << changed))
 
 
-def _flip_test(gaps_N: Floats) -> float:
+def _flip_test(gaps_N: Floats, resamples: int, max_exact_flips: int) -> float:
     changed_M = gaps_N[gaps_N != 0]
     seen = abs(changed_M.sum()) - 1e-9  # sums of the same numbers differ by rounding
-    if len(changed_M) <= EXACT_FLIPS:
+    if len(changed_M) <= max_exact_flips:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(changed_M))))
         return float((np.abs(signs @ changed_M) >= seen).mean())
     rng = np.random.default_rng(0)
     block = max(1, 1_000_000 // len(changed_M))
     extreme = 0
-    for done in range(0, RESAMPLES, block):
-        shape = (min(block, RESAMPLES - done), len(changed_M))
+    for done in range(0, resamples, block):
+        shape = (min(block, resamples - done), len(changed_M))
         signs = rng.integers(0, 2, shape) * 2.0 - 1.0
         extreme += int((abs(signs @ changed_M) >= seen).sum())
-    return (extreme + 1) / (RESAMPLES + 1)  # the observed signs count as one of them
+    return (extreme + 1) / (resamples + 1)  # the observed signs count as one of them

@@ -55,6 +55,7 @@ class Student:
         self.optimizer = make_optimizer(weights.trained, recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.default_pass_tokens = default_pass_tokens(weights.device)
+        self.uses_cpu_patches = weights.device.type == "cpu"
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
         )
@@ -152,7 +153,7 @@ class Student:
     def _reuse_buffers(self) -> Iterator[None]:
         """On a CPU: preallocated gradients and shadow weights, which do not fragment the heap. A
         GPU's caching allocator does without."""
-        if self.weights.device.type != "cpu":
+        if not self.uses_cpu_patches:
             yield
             return
         self._cast_weights = {}

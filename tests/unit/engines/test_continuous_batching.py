@@ -11,7 +11,6 @@ from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.generation import kv_cache
 from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS
 from courtside.engines.generation.steps import DecodeStep
 
@@ -160,12 +159,12 @@ def test_other_weight_addresses_get_another_graph_and_old_graphs_are_dropped() -
     assert len(cache.decode_steps) == MAX_CACHED_GRAPHS
 
 
-def test_a_large_kv_cache_is_freed_when_no_session_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_kv_cache_is_freed_when_no_session_uses_it() -> None:
     engine = make_engine(continuous=True)
     sampling = Sampling(max_new_tokens=3)
     expected = engine.sample(REQUESTS, sampling)
     assert engine._kv_pool._caches and engine._kv_pool._buffers, "a small one stays"
-    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
+    engine._kv_pool.max_idle_bytes = 0
     session = engine.session(2, row_capacity=64)
     session.sample([0, 1], REQUESTS[:2], sampling)
     (cache,) = [c for c in engine._kv_pool._caches.values() if c.num_rows == 8]
@@ -183,13 +182,13 @@ def test_a_large_kv_cache_is_freed_when_no_session_uses_it(monkeypatch: pytest.M
     assert_equal_samples(engine.sample(REQUESTS, sampling), expected)
 
 
-def test_shadow_weights_are_freed_with_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shadow_weights_are_freed_with_the_kv_cache() -> None:
     engine = make_engine(continuous=True, model=tiny_model(), autocast=torch.bfloat16)
     sampling = Sampling(max_new_tokens=3)
     expected = engine.sample(REQUESTS, sampling)
     copies = [weakref.ref(weight) for weight, _ in engine._decode_weights._copies]
     assert copies, "they stay with a small KV cache"
-    monkeypatch.setattr(kv_cache, "MAX_IDLE_CACHE_BYTES", 0)
+    engine._kv_pool.max_idle_bytes = 0
     with engine._decode_weights.swap_in():  # another session uses them
         engine.sample(REQUESTS, sampling)
         assert engine._decode_weights._copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,10 +37,9 @@ def _index_loops_by_loaded_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
 @pytest.mark.parametrize(("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (1, 8, 4, 128)])
 def test_attention_covers_each_row_up_to_its_length(
-    monkeypatch: pytest.MonkeyPatch, programs: int, B: int, H: int, K: int, D: int
+    programs: int, B: int, H: int, K: int, D: int
 ) -> None:
     """In parts that are merged, and unsplit as with many rows."""
-    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
     torch.manual_seed(B)
     L = 200
     q = torch.randn(B, H, D, device=DEVICE)
@@ -49,7 +49,7 @@ def test_attention_covers_each_row_up_to_its_length(
     for row, length in enumerate(lengths.tolist()):  # never to be loaded
         keys[row, :, length:] = float("nan")
         values[row, :, length:] = float("nan")
-    context = decode_attention(q, keys, values, lengths, 0.3)
+    context = decode_attention(q, keys, values, lengths, 0.3, target_programs=programs)
     for row, length in enumerate(lengths.tolist()):
         k = keys[row, :, :length].double().repeat_interleave(H // K, 0)
         v = values[row, :, :length].double().repeat_interleave(H // K, 0)
@@ -59,11 +59,8 @@ def test_attention_covers_each_row_up_to_its_length(
 
 
 @pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
-def test_rows_with_the_same_prompt_load_it_from_one_of_them(
-    monkeypatch: pytest.MonkeyPatch, programs: int
-) -> None:
+def test_rows_with_the_same_prompt_load_it_from_one_of_them(programs: int) -> None:
     """Whole blocks of it; each row loads the remainder and later positions from its own buffers."""
-    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
     torch.manual_seed(0)
     B, H, K, L, D = 3, 2, 1, 150, 32
     q = torch.randn(B, H, D, device=DEVICE)
@@ -72,22 +69,23 @@ def test_rows_with_the_same_prompt_load_it_from_one_of_them(
     prefix_lengths = torch.tensor([100, 100, 0], device=DEVICE)
     keys[1, :, :100], values[1, :, :100] = keys[0, :, :100], values[0, :, :100]
     lengths = torch.tensor([101, 150, 90], device=DEVICE)
-    expected = decode_attention(q, keys, values, lengths, 0.3)
+    attend = partial(decode_attention, target_programs=programs)
+    expected = attend(q, keys, values, lengths, 0.3)
     whole = 100 // decode.BLOCK_POSITIONS * decode.BLOCK_POSITIONS
     for buffer in (keys, values):
         buffer[1, :, :whole] = float("nan")  # this copy is not loaded
-    context = decode_attention(q, keys, values, lengths, 0.3, (prefix_rows, prefix_lengths))
+    context = attend(q, keys, values, lengths, 0.3, (prefix_rows, prefix_lengths))
     assert torch.equal(context, expected)
 
 
-def test_the_query_is_rounded_to_the_dtype_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "TARGET_PROGRAMS", 1)
+def test_the_query_is_rounded_to_the_dtype_of_the_keys() -> None:
+    attend = partial(decode_attention, target_programs=1)
     q = torch.randn(2, 4, 16, device=DEVICE).bfloat16()
     keys, values = torch.randn(2, 2, 2, 20, 16, device=DEVICE).bfloat16()
     lengths = torch.tensor([20, 3], device=DEVICE)
-    context = decode_attention(q.float(), keys, values, lengths, 0.3)
+    context = attend(q.float(), keys, values, lengths, 0.3)
     assert context.dtype == torch.bfloat16
-    assert torch.equal(context, decode_attention(q, keys, values, lengths, 0.3))
+    assert torch.equal(context, attend(q, keys, values, lengths, 0.3))
 
 
 @pytest.mark.parametrize("V", [7, BLOCK_VOCAB, 3 * BLOCK_VOCAB + 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,7 @@ from support.tiny_model import tiny_model
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.forward import forward
 from courtside.engines.forward.forward import score_positions
-from courtside.engines.kernels import decode
 from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
 
@@ -44,22 +43,18 @@ def reference_logps(engine: LocalEngine, request: ScoreRequest) -> tuple[Tensor,
     return logp_TV.gather(-1, ids_T[:, None]).squeeze(-1), logp_TV
 
 
-def test_the_kernel_gives_the_same_logps(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch.no_grad()
+def test_the_kernel_gives_the_same_logps(make_engine: Make) -> None:
     """In Triton's interpreter: each row at its temperature, with a head that scales."""
     engine = make_engine()
     engine.model.float()
     engine.head.scale = 0.3
-    expected = engine.score(VARIOUS)
-    calls = []
-    kernel = decode.token_logps
-    monkeypatch.setattr(decode, "token_logps", lambda *a: (calls.append(1), kernel(*a))[1])
-    monkeypatch.setattr(forward, "KERNEL_DEVICE", "cpu")
-    for ours, reference in zip(engine.score(VARIOUS), expected, strict=True):
+    with engine.passes.patch_model():
+        hidden_ND, spans = engine.passes.forward([request.token_ids for request in VARIOUS])
+    score = partial(score_positions, engine.head, hidden_ND, spans, VARIOUS, uses_kernel=True)
+    for ours, reference in zip(score(want="logp"), engine.score(VARIOUS), strict=True):
         torch.testing.assert_close(ours.logp_T, reference.logp_T, rtol=0, atol=1e-5)
-    assert calls
-    assert engine.score(VARIOUS, want="top_k", top_k=3)[0].top_ids_TK is not None
+    assert score(want="top_k", top_k=3)[0].top_ids_TK is not None
 
 
 @pytest.mark.parametrize("budget", [1, 30, 65536])

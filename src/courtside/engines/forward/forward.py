@@ -46,9 +46,6 @@ from courtside.engines.probes import (
     run_probe,
 )
 
-KERNEL_DEVICE = "cuda"
-"""Where log-probs are computed by a Triton kernel."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
@@ -139,8 +136,10 @@ def score_positions(
     want: Want,
     top_k: int = 0,
     chunk_size: int | None = None,
+    uses_kernel: bool | None = None,
 ) -> list[Scores]:
-    """Scores of each request, whose sequence is at `spans` in `hidden_ND`.
+    """Scores of each request, whose sequence is at `spans` in `hidden_ND`. `uses_kernel` = None:
+    log-probs are computed by a Triton kernel on a GPU.
 
     Positions of all requests go through the head together, because sequences may be short.
     """
@@ -168,8 +167,8 @@ def score_positions(
     size = chunk_size or default_chunk_size(head.vocab_size, device)
     logp_chunks: list[Tensor] = []
     top_chunks: list[tuple[Tensor, Tensor]] = []
-    # The kernel computes in float32: not where hidden states are float64.
-    uses_kernel = device.type == KERNEL_DEVICE and temperature_T.dtype == torch.float32
+    if uses_kernel is None:  # it computes in float32: not where hidden states are float64
+        uses_kernel = device.type == "cuda" and temperature_T.dtype == torch.float32
     for chunk_ND, ids_N, temperature_N in zip(
         hidden_TD.split(size), ids_T.split(size), temperature_T.split(size), strict=True
     ):

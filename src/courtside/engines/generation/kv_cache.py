@@ -119,10 +119,11 @@ class KVCachePool:
         *,
         graphs: CudaGraphs | None,
         release_weights: Callable[[], None] = lambda: None,
+        max_idle_bytes: int = MAX_IDLE_CACHE_BYTES,
     ):
         """`release_weights`: called when idle buffers are freed, as only sampling uses both."""
         self.model, self.dtype, self.graphs = model, dtype, graphs
-        self.release_weights = release_weights
+        self.release_weights, self.max_idle_bytes = release_weights, max_idle_bytes
         self._buffers: dict[int, Tensor] = {}
         self._caches: OrderedDict[tuple[int, int], KVCache] = OrderedDict()
         self._session: Callable[[], object | None] = lambda: None
@@ -146,7 +147,7 @@ class KVCachePool:
         return self._caches[shape]
 
     def _free_if_large(self) -> None:
-        if sum(buffer.nbytes for buffer in self._buffers.values()) > MAX_IDLE_CACHE_BYTES:
+        if sum(buffer.nbytes for buffer in self._buffers.values()) > self.max_idle_bytes:
             self._caches.clear()
             self._buffers.clear()
             if self.graphs is not None:

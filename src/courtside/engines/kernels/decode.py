@@ -103,6 +103,8 @@ def decode_attention(
     length_B: Tensor,
     scale: float,
     prefixes: tuple[Tensor, Tensor] | None = None,
+    *,
+    target_programs: int = TARGET_PROGRAMS,
 ) -> Tensor:
     """softmax(scale · q·k)·v over the first `length_B` positions of each row; lengths are positive.
 
@@ -116,7 +118,7 @@ def decode_attention(
     query_BHD = query_BHD.contiguous()
     out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
     splits = 1
-    while splits < MAX_SPLITS and B * K * splits < TARGET_PROGRAMS:
+    while splits < MAX_SPLITS and B * K * splits < target_programs:
         splits *= 2
     count = B * H * splits if splits > 1 else 1
     maxima, totals = query_BHD.new_empty(2, count, dtype=torch.float32)

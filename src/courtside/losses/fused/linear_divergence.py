@@ -67,6 +67,9 @@ class ChunkPlan:
     """Rows of a chunk whose teacher's logits exist at once."""
 
 
+MakePass = Callable[[RawLogits, HeadLossSpec, slice], VocabularyPass]
+
+
 def fused_linear_divergence(
     student: Projection,
     target: Target | None,
@@ -74,7 +77,7 @@ def fused_linear_divergence(
     *,
     head_gradient: HeadGradient | None = None,
     plan: ChunkPlan | None = None,
-    backend: Backend | None = None,
+    backend: Backend | MakePass | None = None,
 ) -> HeadLoss:
     """Gradient by the student's hidden states, with all by-products; the gradient by its head is
     added to `head_gradient`.
@@ -139,7 +142,9 @@ def choose_backend(weight_VD: Tensor, divergence: DivergenceSpec | None = None) 
     return "triton" if fits and has_kernel and find_spec("triton") is not None else "torch"
 
 
-def load_backend(backend: Backend) -> Callable[[RawLogits, HeadLossSpec, slice], VocabularyPass]:
+def load_backend(backend: Backend | MakePass) -> MakePass:
+    if callable(backend):
+        return backend
     if backend == "torch":
         return TorchVocabularyPass
     # Late: Triton is optional, and depends on the environment when it is imported.

@@ -38,16 +38,24 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**25
 
 
 class TorchVocabularyPass:
-    def __init__(self, student: RawLogits, spec: HeadLossSpec, rows: slice):
+    def __init__(
+        self,
+        student: RawLogits,
+        spec: HeadLossSpec,
+        rows: slice,
+        *,
+        block_elements: int | None = None,
+    ):
         self.student, self.spec, self.start = student, spec, rows.start
+        on_cpu = student.values_NV.device.type == "cpu"
+        self.block_elements = block_elements or (CPU_BLOCK if on_cpu else GPU_BLOCK)
         self.results: list[RowStats] = []
 
     def run_part(self, rows: slice, target: RawLogits | TopKTarget | None) -> None:
         """In blocks of a few rows."""
         values_NV, temperature_N = self.student.values_NV, self.spec.temperature_N
         num_rows, vocab_size = rows.stop - rows.start, values_NV.shape[1]
-        block_size = CPU_BLOCK if values_NV.device.type == "cpu" else GPU_BLOCK
-        size = max(1, min(num_rows, block_size // vocab_size))
+        size = max(1, min(num_rows, self.block_elements // vocab_size))
         # Scratch memory once for all blocks: memory of this size comes from the system page by
         # page, which takes a CPU longer than the arithmetic. Two more where logits are upcast.
         raw = [side.values_NV for side in (self.student, target) if isinstance(side, RawLogits)]

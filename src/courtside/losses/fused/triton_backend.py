@@ -42,10 +42,6 @@ from courtside.losses.fused.types import (
 )
 from courtside.losses.top_k import check_top_k, combine_top_k
 
-TOP_K_KERNELS = True
-"""Whether a top-k support is selected and differentiated by kernels (`topk_select`,
-`topk_support`). False: by `torch.topk` and torch operations on [N, K]."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
@@ -64,8 +60,16 @@ TILING = Tiling()
 
 class TritonVocabularyPass:
     def __init__(
-        self, student: RawLogits, spec: HeadLossSpec, rows: slice, *, tiling: Tiling = TILING
+        self,
+        student: RawLogits,
+        spec: HeadLossSpec,
+        rows: slice,
+        *,
+        tiling: Tiling = TILING,
+        top_k_kernels: bool = True,
     ):
+        """`top_k_kernels`: a top-k support is selected and differentiated by kernels
+        (`topk_select`, `topk_support`); False: by `torch.topk` and torch operations on [N, K]."""
         self.spec, self.rows = spec, rows
         self.chunk = _Launch(
             student=student,
@@ -80,7 +84,9 @@ class TritonVocabularyPass:
         if spec.divergence is None:
             return
         if spec.divergence.support is not None:
-            self.support = _SupportPass(self.chunk, spec.divergence, self.weight_N)
+            self.support = _SupportPass(
+                self.chunk, spec.divergence, self.weight_N, kernels=top_k_kernels
+            )
         else:
             name = spec.divergence.name
             assert spec.divergence.closed_form is not None, f"there is no kernel for {name}"
@@ -252,14 +258,17 @@ class _SupportPass:
     statistics and the tokens that may be in the support; everything on those few tokens once for
     all rows of the chunk."""
 
-    def __init__(self, chunk: _Launch, divergence: DivergenceSpec, weight_N: Tensor):
+    def __init__(
+        self, chunk: _Launch, divergence: DivergenceSpec, weight_N: Tensor, *, kernels: bool
+    ):
         support, values_NV = divergence.support, chunk.student.values_NV
         assert support is not None
         check_top_k(support.k, values_NV.shape[1])
         self.divergence, self.support, self.weight_N = divergence, support, weight_N
+        self.kernels = kernels
         self.num_warps: int | None = None
         """Of the selection kernel; None: `torch.topk` selects."""
-        if TOP_K_KERNELS:
+        if kernels:
             self.num_warps = num_select_warps(
                 values_NV.shape[1], support.k, least=chunk.tiling.num_warps, width=chunk.width
             )
@@ -312,7 +321,7 @@ class _SupportPass:
         return self.chunk.statistics(self.has_logits)
 
     def set_gradient(self, coefficient_N: Tensor | None) -> DivergenceStats:
-        has_kernel = TOP_K_KERNELS and has_support_kernel(self.divergence)
+        has_kernel = self.kernels and has_support_kernel(self.divergence)
         differentiate = self._differentiate_by_kernel if has_kernel else self._differentiate
         stats, sum_N, gradient_NK = differentiate(
             self.chunk.zeros() if coefficient_N is None else coefficient_N.contiguous()
