@@ -23,8 +23,9 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine
-from courtside.recipe import HintsConfig, LimitsConfig, RolloutConfig
+from courtside.recipe.hints import HintsConfig
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.teacher import Teacher, TeacherStage

@@ -82,14 +82,14 @@ def products(inputs: Inputs) -> float:
 
 def sampled(inputs: Inputs) -> float:
     """courtside's chunked head with the loss on sampled tokens."""
-    from courtside.recipe import PolicyGradientLoss
+    from courtside.recipe.losses import PolicyGradientLoss
 
     return _courtside(inputs, PolicyGradientLoss(kind="policy_gradient", ratio="none"))
 
 
 def full(inputs: Inputs) -> float:
     """courtside's chunked head with the reverse KL over all words."""
-    from courtside.recipe import DivergenceLoss
+    from courtside.recipe.losses import DivergenceLoss
 
     return _courtside(inputs, DivergenceLoss(kind="divergence", divergence="reverse_kl"))
 

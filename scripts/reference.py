@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from courtside.recipe import Recipe, RefusedValue
+from courtside.recipe import Recipe
+from courtside.recipe.base import RefusedValue
 from courtside.recipe.schema import (
     is_section,
     section_kind,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from courtside.engines.lm_head import LMHead
-from courtside.recipe import Loss
+from courtside.recipe.losses import Loss
 from courtside.training.head import backward_through_head
 from courtside.training.loss_terms import LossTerm
 from courtside.training.metrics import MetricAccumulator, record_losses

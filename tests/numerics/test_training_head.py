@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from courtside.engines.lm_head import LMHead
 from courtside.losses.fused.types import DivergenceSpec, Support
-from courtside.recipe import Loss
+from courtside.recipe.losses import Loss
 from courtside.training.head import backward_through_head
 from courtside.training.loss_terms import LossTerm, divergence_spec
 from courtside.training.metrics import MetricAccumulator, record_losses

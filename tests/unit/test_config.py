@@ -11,8 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from courtside.errors import RecipeError, UserError
-from courtside.recipe import Ramp, Recipe, SelfTeacherConfig, TrainConfig
+from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.rollout import Ramp
+from courtside.recipe.teacher import SelfTeacherConfig
+from courtside.recipe.train import TrainConfig
 from courtside.report.folder import toml
 
 DIVERGENCE = {"kind": "divergence"}

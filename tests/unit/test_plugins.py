@@ -14,9 +14,10 @@ from courtside.errors import RecipeError, RunError, TaskError
 from courtside.plugins import check_import_path
 from courtside.reader.custom import CustomReader
 from courtside.reader.loading import make_reader
-from courtside.recipe import CustomReaderConfig, CustomTasks, JsonlTasks, Recipe
+from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
-from courtside.recipe.reader import CombinedReaderConfig
+from courtside.recipe.reader import CombinedReaderConfig, CustomReaderConfig
+from courtside.recipe.tasks import CustomTasks, JsonlTasks
 from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.graders import _reported, grade, load_grader, require_gradable
 from courtside.tasks.jsonl import read_jsonl_tasks

@@ -32,7 +32,8 @@ from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import make_student_client
-from courtside.recipe import CombinedReaderConfig, ModelReaderConfig, Recipe
+from courtside.recipe import Recipe
+from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source

@@ -13,7 +13,8 @@ from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.engines.precision import quantize_linear_layers, resolve_dtype
 from courtside.errors import ModelError
-from courtside.recipe import ModelTeacherConfig, Recipe
+from courtside.recipe import Recipe
+from courtside.recipe.teacher import ModelTeacherConfig
 from courtside.training.memory.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 

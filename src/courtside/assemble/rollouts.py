@@ -16,7 +16,8 @@ from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import EpisodeAttempt, TaskSuite
 from courtside.evaluate.surprise import surprise
-from courtside.recipe import ConversationTasks, Recipe, override_tasks
+from courtside.recipe import Recipe
+from courtside.recipe.tasks import ConversationTasks, override_tasks
 from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout
 from courtside.rollout.off_policy import (
     CorrectedRollout,

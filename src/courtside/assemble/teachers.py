@@ -16,10 +16,10 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import Environment
-from courtside.recipe import (
+from courtside.recipe import Recipe
+from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
-    Recipe,
     RoutedTeacherConfig,
     SelfTeacherConfig,
 )

@@ -9,7 +9,7 @@ from courtside.environments.base import Environment, validate_task
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import TaskError
 from courtside.plugins import call_with_settings, load_plugin
-from courtside.recipe import EnvironmentTasks, TasksConfig, ToolboxTasks
+from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
 
 
 def make_environment(config: TasksConfig) -> Environment | None:

@@ -11,7 +11,8 @@ from courtside.environments.base import Environment
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
-from courtside.recipe import CustomTeacherConfig, Recipe
+from courtside.recipe import Recipe
+from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.types import Evaluation, Grade, Sample, Split, Target, Task, Trajectory
 
 if TYPE_CHECKING:

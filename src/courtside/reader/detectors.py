@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from courtside.recipe.reader import Rule
+from courtside.recipe.rules import Rule
 from courtside.types import Event, Trajectory
 
 FAILURES = frozenset({"tool_not_found", "invalid_arguments", "unparsable_call", "tool_error"})

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from courtside.reader.base import ReaderOutput
 from courtside.reader.detectors import TurnLog, detect_mistake
-from courtside.recipe.reader import ERROR_PATTERN, RuleReaderConfig, parse_slots
+from courtside.recipe.reader import RuleReaderConfig
+from courtside.recipe.rules import ERROR_PATTERN, parse_slots
 from courtside.sanitize import escape_control_characters, to_one_line, truncate
 from courtside.seeds import seed_for
 from courtside.types import Hint, Trajectory

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from courtside.recipe import Recipe, RefusedValue
+from courtside.recipe import Recipe
+from courtside.recipe.base import RefusedValue
 from courtside.recipe.schema import field_type, is_section, sections_by_kind, union_members, unwrap
 
 Problem = Mapping[str, Any]

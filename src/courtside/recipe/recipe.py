@@ -7,15 +7,12 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, model_validator
 
 from courtside.recipe.base import Section
+from courtside.recipe.evaluate import EvaluateConfig
+from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
-from courtside.recipe.reader import (
-    CombinedReaderConfig,
-    HintsConfig,
-    HumanReaderConfig,
-    ReaderConfig,
-)
+from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
 from courtside.recipe.rollout import Ramp, RolloutConfig
-from courtside.recipe.settings import EvaluateConfig, RunConfig, TrainConfig
+from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
 from courtside.recipe.tasks import TasksConfig
 from courtside.recipe.teacher import (
@@ -25,6 +22,7 @@ from courtside.recipe.teacher import (
     SelfTeacherConfig,
     TeacherConfig,
 )
+from courtside.recipe.train import TrainConfig
 
 
 class Recipe(Section):

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
-from courtside.recipe.reader import HintsConfig, RuleReaderConfig
+from courtside.recipe.reader import RuleReaderConfig
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 
-from courtside.recipe import (
-    CustomTeacherConfig,
-    Loss,
-    ModelTeacherConfig,
-    ReaderConfig,
-    Recipe,
-    SelfTeacherConfig,
-)
+from courtside.recipe import Recipe
+from courtside.recipe.losses import Loss
+from courtside.recipe.reader import ReaderConfig
+from courtside.recipe.teacher import CustomTeacherConfig, ModelTeacherConfig, SelfTeacherConfig
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 

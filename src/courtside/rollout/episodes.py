@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode
-from courtside.recipe import LimitsConfig, RolloutConfig
+from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for
 from courtside.types import (

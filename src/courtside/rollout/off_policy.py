@@ -16,7 +16,7 @@ from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.recipe import RolloutConfig
+from courtside.recipe.rollout import RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for
 from courtside.types import Grade, Message, Sample, Task, Trajectory, trajectory_id

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
-from courtside.recipe import RolloutConfig
+from courtside.recipe.rollout import RolloutConfig
 from courtside.seeds import seed_for
 from courtside.types import Grade, Task, Trajectory, trajectory_id
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from courtside.hashing import choose, split_of, task_id
-from courtside.recipe import ArithmeticTasks
+from courtside.recipe.tasks import ArithmeticTasks
 from courtside.tasks.base import TaskSpace
 from courtside.types import Message, Split, Task
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from courtside.errors import TaskError
 from courtside.plugins import call_with_settings, load_plugin
-from courtside.recipe import CustomTasks
+from courtside.recipe.tasks import CustomTasks
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.parsing import Record, parse_tasks, with_default_grader
 from courtside.types import Message, Split, Task

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import TaskError, UserError
-from courtside.recipe import DatasetTasks
+from courtside.recipe.tasks import DatasetTasks
 from courtside.tasks.parsing import Record, parse_tasks
 from courtside.types import Task
 

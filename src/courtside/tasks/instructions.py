@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from courtside.hashing import choose, split_of, task_id
-from courtside.recipe import InstructionTasks
+from courtside.recipe.tasks import InstructionTasks
 from courtside.tasks.base import TaskSpace
 from courtside.tasks.request_templates import REQUESTS
 from courtside.types import Message, Task

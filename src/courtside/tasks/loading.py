@@ -10,7 +10,7 @@ from pathlib import Path
 from courtside.environments.base import Environment, validate_task
 from courtside.environments.loading import load_environment
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.recipe import (
+from courtside.recipe.tasks import (
     ArithmeticTasks,
     ConversationTasks,
     CustomTasks,

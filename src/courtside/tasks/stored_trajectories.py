@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from courtside.errors import TaskError, UserError
-from courtside.recipe import TrajectoryTasks
+from courtside.recipe.tasks import TrajectoryTasks
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.hints_file import hints_file_id
 from courtside.report.folder.outlines import Outline

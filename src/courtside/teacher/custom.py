@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 from courtside.engines.base import Want
 from courtside.errors import RecipeError, RunError
 from courtside.plugins import call_with_settings, load_plugin
-from courtside.recipe import CustomTeacherConfig
+from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.types import Target, Trajectory
 
 

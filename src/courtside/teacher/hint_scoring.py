@@ -32,7 +32,7 @@ from courtside.engines.base import (
     Want,
     score_branches,
 )
-from courtside.recipe import HintsConfig
+from courtside.recipe.hints import HintsConfig
 from courtside.seeds import seed_for
 from courtside.teacher.judging import judge_hint, tokens_of_span
 from courtside.types import Branch, Hint, HintOutcome, Trajectory

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from courtside.recipe import HintsConfig
+from courtside.recipe.hints import HintsConfig
 from courtside.types import Hint, HintOutcome, Scored, Target, Update
 
 KEEP_ALL = HintsConfig()

@@ -22,7 +22,7 @@ from courtside.engines.base import (
 )
 from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
-from courtside.recipe import Context
+from courtside.recipe.teacher import Context
 from courtside.teacher.context import choose_contexts, insert_context_text, task_context
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.types import (

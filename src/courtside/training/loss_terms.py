@@ -16,7 +16,7 @@ import torch
 from courtside.errors import RecipeError, TaskError
 from courtside.losses.fused.types import DivergenceSpec, Support
 from courtside.losses.policy_gradient import group_advantage
-from courtside.recipe import DivergenceLoss, Loss, PolicyGradientLoss
+from courtside.recipe.losses import DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.types import Scored, Trajectory
 
 TrainedTokens = Mapping[str, tuple[bool, ...]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
 from courtside.engines.precision import resolve_dtype
 from courtside.errors import ModelError
-from courtside.recipe import LoraConfig, StudentConfig
+from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
 
 

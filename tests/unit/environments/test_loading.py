@@ -11,8 +11,8 @@ import pytest
 from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
-from courtside.recipe import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.tasks import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.report.folder.toml import dumps
 from courtside.tasks.loading import make_task_source
 

@@ -15,7 +15,7 @@ from courtside.environments.toolbox.environment import Toolbox, make_plan
 from courtside.environments.toolbox.episode import Plan, ToolboxEpisode
 from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import NAMES
-from courtside.recipe import CapabilityName, ToolboxTasks
+from courtside.recipe.tasks import CapabilityName, ToolboxTasks
 from courtside.types import Message, Observation, Task
 
 ALL = get_args(CapabilityName)

@@ -20,7 +20,7 @@ from courtside.environments.toolbox.tools.base import Request
 from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
 from courtside.errors import TaskError
 from courtside.hashing import SeededRandom
-from courtside.recipe import CapabilityName, ToolboxTasks
+from courtside.recipe.tasks import CapabilityName, ToolboxTasks
 from courtside.tasks.loading import make_task_source
 
 ALL = get_args(CapabilityName)
@@ -56,7 +56,7 @@ def test_dice_are_fair() -> None:
 
 PROGRAM = """
 import hashlib
-from courtside.recipe import ToolboxTasks
+from courtside.recipe.tasks import ToolboxTasks
 from courtside.environments.toolbox.environment import Toolbox
 box = Toolbox(ToolboxTasks(kind="toolbox", turns=(2, 30)))
 print(hashlib.sha256(repr([box.task(i) for i in (0, 7, 10**11)]).encode()).hexdigest())

@@ -18,7 +18,7 @@ from courtside.environments.toolbox.tools.expression import evaluate, format_fra
 from courtside.environments.toolbox.tools.names import NAMES
 from courtside.environments.toolbox.tools.notes import MAX_NOTE, MAX_NOTES
 from courtside.hashing import SeededRandom, split_of
-from courtside.recipe import CapabilityName
+from courtside.recipe.tasks import CapabilityName
 
 
 def use(capability: str, world: ToolState | None = None, **arguments: Any) -> str:

@@ -15,7 +15,8 @@ from scripted_trajectories import assistant, balanced, play, tool, tool_missing
 from courtside.reader.base import CombinedReader, ReaderOutput
 from courtside.reader.controls import CONTROLS
 from courtside.reader.loading import make_reader
-from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rule, RuleReaderConfig
+from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
+from courtside.recipe.rules import Rule
 from courtside.report.folder.hints_file import append_hint
 from courtside.types import Hint, Trajectory
 

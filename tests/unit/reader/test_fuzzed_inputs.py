@@ -16,13 +16,8 @@ from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import Reply
 from courtside.reader.model.prompt import CLOSE, OPEN, make_windows
-from courtside.recipe.reader import (
-    CombinedReaderConfig,
-    Detect,
-    ModelReaderConfig,
-    Rule,
-    RuleReaderConfig,
-)
+from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig, RuleReaderConfig
+from courtside.recipe.rules import Detect, Rule
 from courtside.sanitize import to_one_line
 from courtside.types import Event, Grade, Message, Task, Trajectory, Turn
 

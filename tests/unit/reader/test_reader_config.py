@@ -9,18 +9,14 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from courtside.recipe.hints import HintsConfig
 from courtside.recipe.reader import (
-    HINTS,
-    SLOTS,
     CombinedReaderConfig,
-    Detect,
     EndpointConfig,
-    HintsConfig,
     ReaderConfig,
-    Rule,
     RuleReaderConfig,
-    parse_slots,
 )
+from courtside.recipe.rules import HINTS, SLOTS, Detect, Rule, parse_slots
 from courtside.report.folder import toml
 
 READER: TypeAdapter[Any] = TypeAdapter(ReaderConfig)

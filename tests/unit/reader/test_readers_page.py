@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from courtside.recipe.reader import HINTS, Detect, HintsConfig, ReaderConfig
+from courtside.recipe.hints import HintsConfig
+from courtside.recipe.reader import ReaderConfig
+from courtside.recipe.rules import HINTS, Detect
 from courtside.report.folder.hints_file import parse_hints
 from courtside.tasks.chat_logs import read_chat_logs
 

@@ -20,7 +20,8 @@ from scripted_trajectories import (
 from courtside.reader.base import Reader, ReaderOutput
 from courtside.reader.detectors import find_span, unique_span
 from courtside.reader.loading import make_reader
-from courtside.recipe.reader import ERROR_PATTERN, Rule, RuleReaderConfig
+from courtside.recipe.reader import RuleReaderConfig
+from courtside.recipe.rules import ERROR_PATTERN, Rule
 from courtside.sanitize import escape_control_characters, to_one_line
 from courtside.types import Message, Trajectory
 

@@ -14,7 +14,7 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
-from courtside.recipe import LimitsConfig, RolloutConfig
+from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.episodes import (
     CallResult,
     EpisodeRequest,

@@ -13,7 +13,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.errors import TaskError
-from courtside.recipe import Ramp, RolloutConfig
+from courtside.recipe.rollout import Ramp, RolloutConfig
 from courtside.rollout.off_policy import DatasetCompletions, MixedRollout, TeacherCompletions
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.types import Grade, Message, Sample, Task, Trajectory

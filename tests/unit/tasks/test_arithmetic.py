@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from courtside.recipe import ArithmeticTasks
+from courtside.recipe.tasks import ArithmeticTasks
 from courtside.tasks.arithmetic import arithmetic_task, work_out
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source

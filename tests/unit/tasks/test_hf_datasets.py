@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from courtside.errors import TaskError, UserError
-from courtside.recipe import DatasetTasks
+from courtside.recipe.tasks import DatasetTasks
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.loading import make_task_source
 

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from courtside.recipe import CheckName, InstructionTasks
+from courtside.recipe.tasks import CheckName, InstructionTasks
 from courtside.tasks.checks import CHECKS
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.instructions import INSTRUCTIONS, instruction_task

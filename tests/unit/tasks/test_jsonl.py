@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from courtside.errors import TaskError
-from courtside.recipe import JsonlTasks
+from courtside.recipe.tasks import JsonlTasks
 from courtside.tasks.graders import grade
 from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.loading import make_task_source

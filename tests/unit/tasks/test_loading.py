@@ -9,7 +9,7 @@ import courtside.tasks.loading
 
 PROGRAM = """
 import hashlib, sys
-from courtside.recipe import ArithmeticTasks, InstructionTasks
+from courtside.recipe.tasks import ArithmeticTasks, InstructionTasks
 from courtside.tasks.loading import make_task_source
 names = ("json", "ending", "word_count")
 parts = []

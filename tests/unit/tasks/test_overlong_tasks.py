@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from courtside.errors import TaskError
-from courtside.recipe import ArithmeticTasks, InstructionTasks
+from courtside.recipe.tasks import ArithmeticTasks, InstructionTasks
 from courtside.tasks.base import PromptLimit
 from courtside.tasks.loading import make_task_source
 from courtside.types import Task

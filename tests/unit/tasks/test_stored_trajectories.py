@@ -14,8 +14,9 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from courtside.api import evaluate_student
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, TaskError, UserError
-from courtside.recipe import Recipe, TrajectoryTasks
+from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.tasks import TrajectoryTasks
 from courtside.report.folder.parquet import write_trajectories
 from courtside.tasks.stored_trajectories import ReplaySource, make_replay_source
 from courtside.types import Grade, Message, Scored, Source, Task, Trajectory, Turn

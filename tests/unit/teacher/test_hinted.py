@@ -15,7 +15,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, Sampling, Want
 from courtside.engines.local import LocalEngine
-from courtside.recipe import HintsConfig
+from courtside.recipe.hints import HintsConfig
 from courtside.seeds import seed_for
 from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.judging import judge_hints, tokens_of_span

@@ -15,7 +15,7 @@ from torch import Tensor
 from courtside.assemble import assemble
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.errors import ModelError
-from courtside.recipe import LoraConfig, StudentConfig
+from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator

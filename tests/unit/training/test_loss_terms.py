@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from courtside.errors import TaskError
-from courtside.recipe import CrossEntropyLoss, DivergenceLoss, PolicyGradientLoss, PreferenceLoss
+from courtside.recipe.losses import (
+    CrossEntropyLoss,
+    DivergenceLoss,
+    PolicyGradientLoss,
+    PreferenceLoss,
+)
 from courtside.training.loss_terms import make_loss_terms, preference_pairs
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import (

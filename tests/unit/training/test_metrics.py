@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.engines.lm_head import LMHead
-from courtside.recipe import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
+from courtside.recipe.losses import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
 from courtside.training import head as training_head
 from courtside.training.head import backward_through_head
 from courtside.training.loss_terms import LossTerm

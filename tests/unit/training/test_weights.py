@@ -6,7 +6,7 @@ from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import ModelError
-from courtside.recipe import LoraConfig, StudentConfig
+from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.training.weights import MovingAverage, StudentWeights
 
 IDS = torch.tensor([[5, 9, 33, 80]])

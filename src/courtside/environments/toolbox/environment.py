@@ -17,7 +17,7 @@ from courtside.environments.toolbox.tools.base import Request, RequestDraft, Too
 from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
 from courtside.errors import TaskError
 from courtside.hashing import SeededRandom, split_of, task_id
-from courtside.recipe import ToolboxTasks
+from courtside.recipe.tasks import ToolboxTasks
 from courtside.types import Message, Split, Task
 
 NUM_FIRST_NOTES = 2

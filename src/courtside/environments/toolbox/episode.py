@@ -20,7 +20,7 @@ from courtside.environments.toolbox.tools.base import (
     invalid_arguments,
 )
 from courtside.environments.toolbox.tools.names import NAMES
-from courtside.recipe import ToolboxTasks
+from courtside.recipe.tasks import ToolboxTasks
 from courtside.types import Event, Grade, Message, Observation, Split
 
 SELF_EXPLANATORY = frozenset(

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from courtside.errors import RunError, UserError
-from courtside.recipe import HumanReaderConfig, Recipe
+from courtside.recipe import Recipe
+from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.files import replace_file
 from courtside.sanitize import to_one_line
 from courtside.types import Hint, Trajectory

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from courtside.recipe import Recipe, SelfTeacherConfig
+from courtside.recipe import Recipe
+from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.training.weights import StudentWeights
 
 DEFAULT_TOKENS, MIN_TOKENS, MAX_TOKENS = 65536, 4096, 2**19

@@ -1,0 +1,44 @@
+"""[hints]: where a hint is inserted, and which hints train."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, model_validator
+
+from courtside.recipe.base import Fraction, Section
+
+
+class HintsConfig(Section):
+    """Where a hint is put, and when it is worth training on."""
+
+    position: Literal["before_turn", "last_message", "system"] = "before_turn"
+    """above: a message of its own right above the turn. inside: at the end of the message that the
+    turn answers. system: in the system prompt."""
+    role: Literal["user", "system", "tool"] | None = None
+    """Of the hint's own message, with position = 'before_turn'. Unset: user."""
+    min_shift: float | None = None
+    """In nats: how much the log-probability of the turn, summed over its tokens, must fall under
+    the hint. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
+    and a live self-teacher reads hints in the update's own pass, which costs least."""
+    resamples: NonNegativeInt = 0
+    """Replies that are written under each hint and checked by the environment, before it trains.
+    Costs decoding; tells how good the hints are."""
+    min_pass_rate: Fraction = 0.0
+    """Share of these that must pass, or the hint is dropped and counted."""
+    cumulative: bool = False
+    """Whether the hints of earlier turns stay in view of later ones."""
+
+    @model_validator(mode="after")
+    def _role_belongs(self) -> HintsConfig:
+        if self.min_pass_rate and not self.resamples:
+            raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
+        if self.resamples and self.cumulative:
+            raise ValueError("resamples are written under one hint alone; set cumulative = false")
+        if self.role is not None and self.position != "before_turn":
+            raise ValueError(
+                "role is that of a message of the hint's own, and with position = "
+                f"{self.position!r} it "
+                "has none; remove role, or use position = 'before_turn'"
+            )
+        return self

@@ -1,0 +1,33 @@
+"""[train]: steps, batch size and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from courtside.recipe.base import Fraction, Section
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 50
+    prompts_per_step: PositiveInt = 16
+    """Per step."""
+    learning_rate: PositiveFloat | None = None
+    """Unset: 1e-4 with LoRA, 1e-5 without."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine go down to zero at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    max_grad_norm: PositiveFloat = 1.0
+    optimizer_offload: bool = False
+    """Hold AdamW's two moments in pinned host memory and stream them through the GPU in each step:
+    less GPU memory (twice the size of the trained weights), the same values."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens in one forward and backward pass; they do not change the update. Unset: 512 on a CPU,
+    or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
+    with fewer."""
+    logits_chunk_tokens: PositiveInt | None = None
+    """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
