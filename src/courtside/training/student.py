@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -70,22 +70,17 @@ class Student:
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = learning_rate_at(step, self.recipe)
-        if not any(term.denominator for term in terms):
-            return _empty_update(step, terms, rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        metrics = MetricAccumulator()
-        logps = self.accumulate(step, scored, terms, metrics)
-        self._clip(step, metrics)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={})
+        if any(term.denominator for term in terms):
+            logps = self.accumulate(step, scored, terms, metrics)
+            self._apply_gradients(step, rate, metrics)
         losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
         weights = {term.name: term.loss.weight for term in terms}
         return Update(
             step=step,
             loss=sum(weights[name] * value for name, value in losses.items() if value == value),
             components=losses,
-            metrics={**metrics.means(), "learning_rate": rate},
+            metrics={"grad_norm": 0.0, **metrics.means(), "learning_rate": rate},
             num_tokens={term.name: term.num_tokens for term in terms},
             student_logp=logps.student,
             teacher_logp=logps.teacher,
@@ -118,11 +113,11 @@ class Student:
     def training(self, step: int) -> Iterator[None]:
         """Around the forward and backward passes of a step: train mode, autocast and patches."""
         # Probed the first time, before dropout acts and autocast caches a weight.
-        passes = self.passes
+        passes, device = self.passes, self.weights.device
         self.weights.model.train()
         try:
             with (
-                torch.random.fork_rng(devices=_cuda_devices(self.weights.device)),
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
                 passes.patch_model(),
                 self._autocast(),  # around all passes: each weight is cast once a step
                 self._reuse_buffers(),
@@ -249,7 +244,8 @@ class Student:
                 )  # fmt: skip
         return gather_trained(hidden_ND, spans, micro, trained), micro
 
-    def _clip(self, step: int, metrics: MetricAccumulator) -> None:
+    def _apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
+        """Clip the gradients and update the weights, unless a loss or gradient is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.weights.trained.values(), self.recipe.train.max_grad_norm
         )
@@ -259,6 +255,10 @@ class Student:
             self.optimizer.zero_grad(set_to_none=True)
             what = f"loss {bad[0]!r}" if bad else "gradient"
             raise NotFiniteError(f"step {step}: the {what} is not finite; no weight was changed")
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 class LogProbs(NamedTuple):
@@ -275,29 +275,13 @@ def _copy_to_host(
 ) -> LogProbs:
     """In one copy at the end of a step: one synchronization with a GPU, not one a pass."""
     parts = [*student.values(), *teacher.values()]
-    if not parts:
-        return LogProbs(student={}, teacher={})
-    values = iter(torch.cat(parts).cpu().split([len(logp_N) for logp_N in parts]))
+    values = iter(torch.cat(parts).tolist() if parts else [])
     return LogProbs(
-        student={id: tuple(_scatter(next(values).tolist(), trained[id])) for id in student},
-        teacher={id: tuple(next(values).tolist()) for id in teacher},
-    )
-
-
-def _scatter(values: Sequence[float], mask: Sequence[bool]) -> Iterator[float]:
-    """`values` where the mask is True, NaN elsewhere."""
-    remaining = iter(values)
-    return (next(remaining) if trains else math.nan for trains in mask)
-
-
-def _empty_update(step: int, terms: Sequence[LossTerm], rate: float) -> Update:
-    return Update(
-        step=step,
-        loss=0.0,
-        components={term.name: float("nan") for term in terms},
-        metrics={"grad_norm": 0.0, "learning_rate": rate},
-        num_tokens={term.name: 0 for term in terms},
-        student_logp={},
+        student={
+            id: tuple(next(values) if trains else math.nan for trains in trained[id])
+            for id in student
+        },
+        teacher={id: tuple(islice(values, len(logp_T))) for id, logp_T in teacher.items()},
     )
 
 
@@ -306,7 +290,3 @@ def _head_key(s: Scored) -> int:
     if s.deferred is not None:
         return -1 if s.deferred.needs_hidden else 0
     return 0 if s.target is None or s.target.head is None else id(s.target.head)
-
-
-def _cuda_devices(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []

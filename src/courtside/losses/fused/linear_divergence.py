@@ -86,9 +86,10 @@ def fused_linear_divergence(
     matmuls. `target` = None: only sampled tokens matter, which saves another. `plan`, `backend` =
     None: chosen by size and device.
     """
-    student, target = _share_vocabulary(student, target)
     spec = _check(student, target, spec)
     num_rows = len(student.hidden_ND)
+    # All heads are cut to the vocabulary they share.
+    vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))
     head_gradient = head_gradient or HeadGradient()
     plan = plan or plan_chunks(
         student,
@@ -101,8 +102,8 @@ def fused_linear_divergence(
         # Allocated once, for all chunks: what outlives a chunk must not lie between its
         # temporaries.
         gradient_ND = torch.empty_like(student.hidden_ND)
-        matmuls = _HeadMatmuls(student, min(plan.chunk, num_rows), for_backward=True)
-        target_parts = _TargetParts(target, min(plan.part, num_rows))
+        matmuls = _HeadMatmuls(student, min(plan.chunk, num_rows), vocab_size, for_backward=True)
+        target_parts = _TargetParts(target, min(plan.part, num_rows), vocab_size)
         for start in range(0, max(1, num_rows), plan.chunk):
             rows = slice(start, min(start + plan.chunk, num_rows))
             logits = matmuls.logits(rows)
@@ -159,7 +160,7 @@ def plan_chunks(
     """As many rows as the budget allows, in chunks of about equal size. `device`: plan for another
     type of device than the student's."""
     num_rows = max(1, len(student.hidden_ND))
-    row_bytes = student.weight_VD.element_size() * _padded_vocab_size(student)
+    row_bytes = student.weight_VD.element_size() * _padded_vocab_size(len(student.weight_VD))
     if (device or student.weight_VD.device.type) == "cuda":
         tile, part_bytes = 128, CUDA_PART_BYTES
         rows = CUDA_ROWS if trained else CUDA_FROZEN_ROWS
@@ -183,9 +184,9 @@ def _whole_tiles(num_rows: int, tile: int) -> int:
     return max(1, num_rows // tile) * tile
 
 
-def _padded_vocab_size(side: Projection) -> int:
+def _padded_vocab_size(vocab_size: int) -> int:
     """Rows start at multiples of 128 bytes, for vectorized loads and for the matmuls."""
-    return -(-len(side.weight_VD) // 64) * 64
+    return -(-vocab_size // 64) * 64
 
 
 # ── matmuls ──────────────────────────────────────────────────────────────────────────────────────
@@ -200,31 +201,35 @@ class _HeadMatmuls:
     The sum of weight and adapter is never formed.
     """
 
-    def __init__(self, side: Projection, num_rows: int, *, for_backward: bool = False):
-        self.side = side
-        self.vocab_size = len(side.weight_VD)
-        buffer_NV = side.weight_VD.new_empty(num_rows, _padded_vocab_size(side))
-        self.buffer_NV = buffer_NV[:, : self.vocab_size]
+    def __init__(
+        self, side: Projection, num_rows: int, vocab_size: int, *, for_backward: bool = False
+    ):
+        self.side, self.vocab_size = side, vocab_size
+        self.weight_VD = side.weight_VD[:vocab_size]
+        self.bias_V = None if side.bias_V is None else side.bias_V[:vocab_size]
+        buffer_NV = side.weight_VD.new_empty(num_rows, _padded_vocab_size(vocab_size))
+        self.buffer_NV = buffer_NV[:, :vocab_size]
         if (low := side.low_rank) is not None:
+            self.up_VR = low.up_VR[:vocab_size]
             self.low_NR = torch.mm(self._operand(slice(None)), low.down_RD.t()) * low.scale
             if for_backward:
                 self.low_gradient_NR = torch.empty_like(self.low_NR, dtype=_wide_dtype(self.low_NR))
 
     def logits(self, rows: slice) -> RawLogits:
         side, values_NV = self.side, self.buffer_NV[: rows.stop - rows.start]
-        if side.bias_V is None:
-            torch.mm(self._operand(rows), side.weight_VD.t(), out=values_NV)
+        if self.bias_V is None:
+            torch.mm(self._operand(rows), self.weight_VD.t(), out=values_NV)
         else:
-            torch.addmm(side.bias_V, self._operand(rows), side.weight_VD.t(), out=values_NV)
+            torch.addmm(self.bias_V, self._operand(rows), self.weight_VD.t(), out=values_NV)
         if side.low_rank is not None:
-            values_NV.addmm_(self.low_NR[rows], side.low_rank.up_VR.t())
+            values_NV.addmm_(self.low_NR[rows], self.up_VR.t())
         return RawLogits(values_NV=values_NV, scale=side.scale, softcap=side.softcap)
 
     def backward(
         self, gradient_CV: Tensor, rows: slice, gradient_ND: Tensor, head_gradient: HeadGradient
     ) -> None:
         """From the gradient by logits to those by hidden states (set) and by the head (added)."""
-        _multiply(gradient_CV, self.side.weight_VD, gradient_ND[rows], add=False)
+        _multiply(gradient_CV, self.weight_VD, gradient_ND[rows], add=False)
         gradient_VC = gradient_CV.t()
         if head_gradient.weight_VD is not None:
             weight_VD = head_gradient.weight_VD[: self.vocab_size]
@@ -234,7 +239,7 @@ class _HeadMatmuls:
             bias_V.add_(gradient_CV.sum(0, dtype=bias_V.dtype))
         if self.side.low_rank is None:
             return
-        _multiply(gradient_CV, self.side.low_rank.up_VR, self.low_gradient_NR[rows], add=False)
+        _multiply(gradient_CV, self.up_VR, self.low_gradient_NR[rows], add=False)
         if head_gradient.up_VR is not None:
             up_VR = head_gradient.up_VR[: self.vocab_size]
             _multiply(gradient_VC, self.low_NR[rows], up_VR, add=True)
@@ -277,9 +282,9 @@ def _multiply(first: Tensor, second: Tensor, out: Tensor, *, add: bool) -> None:
 class _TargetParts:
     """A target's logits, a part of the rows at a time; each part takes the memory of the last."""
 
-    def __init__(self, target: Target | None, size: int):
+    def __init__(self, target: Target | None, size: int, vocab_size: int):
         self.target, self.size = target, max(1, size)
-        self.sides = [_HeadMatmuls(side, size) for side in _projections(target)]
+        self.sides = [_HeadMatmuls(side, size, vocab_size) for side in _projections(target)]
 
     def within(self, rows: slice) -> Iterator[tuple[slice, RawLogits | TopKTarget | None]]:
         if self.target is None or isinstance(self.target, TopKTarget):
@@ -313,28 +318,6 @@ def _projections(target: Target | None) -> tuple[Projection, ...]:
     if isinstance(target, Extrapolation):
         return target.teacher, target.reference
     return (target,) if isinstance(target, Projection) else ()
-
-
-def _share_vocabulary(
-    student: Projection, target: Target | None
-) -> tuple[Projection, Target | None]:
-    """All heads cut to the vocabulary they share."""
-    vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))
-
-    def cut(side: Projection) -> Projection:
-        low = side.low_rank
-        return replace(
-            side,
-            weight_VD=side.weight_VD[:vocab_size],
-            bias_V=None if side.bias_V is None else side.bias_V[:vocab_size],
-            low_rank=low and replace(low, up_VR=low.up_VR[:vocab_size]),
-        )
-
-    if isinstance(target, Extrapolation):
-        target = replace(target, teacher=cut(target.teacher), reference=cut(target.reference))
-    elif isinstance(target, Projection):
-        target = cut(target)
-    return cut(student), target
 
 
 def _check(student: Projection, target: Target | None, spec: HeadLossSpec) -> HeadLossSpec:
