@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from workload import SEED
 
 from courtside.engines.precision import quantize_linear_layers
-from courtside.training.offloaded_adamw import OffloadedAdamW
+from courtside.training.optimizer import OffloadedAdamW
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0}
 OPTIMIZERS = ("adamw", "ours", "torchao", "bitsandbytes_paged")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from courtside.assemble import assemble
 from courtside.runtime import Runtime
-from courtside.training.memory.checkpointing_auto import (
+from courtside.training.memory import (
     activation_bytes_per_token,
     free_bytes,
 )

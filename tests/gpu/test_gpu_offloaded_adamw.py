@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from courtside.training.checkpoints import optimizer_tensors, restore_optimizer
-from courtside.training.offloaded_adamw import OffloadedAdamW
+from courtside.training.optimizer import OffloadedAdamW
 
 SHAPES = ((300, 257), (513,), (64, 64), (7,), (1, 1000), (2,))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}

@@ -37,7 +37,7 @@ from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
-from courtside.training.memory.checkpointing_auto import (
+from courtside.training.memory import (
     FreeBytes,
     choose_gradient_checkpointing,
     free_bytes,

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
-from courtside.training.offloaded_adamw import OffloadedAdamW
+from courtside.training.optimizer import OffloadedAdamW
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]

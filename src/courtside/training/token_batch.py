@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -120,25 +121,25 @@ def make_token_batch(
     """The trained tokens of trajectories with one teacher, in order; `hidden_ND` has only those."""
     device = hidden_ND.device
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-    counts = [s.trajectory.num_completion_tokens for s in group]
+    masks = [trained[s.trajectory.id] for s in group]
     # Columns are made on the host and copied together, without synchronizing with a GPU.
-    columns = _columns(group, terms, counts)
+    columns = _columns(group, terms, masks)
     values_KN = tensor_on(list(columns.values()), dtype=dtype, device=device)
     column = dict(zip(columns, values_KN.unbind(), strict=True))
-    ids = [token for s in group for token in s.trajectory.completion_ids]
+    ids = chain(*map(compress, (s.trajectory.completion_ids for s in group), masks))
 
     def gather(targets: Sequence[Target | None], name: str, fill: float = 0.0) -> Tensor | None:
-        return _gather(targets, counts, name, fill, device)
+        return _gather(targets, masks, name, fill, device)
 
     def logprobs(targets: Sequence[Target | None]) -> Tensor:
-        logp_N = gather(targets, "logp_T", float("nan"))
-        return torch.full_like(values_KN[0], float("nan")) if logp_N is None else logp_N.to(dtype)
+        logp_N = gather(targets, "logp_T", math.nan)
+        return torch.full_like(values_KN[0], math.nan) if logp_N is None else logp_N.to(dtype)
 
     targets = [s.target for s in group]
     references = [s.reference for s in group]
-    tokens = TokenBatch(
-        hidden_ND=values_KN.new_empty(len(ids), 0),  # replaced when the trained ones are selected
-        ids_N=tensor_on(ids, dtype=torch.long, device=device),
+    return TokenBatch(
+        hidden_ND=hidden_ND,
+        ids_N=tensor_on([*ids], dtype=torch.long, device=device),
         temperature_N=column["temperature", ""],
         sampler_logp_N=column["sampler", ""],
         by_student_N=column["by_student", ""] > 0,
@@ -148,78 +149,70 @@ def make_token_batch(
         reference_hidden_ND=gather(references, "hidden_TD"),
         weight_CN={name: v for (kind, name), v in column.items() if kind == "weight"},
         advantage_CN={name: v for (kind, name), v in column.items() if kind == "advantage"},
-        teacher_head=_head(targets),
-        reference_head=_head(references),
+        teacher_head=next((target.head for target in targets if target is not None), None),
+        reference_head=next((target.head for target in references if target is not None), None),
         teacher_top_ids_NK=gather(targets, "top_ids_TK"),
         teacher_top_logp_NK=gather(targets, "top_logp_TK"),
     )
-    mask = [is_trained for s in group for is_trained in trained[s.trajectory.id]]
-    if not all(mask):
-        indices = [i for i, is_trained in enumerate(mask) if is_trained]
-        tokens = tokens.select(tensor_on(indices, dtype=torch.long, device=device))
-    return replace(tokens, hidden_ND=hidden_ND)
 
 
 def _columns(
-    group: Sequence[Scored], terms: Sequence[LossTerm], counts: Sequence[int]
+    group: Sequence[Scored], terms: Sequence[LossTerm], masks: Sequence[Sequence[bool]]
 ) -> dict[tuple[str, str], list[float]]:
-    """Numbers of all completion tokens, by (kind, name of the loss term or "")."""
+    """Numbers of the trained tokens, by (kind, name of the loss term or "")."""
 
-    def repeat(values: list[float]) -> list[float]:
-        """From one value per trajectory to one per position."""
-        pairs = zip(values, counts, strict=True)
-        return [value for value, count in pairs for _ in range(count)]
+    def column(values: Iterable[Sequence[float] | float | None], missing: float) -> list[float]:
+        """From a value of each trajectory, or one of each of its completion tokens."""
+        result: list[float] = []
+        for value, mask in zip(values, masks, strict=True):
+            if isinstance(value, Sequence):
+                result += compress(value, mask)
+            else:
+                result += [missing if value is None else value] * sum(mask)
+        return result
 
-    def concatenate(values: Mapping[str, tuple[float, ...]], missing: float = 0.0) -> list[float]:
-        column: list[float] = []
-        for s, count in zip(group, counts, strict=True):
-            column += values.get(s.trajectory.id) or [missing] * count
-        return column
-
-    sampler_logp = {
-        s.trajectory.id: tuple(s.trajectory.sampler_logp)
-        for s in group
-        if s.trajectory.sampler_logp
-    }
+    trajectories = [s.trajectory for s in group]
     columns = {
-        ("temperature", ""): repeat([s.trajectory.temperature for s in group]),
-        ("sampler", ""): concatenate(sampler_logp, missing=float("nan")),
-        ("by_student", ""): repeat([float(s.trajectory.source == "student") for s in group]),
+        ("temperature", ""): column((t.temperature for t in trajectories), math.nan),
+        ("sampler", ""): column((t.sampler_logp or None for t in trajectories), math.nan),
+        ("by_student", ""): column((float(t.source == "student") for t in trajectories), 0.0),
     }
     for term in terms:
-        columns["weight", term.name] = concatenate(term.weight)
+        columns["weight", term.name] = column((term.weight.get(t.id) for t in trajectories), 0.0)
         if term.advantage:
-            columns["advantage", term.name] = concatenate(term.advantage)
+            advantages = (term.advantage.get(t.id) for t in trajectories)
+            columns["advantage", term.name] = column(advantages, 0.0)
     return columns
 
 
 def _gather(
     targets: Sequence[Target | None],
-    counts: Sequence[int],
+    masks: Sequence[Sequence[bool]],
     name: str,
     fill: float,
     device: torch.device,
 ) -> Tensor | None:
-    """A tensor of the targets at all completion tokens, `fill` at those that a target does not
-    score (no loss trains there); None: no target has it."""
+    """A tensor of the targets at the trained tokens, `fill` at those that a target does not score
+    (no loss uses it there); None: no target has it."""
     tensors = [None if target is None else getattr(target, name) for target in targets]
     like = next((tensor for tensor in tensors if tensor is not None), None)
     if like is None:
         return None
     parts = []
-    for target, tensor, count in zip(targets, tensors, counts, strict=True):
-        indices = None if target is None else target.token_indices
-        if tensor is not None and indices is None:
-            assert len(tensor) == count
-            parts.append(tensor.to(device))
-            continue
-        part = torch.full((count, *like.shape[1:]), fill, dtype=like.dtype, device=device)
-        if tensor is not None:
-            index_M = tensor_on(indices or (), dtype=torch.long, device=device)
-            part[index_M] = tensor.to(device)
+    for target, tensor, mask in zip(targets, tensors, masks, strict=True):
+        indices = [i for i, is_trained in enumerate(mask) if is_trained]
+        scored: Sequence[int] = ()
+        if target is not None and tensor is not None:
+            scored = range(len(mask)) if target.token_indices is None else target.token_indices
+            assert len(tensor) == len(scored)
+            if [*scored] == indices:
+                parts.append(tensor.to(device))
+                continue
+        part = torch.full((len(indices), *like.shape[1:]), fill, dtype=like.dtype, device=device)
+        row_of = {i: row for row, i in enumerate(scored)}
+        pairs = [(n, row_of[i]) for n, i in enumerate(indices) if i in row_of]
+        if tensor is not None and pairs:
+            to_M, from_M = tensor_on([*zip(*pairs, strict=True)], dtype=torch.long, device=device)
+            part[to_M] = tensor.to(device)[from_M]
         parts.append(part)
     return torch.cat(parts)
-
-
-def _head(targets: Sequence[Target | None]) -> Any:
-    return next((target.head for target in targets if target is not None), None)

@@ -13,7 +13,7 @@ from support.tiny_model import tiny_model
 from courtside.assemble import assemble
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.runtime import Runtime
-from courtside.training.memory.checkpointing_auto import (
+from courtside.training.memory import (
     ACTIVATION_SHARE,
     activation_bytes_per_token,
     free_bytes,

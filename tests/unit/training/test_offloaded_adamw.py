@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from courtside.assemble import assemble
 from courtside.run import restore
 from courtside.training import checkpoints
-from courtside.training.memory.checkpointing_auto import pending_bytes
-from courtside.training.memory.kv_budget import MIN_TOKENS, kv_bytes_per_token, kv_cache_tokens
-from courtside.training.offloaded_adamw import CHUNK_SIZE, NUM_STAGING_BUFFERS, OffloadedAdamW
+from courtside.training.memory import MIN_TOKENS, kv_bytes_per_token, kv_cache_tokens, pending_bytes
+from courtside.training.optimizer import CHUNK_SIZE, NUM_STAGING_BUFFERS, OffloadedAdamW
 
 SHAPES = ((7, 5), (3,), (16, 16), (1,), (40, 3))
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95)}
