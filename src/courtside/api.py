@@ -76,7 +76,7 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
     """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
     from courtside.engines.loading import load_tokenizer, merge_adapter
     from courtside.report.folder.folder import RunFolder
-    from courtside.run import restore_weights
+    from courtside.run import copy_tensors
     from courtside.training import checkpoints
     from courtside.training.weights import StudentWeights
 
@@ -88,7 +88,7 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
     saved = checkpoints.load(_checkpoint(run, step))
     # The student alone: its teacher and tasks may be gone by now.
     weights = StudentWeights(config, seed=0)
-    restore_weights(weights, saved)
+    copy_tensors({name: p.data for name, p in weights.trained.items()}, saved.tensors["weights"])
     model: Any = weights.model
     if adapter:
         model = weights.adapter
@@ -163,7 +163,7 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
     """A recipe's parts with a run's numbers in them, and how many steps are behind those."""
     from courtside.assemble import assemble
     from courtside.report.folder.folder import RunFolder
-    from courtside.run import average_groups, restore
+    from courtside.run import model_tensors, restore
     from courtside.training import checkpoints
 
     own = RunFolder.read(run).recipe().student
@@ -176,7 +176,7 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
     parts = assemble(recipe)
     if saved is None:
         return parts, 0
-    if not average_groups(parts) <= saved.tensors.keys():
+    if not model_tensors(parts).keys() <= saved.tensors.keys():
         raise UserError(
             f"teacher.weights = 'ema': a moving average exists only in a run that trained with it, "
             f"and {run} has none of that name. Use weights = 'frozen' or 'live'"

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from torch.nn import Parameter
 
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import logp_drop
@@ -32,7 +31,6 @@ from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
-from courtside.training.weights import StudentWeights
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
 
@@ -74,8 +72,7 @@ class Run:
                 f"out of GPU memory at step {self.num_steps}: {str(error).splitlines()[0]}. The "
                 f"last checkpoint is from step {self._last_saved()}. Lower "
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
-                "update) or "
-                f"{fix}, and go on in the same folder"
+                f"update) or {fix}, and go on in the same folder"
             ) from error
         except UserError:
             # The user must fix something (a task without its field); the steps done are saved.
@@ -169,17 +166,11 @@ class Run:
             return
         with self.phase("checkpoint"):
             student = self.parts.student
-            trained = student.weights.trained
-            tensors: dict[str, Any] = {
-                "weights": {name: p.data for name, p in trained.items()},
-                "optimizer": checkpoints.optimizer_tensors(student.optimizer, trained),
-            }
-            for name, average in sorted(self.parts.averages.items()):
-                tensors[f"average-{_file_name(name)}"] = average.shadow
+            optimizer = checkpoints.optimizer_tensors(student.optimizer, student.weights.trained)
             checkpoints.save(
                 self.folder.checkpoints,
                 self.num_steps,
-                tensors,
+                {**model_tensors(self.parts), "optimizer": optimizer},
                 keep=self.recipe.run.keep_checkpoints,
             )
 
@@ -370,27 +361,27 @@ def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None)
     return positions[trained[-1]]
 
 
+# ── state of a checkpoint ────────────────────────────────────────────────────────────────────────
+
+
+def model_tensors(parts: Runtime) -> dict[str, dict[str, Any]]:
+    """Trained weights and moving averages, by the name of their file in a checkpoint."""
+    weights = {name: p.data for name, p in parts.student.weights.trained.items()}
+    averages = {f"average-{_file_name(n)}": a.shadow for n, a in sorted(parts.averages.items())}
+    return {"weights": weights, **averages}
+
+
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
-    trained = restore_weights(parts.student.weights, saved)
-    checkpoints.restore_optimizer(parts.student.optimizer, trained, saved.tensors["optimizer"])
-    for name, average in parts.averages.items():
-        _copy_into(average.shadow, saved.tensors[f"average-{_file_name(name)}"])
+    for name, tensors in model_tensors(parts).items():
+        copy_tensors(tensors, saved.tensors[name])
+    student = parts.student
+    trained = student.weights.trained
+    checkpoints.restore_optimizer(student.optimizer, trained, saved.tensors["optimizer"])
     parts.engine.load_weights(saved.num_steps)
 
 
-def restore_weights(weights: StudentWeights, saved: checkpoints.Checkpoint) -> dict[str, Parameter]:
-    trained = weights.trained
-    _copy_into({name: p.data for name, p in trained.items()}, saved.tensors["weights"])
-    return trained
-
-
-def average_groups(parts: Runtime) -> set[str]:
-    """Names of the checkpoint files with moving averages."""
-    return {f"average-{_file_name(name)}" for name in parts.averages}
-
-
-def _copy_into(tensors: dict[str, Any], saved: Any) -> None:
+def copy_tensors(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     assert tensors.keys() == saved.keys(), "the recipe decides the names, and it is the same"
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Random numbers without state: every seed is a function of the run's seed and where it is used.
+"""Seeds and ids without state: every seed is a function of the run's seed and where it is used.
 
 A resumed run therefore needs no saved generator state: step 17 has the same seeds in every
 process.
@@ -11,3 +11,8 @@ def seed_for(seed: int, *where: int | str) -> int:
     """63 bits for the place named by `where`; unrelated places get unrelated seeds."""
     text = "/".join(str(part) for part in (seed, *where))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def trajectory_id(step: int, index: int, sample: int) -> str:
+    """Of one sample of the batch's task `index`; ids sort in the order of the batch."""
+    return f"{step:06d}-{index:03d}-{sample}"

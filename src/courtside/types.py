@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -102,13 +103,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An error in one assistant turn, as its environment reports it.
-
-    >>> Event(kind="tool_not_found", details={"tool": "weather"}).kind
-    'tool_not_found'
-    """
+    """An error in one assistant turn, as its environment reports it."""
 
     kind: str
+    """E.g. "tool_not_found"."""
     details: Mapping[str, str] = field(default_factory=dict)
     """Named facts for a reader's templates: the tool, its arguments, the error message."""
 
@@ -149,8 +147,7 @@ class Trajectory:
     source: Source
     """Who chose the completion tokens."""
     policy_version: int | None
-    """Optimizer steps of the student that sampled it, the oldest if there were several; None: not
-    sampled by the student."""
+    """Optimizer steps of the (oldest) student that sampled it; None: not sampled by the student."""
     temperature: float
     """The sampler's; student and teacher are compared at this temperature."""
     stop: StopReason
@@ -173,9 +170,7 @@ class Trajectory:
     @property
     def completion_ids(self) -> tuple[int, ...]:
         """T ids, T = num_completion_tokens: the tokens that can train, in order."""
-        return tuple(
-            i for t in self.turns for i, c in zip(t.token_ids, t.completion_mask, strict=True) if c
-        )
+        return tuple(compress(self.token_ids, self.completion_mask))
 
     @property
     def turn_of(self) -> tuple[int, ...]:
@@ -187,12 +182,10 @@ class Trajectory:
         """T log-probs of the completion tokens; None unless every one was sampled by us."""
         logps: list[float] = []
         for turn in self.turns:
-            if not any(turn.completion_mask):
-                continue
-            if turn.sampler_logp is None:
+            if turn.sampler_logp is not None:
+                logps += compress(turn.sampler_logp, turn.completion_mask)
+            elif any(turn.completion_mask):
                 return None
-            pairs = zip(turn.sampler_logp, turn.completion_mask, strict=True)
-            logps.extend(logp for logp, is_completion in pairs if is_completion)
         return tuple(logps)
 
     @property
@@ -205,11 +198,6 @@ class Trajectory:
     def response(self) -> str:
         """Text of the last assistant turn, for graders."""
         return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
-
-
-def trajectory_id(step: int, index: int, sample: int) -> str:
-    """Of one sample of the batch's task `index`; ids sort in the order of the batch."""
-    return f"{step:06d}-{index:03d}-{sample}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +216,8 @@ class Hint:
     """A short text for a teacher's context only, inserted before one turn of a trajectory."""
 
     trajectory: str
-    """Its id."""
     turn: int
-    """Index into its turns; an assistant's."""
+    """Id of the trajectory, and index of one of its assistant turns."""
     text: str
     source: str
     """The reader that gave it, e.g. "rules:tool_not_found", "model", "human"."""
@@ -247,8 +234,7 @@ class HintOutcome:
 
     hint: Hint
     shift: float | None
-    """By how many nats the turn's tokens became less likely under the hint; None: never
-    measured."""
+    """Nats by which the turn's tokens became less likely under the hint; None: not measured."""
     bad_span_shift: float | None = None
     """The same of the tokens that `hint.bad_span` covers; None: there are none."""
     pass_rate: float | None = None
@@ -276,11 +262,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A teacher's scores of the completion tokens of one trajectory.
-
-    The teacher's distributions are `head` of `hidden_TD` or, where its engine has no hidden states,
-    the K likeliest tokens; neither, where the losses need only `logp_T`.
-    """
+    """A teacher's scores of the completion tokens of one trajectory. Its distributions are `head`
+    of `hidden_TD`, or the K likeliest tokens; neither, where the losses need only `logp_T`."""
 
     teacher: str
     """Name of the teacher, e.g. "self:live" or a model's name."""
@@ -289,7 +272,6 @@ class Target:
     logp_T: Tensor
     """Log-probability of each completion token, at the trajectory's temperature."""
     hidden_TD: Tensor | None = None
-    """Last hidden states."""
     head: Any = None
     """The teacher's `engines.lm_head.LMHead`, the same object for all targets of one teacher."""
     top_ids_TK: Tensor | None = None
@@ -298,16 +280,13 @@ class Target:
     num_context_tokens: int = 0
     """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
-    """Which of the trajectory's completion tokens are scored, in order; None: all. The tensors
-    have one row for each."""
+    """Which completion tokens are scored, one row of the tensors each, in order; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredTarget:
-    """Hint branches that the update scores in its own forward pass, as the student is the teacher.
-
-    The update makes a `Target` of it; `judge_hints` then completes the outcomes of its hints.
-    """
+    """Hint branches that the update scores in its own forward pass, as the student is the teacher;
+    `judge_hints` then completes the outcomes of the hints."""
 
     teacher: str
     context: str
@@ -337,8 +316,7 @@ class Scored:
 
     trajectory: Trajectory
     target: Target | None
-    """None: not scored by a teacher (an RL-only or SFT-only recipe, or a counted drop), or not
-    before the update."""
+    """None: no teacher scored it (an RL or SFT recipe, a counted drop), or the update will."""
     deferred: DeferredTarget | None = None
     """Instead of a target: what the update scores itself. It stays when the target is there."""
     reference: Target | None = None
@@ -354,11 +332,10 @@ class Scored:
     def target_mask(self) -> tuple[bool, ...]:
         """True for those of the trajectory's completion tokens that a teacher scores."""
         scored = self.target or self.deferred
-        num_completion_tokens = self.trajectory.num_completion_tokens
         if scored is None or scored.token_indices is None:
-            return (scored is not None,) * num_completion_tokens
+            return (scored is not None,) * self.trajectory.num_completion_tokens
         indices = set(scored.token_indices)
-        return tuple(i in indices for i in range(num_completion_tokens))
+        return tuple(i in indices for i in range(self.trajectory.num_completion_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,27 +367,12 @@ class Evaluation:
     """`student`, or `teacher` for the teacher with its context (the gate)."""
     split: Split
     scores: Mapping[str, float]
-    """By task id: mean score over the samples of that task. Two evaluations of the same tasks can
-    be compared in pairs."""
+    """By task id: mean score over its samples. Evaluations of the same tasks compare in pairs."""
     mean_score: float
-    """Mean over tasks."""
     ci_low: float
     ci_high: float
-    """Ends of the 95% interval of `mean_score`."""
+    """Mean over tasks, and the ends of its 95% interval."""
     metrics: Mapping[str, float]
     """Mean length, truncated share…"""
     samples: tuple[Trajectory, ...] = ()
     """A few answers, for people."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCost:
-    """What one phase (rollout, teacher, update, evaluate) has cost so far."""
-
-    seconds: float = 0.0
-    input_tokens: int = 0
-    """Tokens of forward passes: prompts, contexts, scored or trained sequences."""
-    output_tokens: int = 0
-    """Sampled tokens."""
-    flops: float = 0.0
-    """2 · parameters · tokens for a forward pass, three times that for a trained one."""

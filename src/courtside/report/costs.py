@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-
-from courtside.types import PhaseCost
+from dataclasses import dataclass, replace
 
 
 def forward_flops(num_parameters: int, num_tokens: int) -> float:
@@ -18,6 +16,19 @@ def forward_flops(num_parameters: int, num_tokens: int) -> float:
 def training_flops(num_parameters: int, num_tokens: int, trainable: int) -> float:
     """Forward, backward through the activations, and gradients of the trained weights only."""
     return 2 * forward_flops(num_parameters, num_tokens) + forward_flops(trainable, num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """What one phase (rollout, teacher, update, evaluate) has cost so far."""
+
+    seconds: float = 0.0
+    input_tokens: int = 0
+    """Tokens of forward passes: prompts, contexts, scored or trained sequences."""
+    output_tokens: int = 0
+    """Sampled tokens."""
+    flops: float = 0.0
+    """2 · parameters · tokens for a forward pass, three times that for a trained one."""
 
 
 class CostMeter:

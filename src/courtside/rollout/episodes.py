@@ -20,7 +20,7 @@ from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
-from courtside.seeds import seed_for
+from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
     Event,
     Grade,
@@ -32,7 +32,6 @@ from courtside.types import (
     Task,
     Trajectory,
     Turn,
-    trajectory_id,
 )
 
 EXPECTED_OBSERVATION = 96

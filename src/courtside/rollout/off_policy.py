@@ -18,8 +18,8 @@ from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.recipe.rollout import RolloutConfig
 from courtside.rollout.single_turn import make_sampling
-from courtside.seeds import seed_for
-from courtside.types import Grade, Message, Sample, Task, Trajectory, trajectory_id
+from courtside.seeds import seed_for, trajectory_id
+from courtside.types import Grade, Message, Sample, Task, Trajectory
 
 Grader = Callable[[Task, str], Grade | None]
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
 from courtside.errors import TaskError
-from courtside.types import Task, Trajectory, trajectory_id
+from courtside.seeds import trajectory_id
+from courtside.types import Task, Trajectory
 
 
 class ChatLogRollout:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.recipe.rollout import RolloutConfig
-from courtside.seeds import seed_for
-from courtside.types import Grade, Task, Trajectory, trajectory_id
+from courtside.seeds import seed_for, trajectory_id
+from courtside.types import Grade, Task, Trajectory
 
 
 def make_sampling(config: RolloutConfig) -> Sampling:

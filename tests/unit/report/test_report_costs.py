@@ -2,8 +2,7 @@
 
 import pytest
 
-from courtside.report.costs import CostMeter, forward_flops, training_flops
-from courtside.types import PhaseCost
+from courtside.report.costs import CostMeter, PhaseCost, forward_flops, training_flops
 
 
 class Clock:

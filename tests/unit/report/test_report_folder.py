@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from courtside.errors import RecipeError, RunError, UserError
+from courtside.report.costs import PhaseCost
 from courtside.report.folder.folder import RunFolder
-from courtside.types import PhaseCost
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import pytest
 from unit.report.pages import read
 
+from courtside.report.costs import PhaseCost
 from courtside.report.folder.folder import RunFolder
 from courtside.report.page.page import first_and_last_evaluation, write_report
 from courtside.report.page.svg import Series, downsample, line_chart, moving_average, ticks
 from courtside.report.page.token_gaps import shade
-from courtside.types import PhaseCost
 
 
 def decode(token_ids):

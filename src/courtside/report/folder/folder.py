@@ -18,6 +18,7 @@ from typing import Any, Self
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
+from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
 from courtside.report.folder.files import (
     Row,
@@ -47,7 +48,7 @@ from courtside.report.folder.parquet import (
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
-from courtside.types import Evaluation, HintOutcome, PhaseCost, Scored, Update
+from courtside.types import Evaluation, HintOutcome, Scored, Update
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.recipe import Recipe
+from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
 from courtside.report.folder.files import replace_file
 from courtside.report.folder.folder import RunFolder
@@ -39,7 +40,7 @@ from courtside.report.summary import (
     format_points,
     summarize_recipe,
 )
-from courtside.types import Evaluation, PhaseCost
+from courtside.types import Evaluation
 
 NUM_SAMPLES = 4
 """Of each kind."""
