@@ -12,9 +12,10 @@ from itertools import count
 
 from courtside.environments.tool_calls import CallFormat
 from courtside.environments.toolbox.episode import Plan, ToolboxEpisode
-from courtside.environments.toolbox.tools import TOOLS, notes
+from courtside.environments.toolbox.tools import TOOLS
 from courtside.environments.toolbox.tools.base import Request, RequestDraft, ToolState
 from courtside.environments.toolbox.tools.names import INVENTED_NAMES, NAMES
+from courtside.environments.toolbox.tools.notes import NOTE_TOOLS
 from courtside.errors import TaskError
 from courtside.hashing import SeededRandom, split_of, task_id
 from courtside.recipe.tasks import ToolboxTasks
@@ -147,7 +148,7 @@ def make_plan(config: ToolboxTasks, number: int) -> Plan:
     capabilities = _choose_tools(config, SeededRandom(f"{key} tools"))
     num_turns = SeededRandom(f"{key} turns").randint(*config.turn_range)
     state = ToolState()
-    if notes.TOOLS.keys() & capabilities:
+    if NOTE_TOOLS.keys() & capabilities:
         state.notes.update(_first_notes(split, SeededRandom(f"{key} notes")))
     return Plan(
         split=split,
@@ -208,7 +209,7 @@ def _request(capabilities: list[str], split: Split, rng: SeededRandom, state: To
     possible = [name for name in capabilities if state.notes or not TOOLS[name].needs_notes]
     capability = rng.choice(possible)
     draft = _draft_of_split(capability, split, rng, state)
-    text = rng.choice(draft.phrases).format(**draft.arguments)
+    text = rng.choice(TOOLS[capability].phrases).format(**draft.arguments)
     TOOLS[capability].run(state, draft.arguments)
     return Request(capability=capability, text=text, arguments=draft.arguments)
 

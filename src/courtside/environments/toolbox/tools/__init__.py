@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from courtside.environments.toolbox.tools import dates, measures, notes, tables, texts
+from courtside.environments.toolbox.tools import measures, notes, tables
 from courtside.environments.toolbox.tools.base import Tool
 
-TOOLS: Mapping[str, Tool] = {
-    **tables.TOOLS, **measures.TOOLS, **dates.TOOLS, **notes.TOOLS, **texts.TOOLS
-}  # fmt: skip
+TOOLS: Mapping[str, Tool] = tables.TOOLS | measures.TOOLS | notes.NOTE_TOOLS | notes.TEXT_TOOLS
 """By capability."""

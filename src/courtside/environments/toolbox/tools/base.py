@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from courtside.hashing import SeededRandom
 
@@ -48,24 +48,23 @@ class Request:
     arguments: Arguments
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDraft:
+class RequestDraft(NamedTuple):
     """A request before its wording is chosen."""
 
-    phrases: tuple[str, ...]
-    """Wordings with a slot for each argument."""
     arguments: Arguments
     topic: str | None
     """A topic belongs to one split; None: about the state of the episode only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tool:
     about: str
     """A few words for the list of tools."""
     parameters: tuple[Parameter, ...]
     run: Callable[[ToolState, Arguments], str]
     """Returns the result, and may change the state; raises only ToolFailure."""
+    phrases: tuple[str, ...]
+    """Wordings of requests, with a slot for each argument."""
     draft_request: Callable[[SeededRandom, ToolState], RequestDraft]
     """A request that this tool solves in the given state."""
     needs_notes: bool = False

@@ -1,6 +1,9 @@
-"""Calculator and unit conversion."""
+"""Calculator, unit conversion and calendar."""
 
 from __future__ import annotations
+
+import re
+from datetime import date, timedelta
 
 from courtside.environments.toolbox.tools.base import (
     Arguments,
@@ -29,11 +32,11 @@ def _calculate(state: ToolState, arguments: Arguments) -> str:
     return format_fraction(evaluate(arguments["expression"]))
 
 
-def _draw_calculation(rng: SeededRandom, state: ToolState) -> RequestDraft:
+def _draft_calculation(rng: SeededRandom, state: ToolState) -> RequestDraft:
     a, b, c = rng.randint(2, 999), rng.randint(2, 99), rng.randint(2, 19)
     shapes = (f"{a} + {b}", f"{a} - {b}", f"{a} * {c}", f"{a} / {c}", f"({a} + {b}) * {c}")
     expression = rng.choice(shapes)
-    return RequestDraft(CALCULATIONS, {"expression": expression}, expression)
+    return RequestDraft({"expression": expression}, expression)
 
 
 # A measure's units by the factor to its first one; temperatures are computed.
@@ -88,24 +91,125 @@ def _unit(word: str) -> str:
     return name
 
 
-def _draw_conversion(rng: SeededRandom, state: ToolState) -> RequestDraft:
+def _draft_conversion(rng: SeededRandom, state: ToolState) -> RequestDraft:
     unit, to = rng.choose_distinct(list(rng.choice(MEASURES)), 2)
     value = rng.randint(2, 500)
     arguments = {"value": value, "unit": unit, "to": to}
-    return RequestDraft(CONVERSIONS, arguments, f"{value} {unit} {to}")
+    return RequestDraft(arguments, f"{value} {unit} {to}")
 
 
+# ── calendar ─────────────────────────────────────────────────────────────────────────────────────
+
+# Not strftime's: that speaks the language of the machine.
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MAX_DAYS = 1_000_000
+
+DIFFERENCES = (
+    "How many days are there between {start} and {end}?",
+    "How long is it from {start} to {end}, in days?",
+    "Count the days from {start} to {end}.",
+    "What is the number of days between {start} and {end}?",
+    "I leave on {start} and come back on {end}. How many days is that?",
+    "Please tell me how many days lie between {start} and {end}.",
+)
+WEEKDAY_QUESTIONS = (
+    "What day of the week is {date}?",
+    "Which weekday was {date}?",
+    "On what day of the week does {date} fall?",
+    "Tell me the weekday of {date}.",
+    "Is {date} a Monday or something else?",
+    "I was born on {date}. What weekday was that?",
+)
+SHIFTS = (
+    "What date is {days} days after {date}?",
+    "Add {days} days to {date}.",
+    "Which date comes {days} days after {date}?",
+    "It is {date}. What will the date be in {days} days?",
+    "Please move {date} forward by {days} days.",
+    "My parcel left on {date} and takes {days} days. When is it here?",
+)
+
+
+def _date(text: str) -> date:
+    match = re.fullmatch(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})", text.strip())
+    if match is None:
+        raise ToolFailure(f"'{text}' is not a date, use YYYY-MM-DD")
+    try:
+        return date(*map(int, match.groups()))
+    except ValueError:
+        raise ToolFailure(f"'{text}' is not a date in the calendar") from None
+
+
+def _days_between(state: ToolState, arguments: Arguments) -> str:
+    return f"{abs((_date(arguments['end']) - _date(arguments['start'])).days)} days"
+
+
+def _weekday(state: ToolState, arguments: Arguments) -> str:
+    return WEEKDAYS[_date(arguments["date"]).weekday()]
+
+
+def _add_days(state: ToolState, arguments: Arguments) -> str:
+    days = int(numeric_argument(arguments, "days"))
+    if abs(days) > MAX_DAYS:
+        raise ToolFailure(f"days must be within {MAX_DAYS}")
+    try:
+        return (_date(arguments["date"]) + timedelta(days=days)).isoformat()
+    except OverflowError:
+        raise ToolFailure("the date is outside of the calendar") from None
+
+
+def _day(rng: SeededRandom) -> date:
+    return date(1990, 1, 1) + timedelta(days=rng.randbelow(365 * 45))
+
+
+def _draft_difference(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    start = _day(rng)
+    end = start + timedelta(days=rng.randint(2, 400))
+    arguments = {"start": start.isoformat(), "end": end.isoformat()}
+    return RequestDraft(arguments, f"{start} {end}")
+
+
+def _draft_weekday(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    day = _day(rng).isoformat()
+    return RequestDraft({"date": day}, day)
+
+
+def _draft_shift(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    day, days = _day(rng).isoformat(), rng.randint(2, 120)
+    return RequestDraft({"date": day, "days": days}, f"{day} {days}")
+
+
+DATE = Parameter("date")
 TOOLS = {
     "calculate": Tool(
-        about="compute an expression",
-        parameters=(Parameter("expression"),),
-        run=_calculate,
-        draft_request=_draw_calculation,
+        "compute an expression",
+        (Parameter("expression"),),
+        _calculate,
+        CALCULATIONS,
+        _draft_calculation,
     ),
     "convert": Tool(
-        about="convert units",
-        parameters=(Parameter("value", "number"), Parameter("unit"), Parameter("to")),
-        run=_convert,
-        draft_request=_draw_conversion,
+        "convert units",
+        (Parameter("value", "number"), Parameter("unit"), Parameter("to")),
+        _convert,
+        CONVERSIONS,
+        _draft_conversion,
+    ),
+    "days_between": Tool(
+        "days between two dates",
+        (Parameter("start"), Parameter("end")),
+        _days_between,
+        DIFFERENCES,
+        _draft_difference,
+    ),
+    "weekday": Tool(
+        "day of the week of a date", (DATE,), _weekday, WEEKDAY_QUESTIONS, _draft_weekday
+    ),
+    "add_days": Tool(
+        "date some days later",
+        (DATE, Parameter("days", "integer")),
+        _add_days,
+        SHIFTS,
+        _draft_shift,
     ),
 }

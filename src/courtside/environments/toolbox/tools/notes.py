@@ -1,4 +1,4 @@
-"""Notes in memory: what is written early in an episode is read back later in it."""
+"""Notes in memory, which are read back later in an episode, and texts that are transformed."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def _text(rng: SeededRandom) -> str:
     return f"{rng.choice(VERBS)} {rng.choice(THINGS)}{rng.choice(WHEN)}"
 
 
-def _draw_writing(rng: SeededRandom, state: ToolState) -> RequestDraft:
+def _draft_writing(rng: SeededRandom, state: ToolState) -> RequestDraft:
     title = rng.choice(TITLES)
-    return RequestDraft(WRITINGS, {"title": title, "text": _text(rng)}, title)
+    return RequestDraft({"title": title, "text": _text(rng)}, title)
 
 
 def _latest(rng: SeededRandom, state: ToolState) -> str:
@@ -123,55 +123,84 @@ def _latest(rng: SeededRandom, state: ToolState) -> str:
     return titles[-1] if rng.bernoulli(0.6) else rng.choice(titles)
 
 
-def _draw_addition(rng: SeededRandom, state: ToolState) -> RequestDraft:
-    return RequestDraft(ADDITIONS, {"title": _latest(rng, state), "text": _text(rng)}, None)
+def _draft_addition(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft({"title": _latest(rng, state), "text": _text(rng)}, None)
 
 
-def _draw_reading(rng: SeededRandom, state: ToolState) -> RequestDraft:
-    return RequestDraft(READINGS, {"title": _latest(rng, state)}, None)
+def _draft_reading(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft({"title": _latest(rng, state)}, None)
 
 
-def _draw_listing(rng: SeededRandom, state: ToolState) -> RequestDraft:
-    return RequestDraft(LISTINGS, {}, None)
+def _draft_listing(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft({}, None)
 
 
-def _draw_deletion(rng: SeededRandom, state: ToolState) -> RequestDraft:
-    return RequestDraft(DELETIONS, {"title": rng.choice(list(state.notes))}, None)
+def _draft_deletion(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    return RequestDraft({"title": rng.choice(list(state.notes))}, None)
 
 
-TITLE = Parameter("title")
-TOOLS = {
-    "write_note": Tool(
-        about="save a note",
-        parameters=(TITLE, Parameter("text")),
-        run=_write,
-        draft_request=_draw_writing,
-    ),
+TITLE, TEXT = Parameter("title"), Parameter("text")
+NOTE_TOOLS = {
+    "write_note": Tool("save a note", (TITLE, TEXT), _write, WRITINGS, _draft_writing),
     "append_note": Tool(
-        about="add to a note",
-        parameters=(TITLE, Parameter("text")),
-        run=_append,
-        draft_request=_draw_addition,
-        needs_notes=True,
+        "add to a note", (TITLE, TEXT), _append, ADDITIONS, _draft_addition, needs_notes=True
     ),
-    "read_note": Tool(
-        about="read a note",
-        parameters=(TITLE,),
-        run=_read,
-        draft_request=_draw_reading,
-        needs_notes=True,
-    ),
-    "list_notes": Tool(
-        about="titles of all notes",
-        parameters=(),
-        run=_list,
-        draft_request=_draw_listing,
-    ),
+    "read_note": Tool("read a note", (TITLE,), _read, READINGS, _draft_reading, needs_notes=True),
+    "list_notes": Tool("titles of all notes", (), _list, LISTINGS, _draft_listing),
     "delete_note": Tool(
-        about="delete a note",
-        parameters=(TITLE,),
-        run=_delete,
-        draft_request=_draw_deletion,
-        needs_notes=True,
+        "delete a note", (TITLE,), _delete, DELETIONS, _draft_deletion, needs_notes=True
     ),
+}
+
+
+# ── texts ────────────────────────────────────────────────────────────────────────────────────────
+
+WHO = ("the old cat", "my brother", "a small bird", "our teacher", "the tall man", "her friend")
+DOES = ("sees", "likes", "finds", "paints", "carries", "remembers", "draws", "hides")
+WHAT = ("a red boat", "the garden", "two green apples", "an open door", "the last train", "a song")
+WHERE = ("", " in the rain", " every day", " near the river", " after lunch", " without a word")
+
+COUNTS = (
+    'How many words are in "{text}"?',
+    'Count the words of this: "{text}"',
+    'What is the number of words in "{text}"?',
+    'Please count how many words "{text}" has.',
+)
+REVERSALS = (
+    'Write "{text}" backwards.',
+    'Reverse this text: "{text}"',
+    'What is "{text}" spelled backwards?',
+    'Please turn around the letters of "{text}".',
+)
+CAPITALS = (
+    'Write "{text}" in capital letters.',
+    'Make this upper case: "{text}"',
+    'Please put "{text}" in capitals.',
+    'I need "{text}" with capital letters only.',
+)
+
+
+def _count(state: ToolState, arguments: Arguments) -> str:
+    count = len(arguments["text"].split())
+    return "1 word" if count == 1 else f"{count} words"
+
+
+def _reverse(state: ToolState, arguments: Arguments) -> str:
+    return str(arguments["text"])[::-1]
+
+
+def _upper(state: ToolState, arguments: Arguments) -> str:
+    return str(arguments["text"]).upper()
+
+
+def _draft_text(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    who, does, what, where = (rng.choice(options) for options in (WHO, DOES, WHAT, WHERE))
+    text = f"{who} {does} {what}{where}"
+    return RequestDraft({"text": text}, text)
+
+
+TEXT_TOOLS = {
+    "count_words": Tool("count the words of a text", (TEXT,), _count, COUNTS, _draft_text),
+    "reverse_text": Tool("write a text backwards", (TEXT,), _reverse, REVERSALS, _draft_text),
+    "upper_case": Tool("write a text in capitals", (TEXT,), _upper, CAPITALS, _draft_text),
 }

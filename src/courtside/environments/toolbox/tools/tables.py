@@ -5,7 +5,7 @@ What they say follows from the key by hash: the same in every episode, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from courtside.environments.toolbox.tools.base import (
     Arguments,
@@ -101,33 +101,27 @@ def _price(state: ToolState, arguments: Arguments) -> str:
     return f"{item}: {cents // 100}.{cents % 100:02d} euros"
 
 
-def _make_draft(
-    parameter: str, options: Sequence[str], phrases: tuple[str, ...]
-) -> Callable[[SeededRandom, ToolState], RequestDraft]:
-    def draft_request(rng: SeededRandom, state: ToolState) -> RequestDraft:
-        key = rng.choice(options)
-        return RequestDraft(phrases, {parameter: key}, key)
+def _draft_city(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    city = rng.choice(CITIES)
+    return RequestDraft({"city": city}, city)
 
-    return draft_request
+
+def _draft_person(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    name = rng.choice(PEOPLE)
+    return RequestDraft({"name": name}, name)
+
+
+def _draft_item(rng: SeededRandom, state: ToolState) -> RequestDraft:
+    item = rng.choice(ITEMS)
+    return RequestDraft({"item": item}, item)
 
 
 TOOLS = {
     "weather": Tool(
-        about="weather in a city",
-        parameters=(Parameter("city"),),
-        run=_weather,
-        draft_request=_make_draft("city", CITIES, WEATHER_QUESTIONS),
+        "weather in a city", (Parameter("city"),), _weather, WEATHER_QUESTIONS, _draft_city
     ),
     "contact": Tool(
-        about="phone number of a person",
-        parameters=(Parameter("name"),),
-        run=_contact,
-        draft_request=_make_draft("name", PEOPLE, CONTACT_QUESTIONS),
+        "phone number of a person", (Parameter("name"),), _contact, CONTACT_QUESTIONS, _draft_person
     ),
-    "price": Tool(
-        about="price of an item",
-        parameters=(Parameter("item"),),
-        run=_price,
-        draft_request=_make_draft("item", ITEMS, PRICE_QUESTIONS),
-    ),
+    "price": Tool("price of an item", (Parameter("item"),), _price, PRICE_QUESTIONS, _draft_item),
 }
