@@ -10,11 +10,21 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from courtside.errors import UserError
 
 PluginKind = Literal["class", "function"]
+
+
+class PluginConfig(Protocol):
+    """A section of a recipe that names user code."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
 
 def check_import_path(path: str, example: str) -> str:
@@ -45,23 +55,20 @@ def load_plugin(
     return plugin
 
 
-def call_with_settings(
-    plugin: Callable[..., Any],
-    settings: Mapping[str, Any],
-    *,
-    path: str,
-    section: str,
-    error: type[UserError],
+def make_plugin(
+    config: PluginConfig, kind: PluginKind, *, section: str, error: type[UserError]
 ) -> Any:
-    """`plugin(**settings)`; settings that do not fit its signature name the recipe's `section`."""
+    """What the plugin at the section's `path` makes of its `settings`."""
+    path, settings = config.path, dict(config.settings)
+    plugin = load_plugin(path, kind, field=f"{section}.path", error=error)
     signature = inspect.signature(plugin)
     try:
         signature.bind(**settings)
     except TypeError as problem:
         accepted = ", ".join(map(str, signature.parameters.values())) or "no settings"
         raise error(
-            f"{section}.path = {path!r}: {section}.settings = {dict(settings)} do not fit, "
-            f"{problem}; {path.partition(':')[2]} takes {accepted}"
+            f"{section}.path = {path!r}: {section}.settings = {settings} do not fit, {problem}; "
+            f"{path.partition(':')[2]} takes {accepted}"
         ) from None
     return plugin(**settings)
 

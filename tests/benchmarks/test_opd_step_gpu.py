@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.loading import load_environment
+from courtside.recipe import EnvironmentTasks
 from courtside.report.folder.folder import RunFolder
 
 
@@ -179,9 +180,12 @@ def test_lean_settings_go_to_the_lean_side_only(
 def test_episodes_do_not_depend_on_the_replies(driver: Any, tmp_path: Path) -> None:
     job = driver.TINY
     driver.write_folder(tmp_path, job, "tiny")
-    environment = load_environment(
-        "fixed_episodes:FixedEpisodes", {"path": str(tmp_path / "episodes.jsonl")}
+    config = EnvironmentTasks(
+        kind="environment",
+        path="fixed_episodes:FixedEpisodes",
+        settings={"path": str(tmp_path / "episodes.jsonl")},
     )
+    environment = load_environment(config)
     assert environment.size == job.prompts
     for number in range(environment.size):
         task = environment.task(number)

@@ -153,7 +153,7 @@ def test_fields_named_in_the_text_exist(page: Path) -> None:
 
 
 def test_jsonl_in_the_docs_is_tasks(tmp_path: Path) -> None:
-    from courtside.tasks.jsonl import read_jsonl_tasks
+    from courtside.tasks.parsing import read_jsonl_tasks
 
     assert blocks("jsonl")
     for block in blocks("jsonl"):

@@ -20,8 +20,8 @@ from courtside.recipe.reader import CombinedReaderConfig, CustomReaderConfig
 from courtside.recipe.tasks import CustomTasks, JsonlTasks
 from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.graders import _reported, grade, load_grader, require_gradable
-from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.loading import make_task_source
+from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.types import Grade, Message, Task, Trajectory, Turn
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from courtside.assemble.capabilities import require_capabilities
 from courtside.assemble.models import load_models
 from courtside.assemble.rollouts import (
     make_episode_rollout,
@@ -27,6 +26,7 @@ from courtside.engines.base import Engine
 from courtside.engines.cpu.threads import limit_threads
 from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
+from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, PlayAttempts, TaskSuite
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
@@ -57,7 +57,11 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     models = load_models(recipe)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
     engine = serve(local)
-    require_capabilities(recipe, engine, "rollout")
+    if not engine.capabilities.weight_updates:
+        raise RecipeError(
+            f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
+            "student's after the first step. Use an engine with weight updates"
+        )
     template = ChatTemplate(models.tokenizer, name=models.name, eos_ids=local.eos_ids)
     incremental = IncrementalTemplate(template)
 
@@ -76,8 +80,8 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     if recipe.reader is not None:
         score_first_reason = find_reason_to_score_first(recipe, student, local)
     teachers = TeacherFactory(
-        recipe,
-        models,
+        recipe=recipe,
+        models=models,
         local=local,
         serve=serve,
         template=incremental,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from courtside.engines.base import Engine, Want
 from courtside.errors import RecipeError
@@ -25,18 +24,9 @@ def find_needs(recipe: Recipe) -> Iterator[Need]:
             yield Need(f"{field}.support.kind = {loss.support.kind!r}", "hidden")
 
 
-def require_capabilities(
-    recipe: Recipe, engine: Engine, role: Literal["rollout", "teacher"]
-) -> tuple[Want, int]:
+def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
     """What to ask of `score`: hidden states if there are any, else top-k where that is enough."""
     has = engine.capabilities
-    if role == "rollout":
-        if not has.weight_updates:
-            raise RecipeError(
-                f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
-                "student's after the first step. Use an engine with weight updates"
-            )
-        return "logp", 0
     needs = list(find_needs(recipe))
     for need in needs:
         if need.want == "hidden" and not has.hidden_states:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
-from torch import Tensor
-
-from courtside.assemble.capabilities import find_needs, require_capabilities
+from courtside.assemble.capabilities import choose_want, find_needs
 from courtside.assemble.models import Models, key_of
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
@@ -39,35 +38,25 @@ Serve = Callable[[LocalEngine], Engine]
 """Puts another engine in the place of an in-process one, with the same weights."""
 
 
-class SelfWeights(NamedTuple):
-    """How the student's model becomes one of its own teachers."""
-
-    engine: LocalEngine
-    swap: Callable[[], AbstractContextManager[None]] = nullcontext
-    average: MovingAverage | None = None
+SwapWeights = Callable[[], AbstractContextManager[None]]
+"""Puts a teacher's weights in place of the student's, in one model."""
 
 
+@dataclass(kw_only=True)
 class TeacherFactory:
-    def __init__(
-        self,
-        recipe: Recipe,
-        models: Models,
-        *,
-        local: LocalEngine,
-        serve: Serve,
-        template: IncrementalTemplate,
-        trial: HintTrial | None,
-        defers_hints: bool,
-    ):
-        self.recipe, self.models, self.local, self.serve = recipe, models, local, serve
-        self.template = template
-        self.trial = trial
-        self.defers_hints = defers_hints
-        self.averages: dict[str, MovingAverage] = {}
-        """By the teacher's name: part of every checkpoint."""
-        self.sizes: dict[str, int] = {}
-        """Parameters of each teacher, by its name."""
-        self.notes: list[str] = []
+    recipe: Recipe
+    models: Models
+    local: LocalEngine
+    """The student's."""
+    serve: Serve
+    template: IncrementalTemplate
+    trial: HintTrial | None
+    defers_hints: bool
+    averages: dict[str, MovingAverage] = field(default_factory=dict)
+    """By the teacher's name: part of every checkpoint."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Parameters of each teacher, by its name."""
+    notes: list[str] = field(default_factory=list)
 
     def make_stage(self) -> TeacherStage:
         teacher: ScoringTeacher | None = None
@@ -88,23 +77,21 @@ class TeacherFactory:
         return TeacherStage(teacher, reference, hinted=self.recipe.reader is not None)
 
     def _make(self, config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
-        student_template, template = self.template.renderer, self.template.renderer
+        template = self.template.renderer
         engine: Engine
-        swap: Callable[[], AbstractContextManager[None]] = nullcontext
+        swap: SwapWeights = nullcontext
         if isinstance(config, ModelTeacherConfig):
             engine, template = self._model_teacher(config)
         else:
-            engine, swap, average = self._self_weights(config, label)
-            if average is not None:
-                self.averages[label] = average
+            engine, swap = self._self_teacher(config, label)
         self.sizes[label] = engine.num_parameters
-        want, top_k = require_capabilities(self.recipe, engine, "teacher")
+        want, top_k = choose_want(self.recipe, engine)
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
         return Teacher(
             name=label,
             engine=engine,
             renderer=template,
-            shares_prompts=template is student_template,
+            shares_prompts=template is self.template.renderer,
             context=config.context,
             overlong=self.recipe.tasks.overlong_prompts,
             want=want,
@@ -127,22 +114,24 @@ class TeacherFactory:
         template = ChatTemplate(tokenizer, name=config.model, eos_ids=local.eos_ids)
         return self.serve(local), template
 
-    def _self_weights(self, config: SelfTeacherConfig, label: str) -> SelfWeights:
+    def _self_teacher(
+        self, config: SelfTeacherConfig, label: str
+    ) -> tuple[LocalEngine, SwapWeights]:
         weights = self.models.weights
         if config.weights == "live":
-            return SelfWeights(self.local)
-        if weights.adapter is not None and config.weights == "frozen":
-            return SelfWeights(self.local, weights.without_adapter)
-        if weights.adapter is not None:
+            return self.local, nullcontext
+        engine, swap = self.local, cast(SwapWeights, weights.without_adapter)
+        if weights.adapter is None:
+            model = weights.copy()
+            shadow = {n: p.data for n, p in model.named_parameters() if n in weights.trained}
+            engine = self.models.make_engine(model, label, autocast=weights.autocast)
+            swap = nullcontext
+        elif config.weights == "ema":
             shadow = {name: p.detach().clone() for name, p in weights.trained.items()}
-            average = MovingAverage(config.ema_decay, weights.trained, shadow)
-            return SelfWeights(self.local, partial(weights.swap_in, shadow), average)
-        model = weights.copy()
-        engine = self.models.make_engine(model, label, autocast=weights.autocast)
-        if config.weights == "frozen":
-            return SelfWeights(engine)
-        average = MovingAverage(config.ema_decay, weights.trained, _trained_copies(model, weights))
-        return SelfWeights(engine, average=average)
+            swap = partial(weights.swap_in, shadow)
+        if config.weights == "ema":
+            self.averages[label] = MovingAverage(config.ema_decay, weights.trained, shadow)
+        return engine, swap
 
 
 def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEngine) -> str | None:
@@ -188,11 +177,6 @@ def _renders_alike(tokenizer: Any, other: Any) -> bool:
         return False
     first, second = (backend.to_str() for backend in backends if backend is not None)
     return bool(first == second)
-
-
-def _trained_copies(model: Any, weights: Any) -> dict[str, Tensor]:
-    names = weights.trained.keys()
-    return {name: p.data for name, p in model.named_parameters() if name in names}
 
 
 def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:

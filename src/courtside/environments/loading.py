@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from courtside.environments.base import Environment, validate_task
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import TaskError
-from courtside.plugins import call_with_settings, load_plugin
+from courtside.plugins import make_plugin
 from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
 
 
@@ -16,23 +15,17 @@ def make_environment(config: TasksConfig) -> Environment | None:
     """None: the tasks are single prompts."""
     match config:
         case EnvironmentTasks():
-            return load_environment(config.path, config.settings)
+            return load_environment(config)
         case ToolboxTasks():
             return Toolbox(config)
         case _:
             return None
 
 
-def load_environment(path: str, settings: Mapping[str, Any]) -> Environment:
-    """An instance of the class at `module:Class`, checked as far as no episode is needed."""
-    plugin = load_plugin(path, "class", field="tasks.path", error=TaskError)
-    environment = call_with_settings(plugin, settings, path=path, section="tasks", error=TaskError)
-    _validate_environment(environment, f"tasks.path = {path!r}", path.partition(":")[2])
-    return cast(Environment, environment)
-
-
-def _validate_environment(environment: Any, where: str, name: str) -> None:
-    """Starts no episode: that may be expensive."""
+def load_environment(config: EnvironmentTasks) -> Environment:
+    """An instance of the class at `module:Class`. No episode is started: that may be expensive."""
+    environment: Any = make_plugin(config, "class", section="tasks", error=TaskError)
+    where, name = f"tasks.path = {config.path!r}", config.path.partition(":")[2]
     for method, call in (("task", "task(index)"), ("start", "start(task)")):
         if not callable(getattr(environment, method, None)):
             raise TaskError(f"{where}: {name} has no method {call}; add it")
@@ -47,3 +40,4 @@ def _validate_environment(environment: Any, where: str, name: str) -> None:
             f"{where}: task(0) differs from call to call. Make it a pure function of the number: "
             "no clock, no global random state"
         )
+    return cast(Environment, environment)

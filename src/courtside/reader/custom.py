@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from courtside.errors import RecipeError, RunError
-from courtside.plugins import call_with_settings, load_plugin
+from courtside.plugins import make_plugin
 from courtside.reader.base import ReaderOutput
 from courtside.recipe.reader import CustomReaderConfig
 from courtside.types import Hint, Trajectory
@@ -17,11 +17,8 @@ class CustomReader:
     `CombinedReader`, as those of every reader."""
 
     def __init__(self, config: CustomReaderConfig):
-        plugin = load_plugin(config.path, "class", field="reader.path", error=RecipeError)
         self.config = config
-        self.reader = call_with_settings(
-            plugin, config.settings, path=config.path, section="reader", error=RecipeError
-        )
+        self.reader = make_plugin(config, "class", section="reader", error=RecipeError)
         if not callable(self.reader):
             name = config.path.partition(":")[2]
             raise RecipeError(

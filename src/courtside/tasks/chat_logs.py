@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from courtside.errors import TaskError
 from courtside.hashing import task_id
-from courtside.tasks.jsonl import read_json_lines
+from courtside.tasks.parsing import parse_tags, parse_texts, read_json_lines
 from courtside.types import Message, Role, Task
 
 KEYS = ("id", "messages", "privileged", "tags")
@@ -55,25 +55,22 @@ def _task(fields: Mapping[str, Any], where: str) -> Task:
             f"{where}: the conversation needs a message to answer and an assistant's answer "
             "behind it; there is nothing to learn from here. Leave it out"
         )
-    privileged, tags = fields.get("privileged") or {}, fields.get("tags") or []
-    if not isinstance(privileged, dict) or not _texts(privileged.values()):
-        raise TaskError(f"{where}: `privileged` must be an object of texts")
-    if not isinstance(tags, list) or not _texts(tags):
-        raise TaskError(f"{where}: `tags` must be a list of texts")
+    values = {name: value for name, value in fields.items() if value is not None}
+    privileged, tags = parse_texts(where, values, "privileged"), parse_tags(where, values)
     messages = tuple(
         _prompt(m, f"{where}, message {i}") for i, m in enumerate(conversation[:first])
     )
     id = fields.get("id")
     if "id" in fields and not (isinstance(id, str) and id.strip()):
         raise TaskError(f"{where}: `id` must be a text by which hints name the conversation")
-    content = json.dumps([conversation, privileged, tags], sort_keys=True)
+    content = json.dumps([conversation, privileged, list(tags)], sort_keys=True)
     return Task(
         id=id or task_id("conversation", content),
         split="train",
         messages=messages,
         conversation=tuple(conversation[first:]),
-        privileged=dict(privileged),
-        tags=tuple(tags),
+        privileged=privileged,
+        tags=tags,
     )
 
 
@@ -83,7 +80,3 @@ def _prompt(message: Mapping[str, Any], where: str) -> Message:
     if role not in get_args(Role) or not isinstance(content, str):
         raise TaskError(f"{where}: needs a role of {list(get_args(Role))} and a text as content")
     return Message(role=role, content=content)
-
-
-def _texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.plugins import call_with_settings, load_plugin
+from courtside.plugins import make_plugin
 from courtside.recipe.tasks import CustomTasks
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.parsing import Record, parse_tasks, with_default_grader
@@ -16,10 +16,7 @@ from courtside.types import Message, Split, Task
 def load_custom_tasks(config: CustomTasks) -> tuple[Task, ...]:
     """All tasks of the function: `Task` records, or dicts with the keys of JSONL tasks."""
     where = f"tasks.path = {config.path!r}"
-    function = load_plugin(config.path, "function", field="tasks.path", error=TaskError)
-    result = call_with_settings(
-        function, config.settings, path=config.path, section="tasks", error=TaskError
-    )
+    result = make_plugin(config, "function", section="tasks", error=TaskError)
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
         raise TaskError(
             f"{where} returned {type(result).__name__}; return an iterable of courtside.types.Task "

@@ -35,7 +35,7 @@ from courtside.tasks.chat_logs import read_chat_logs
 from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
-from courtside.tasks.jsonl import read_jsonl_tasks
+from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.tasks.stored_trajectories import make_replay_source
 from courtside.types import Task
 
@@ -82,7 +82,7 @@ def make_task_source(
             name = "tasks.kind = 'toolbox'"
             return generate(TaskSpace(name, toolbox.size, toolbox.split, toolbox.task))
         case EnvironmentTasks():
-            environment = environment or load_environment(config.path, config.settings)
+            environment = environment or load_environment(config)
             return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
         case JsonlTasks():
             return finite(read_jsonl_tasks(config.path, config.grader), config.path)

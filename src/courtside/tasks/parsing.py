@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
@@ -24,6 +25,48 @@ class Record:
     where: str
     """File and line, or data set and row."""
     fields: Mapping[str, Any]
+
+
+def read_jsonl_tasks(path: Path, grader: str | None = None) -> tuple[Task, ...]:
+    """`grader`: of tasks that name none."""
+    tasks = parse_tasks("jsonl", with_default_grader(read_json_lines(path), grader))
+    if not tasks:
+        raise TaskError(
+            f"{path}: the file is empty. Write one JSON object a line, such as "
+            '{"prompt": "What is 2 + 2?", "answer": "4"}'
+        )
+    return tasks
+
+
+def read_json_lines(path: Path) -> Iterator[Record]:
+    """The objects of a file, each with its place."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise TaskError(f"tasks.path = {str(path)!r}: no such file; correct the path") from None
+    except OSError as error:
+        raise TaskError(
+            f"tasks.path = {str(path)!r}: cannot be read ({error.strerror}); it must be a file of "
+            "JSON lines"
+        ) from None
+    # Only \n ends a line: other separators are legal inside JSON texts.
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{where}: not UTF-8: {error.reason}; save the file as UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise TaskError(
+                f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"{where}: not valid JSON: {error}; correct the line") from None
+        if not isinstance(value, dict):
+            raise TaskError(f"{where}: must be a JSON object, {{…}}")
+        yield Record(where=where, fields=value)
 
 
 def with_default_grader(records: Iterable[Record], grader: str | None) -> Iterable[Record]:
@@ -76,10 +119,10 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
         answer=answer,
         completion=completion,
         rejected=rejected,
-        privileged=_texts(where, fields, "privileged"),
-        tags=_tags(where, fields),
+        privileged=parse_texts(where, fields, "privileged"),
+        tags=parse_tags(where, fields),
         grader=_grader(where, record.fields, answer),
-        grader_args=_object(where, fields, "grader_args"),
+        grader_args=parse_object(where, fields, "grader_args"),
     )
     if task.grader_args and task.grader is None:
         raise TaskError(f"{where}: `grader_args` without a `grader`; name one")
@@ -179,22 +222,22 @@ def _text(where: str, fields: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def parse_object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = fields.get(name, {})
     if not isinstance(value, dict):
         raise TaskError(f"{where}: `{name}` must be an object, not {_kind(value)}")
     return value
 
 
-def _texts(where: str, fields: Mapping[str, Any], name: str) -> dict[str, str]:
-    values = _object(where, fields, name)
+def parse_texts(where: str, fields: Mapping[str, Any], name: str) -> dict[str, str]:
+    values = parse_object(where, fields, name)
     texts = {key: _text(f"{where}: {name}", values, key) for key in values}
     if empty := [key for key, value in texts.items() if value is None]:
         raise TaskError(f"{where}: `{name}.{empty[0]}` is null; write a text, or leave it out")
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _tags(where: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def parse_tags(where: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
     tags = fields.get("tags", [])
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise TaskError(f"{where}: `tags` must be a list of texts")

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from courtside.engines.base import Want
 from courtside.errors import RecipeError, RunError
-from courtside.plugins import call_with_settings, load_plugin
+from courtside.plugins import make_plugin
 from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.types import Target, Trajectory
 
@@ -26,10 +26,7 @@ class CustomTeacher:
     """Checks what the user's teacher returns. It scores; it neither samples nor sees hints."""
 
     def __init__(self, config: CustomTeacherConfig, needs: Sequence[Need]):
-        plugin = load_plugin(config.path, "function", field="teacher.path", error=RecipeError)
-        self.teacher = call_with_settings(
-            plugin, config.settings, path=config.path, section="teacher", error=RecipeError
-        )
+        self.teacher = make_plugin(config, "function", section="teacher", error=RecipeError)
         self.name = config.path
         self.needs = needs
         self.num_parameters = int(getattr(self.teacher, "num_parameters", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +18,13 @@ from courtside.chat.hint_splicing import splice_hint, splice_hints_cumulatively
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.environments.tool_calls import ToolCall, parse_call
-from courtside.environments.toolbox.demonstrations import demonstration_rows, demonstrations
+from courtside.environments.toolbox.demonstrations import demonstration_rows
 from courtside.environments.toolbox.environment import REMINDERS, Toolbox, make_plan
 from courtside.environments.toolbox.tools.names import NAMES
+from courtside.recipe.reader import DEFAULT_RULES
 from courtside.recipe.rules import DEFAULT_RULES
 from courtside.recipe.tasks import ToolboxTasks
-from courtside.tasks.jsonl import read_jsonl_tasks
+from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.types import Hint, Message, Task, Trajectory
 
 
@@ -30,10 +32,20 @@ def toolbox(**changes: Any) -> Toolbox:
     return Toolbox(ToolboxTasks.model_validate({"kind": "toolbox", **changes}))
 
 
+def demonstrations(
+    box: Toolbox,
+    indices: Iterable[int],
+    habit_fraction: float = 0.0,
+    reminder_fraction: float = 0.0,
+) -> list[list[Message]]:
+    tasks = (box.task(index) for index in indices)
+    return [box.demonstrate(task, habit_fraction, reminder_fraction) for task in tasks]
+
+
 def test_conversations_are_whole_and_the_same_again() -> None:
     box = toolbox()
-    conversations = list(demonstrations(box, range(20), habit_fraction=0.4))
-    assert conversations == list(demonstrations(toolbox(), range(20), habit_fraction=0.4))
+    conversations = demonstrations(box, range(20), habit_fraction=0.4)
+    assert conversations == demonstrations(toolbox(), range(20), habit_fraction=0.4)
     for number, conversation in enumerate(conversations):
         roles = [message.role for message in conversation]
         assert roles == ["system", "user", *["assistant", "tool", "user"] * 3, "assistant"]
@@ -79,7 +91,7 @@ def test_a_habitual_call_has_a_missing_tool_event() -> None:
 
 def test_with_a_larger_share_habits_are_added_and_none_is_lost() -> None:
     box = toolbox(turns=6)
-    few, many = ([c for c in demonstrations(box, range(40), s)] for s in (0.2, 0.6))
+    few, many = (demonstrations(box, range(40), share) for share in (0.2, 0.6))
     habits = [
         {i for i, m in enumerate(conversation) if m.content.startswith("Tool not found")}
         for conversations in (few, many)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from courtside.environments.base import Environment
 from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
@@ -88,8 +89,12 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def load(path: str, **settings: Any) -> Environment:
+    return load_environment(EnvironmentTasks(kind="environment", path=path, settings=settings))
+
+
 def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
-    world = load_environment("own_world:World", {"level": 3, "name": "x"})
+    world = load("own_world:World", level=3, name="x")
     assert world.size == 40 and getattr(world, "level") == 3  # noqa: B009
 
 
@@ -117,7 +122,7 @@ def test_what_is_wrong_is_told(
     user_folder: Path, path: str, settings: dict[str, Any], fragments: list[str]
 ) -> None:
     with pytest.raises(TaskError) as caught:
-        load_environment(path, settings)
+        load(path, **settings)
     assert str(caught.value).startswith(f"tasks.path = {path!r}: ")
     for word in fragments:
         assert any(fragment in str(caught.value) for fragment in word.split("|")), str(caught.value)
@@ -128,7 +133,7 @@ def test_mistakes_inside_a_world_are_its_own(user_folder: Path) -> None:
         "class World:\n    def __init__(self): raise TypeError('inside')\n"
     )
     with pytest.raises(TypeError, match="inside"):
-        load_environment("broken_world:World", {})
+        load("broken_world:World")
 
 
 def test_which_tasks_are_environments(user_folder: Path) -> None:
@@ -147,7 +152,7 @@ def test_a_source_of_its_tasks(user_folder: Path) -> None:
     assert {task.split for task in source.batch(0, 20)} == {"train"}
     held = source.held_out("test", 99)
     assert len(held) == 13 and {task.messages[0].content for task in held} == {"Be kind."}
-    world = load_environment("own_world:World", {})
+    world = load("own_world:World")
     assert make_task_source(custom, seed=0, environment=world).held_out("test", 99) == held
 
 

@@ -267,8 +267,8 @@ def test_requests_say_what_the_call_needs(capability: str) -> None:
         draft = tool.draft_request(SeededRandom(f"draw {number}"), world)
         assert invalid_arguments(tool, draft.arguments) is None
         assert tool.run(world, draft.arguments)
-        assert len(set(draft.phrases)) >= 4
-        for phrase in draft.phrases:
+        assert len(set(tool.phrases)) >= 4
+        for phrase in tool.phrases:
             text = phrase.format(**draft.arguments)
             assert all(str(value) in text for value in draft.arguments.values())
             assert text[0].isupper() and text[-1] in '.?"'

@@ -68,7 +68,7 @@ def test_a_conversation_may_have_an_id(tmp_path: Path) -> None:
         (talk("Rome") | {"tags": "x"}, r"`tags` must be a list of texts"),
         (talk("Rome") | {"id": 7}, r"line 1: `id` must be a text"),
         (talk("Rome") | {"id": " "}, r"`id` must be a text"),
-        (talk("Rome") | {"privileged": {"a": 1}}, r"`privileged` must be an object of texts"),
+        (talk("Rome") | {"privileged": {"a": 1}}, r"privileged: `a` must be a text, not a number"),
     ],
 )
 def test_what_is_no_conversation_is_refused(tmp_path: Path, line: Any, message: str) -> None:

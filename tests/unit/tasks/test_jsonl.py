@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from courtside.errors import TaskError
 from courtside.recipe.tasks import JsonlTasks
 from courtside.tasks.graders import grade
-from courtside.tasks.jsonl import read_jsonl_tasks
 from courtside.tasks.loading import make_task_source
-from courtside.tasks.parsing import Record, parse_tasks
+from courtside.tasks.parsing import Record, parse_tasks, read_jsonl_tasks
 
 
 def write(folder: Path, *lines: Any) -> Path:

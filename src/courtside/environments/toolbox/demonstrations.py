@@ -10,21 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from courtside.environments.toolbox.environment import Toolbox
-from courtside.types import Message
-
-
-def demonstrations(
-    toolbox: Toolbox,
-    indices: Iterable[int],
-    habit_fraction: float = 0.0,
-    reminder_fraction: float = 0.0,
-) -> Iterator[list[Message]]:
-    """Whole conversations,
-    each up to the last call. `reminder_fraction` of the calls after the first
-    follow a reminder and are right. `habit_fraction` of the others are made by habit: the
-    tool is not found unless its common name is the listed one."""
-    for index in indices:
-        yield toolbox.demonstrate(toolbox.task(index), habit_fraction, reminder_fraction)
 
 
 def demonstration_rows(
@@ -33,7 +18,11 @@ def demonstration_rows(
     habit_fraction: float = 0.0,
     reminder_fraction: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """The same as lines for `tasks.kind = "jsonl"`: one for each call, the call its completion."""
+    """Lines for `tasks.kind = "jsonl"`: one for each call, which is its completion.
+
+    `reminder_fraction` of the calls follow a reminder and are right. `habit_fraction` of the others
+    are made by habit: the tool is not found unless its common name is the listed one.
+    """
     for index in indices:
         task = toolbox.task(index)
         conversation = toolbox.demonstrate(task, habit_fraction, reminder_fraction)
