@@ -160,16 +160,15 @@ class HintScorer:
                 continue
             score = next(scores)
             assert score.trunk is not None
-            plain = _split_by_turn(trajectory, hints.branches, score.trunk.logp_T)
-            under = dict(zip(hints.branches, score.branches, strict=True))
-            judged = {
-                turn: self._judge(
-                    trajectory, hint, plain[turn], under[turn], passed.get((trajectory.id, turn))
-                )
-                for turn, (hint, _) in hints.branches.items()
-            }
-            sizes = {turn: len(branch.token_ids) for turn, (_, branch) in hints.branches.items()}
-            results[trajectory.id] = _collect(hints.dropped, judged, under, sizes)
+            results[trajectory.id] = self._judge(
+                trajectory,
+                {turn: hint for turn, (hint, _) in hints.branches.items()},
+                score.trunk.logp_T,
+                dict(zip(hints.branches, score.branches, strict=True)),
+                dropped=hints.dropped,
+                sizes={turn: len(branch.token_ids) for turn, (_, branch) in hints.branches.items()},
+                passed=passed,
+            )
         return results
 
     def _splice(self, trajectory: Trajectory, hints: Sequence[Hint]) -> SplicedHints:
@@ -217,15 +216,12 @@ class HintScorer:
                 )
         scores = iter(self.engine.score(requests, want=want, top_k=top_k))
         for trajectory, dropped, by_turn, whole in spliced:
-            plain = _split_by_turn(trajectory, by_turn, next(scores).logp_T)
-            under = _split_scores(next(scores), whole)
-            judged = {
-                turn: self._judge(trajectory, hint, plain[turn], under[turn], None)
-                for turn, hint in by_turn.items()
-            }
+            plain_T, hinted_scores = next(scores).logp_T, _split_scores(next(scores), whole)
             # One sequence is scored for all of its turns.
-            sizes = dict.fromkeys(under, 0) | {min(under): len(whole.token_ids)}
-            results[trajectory.id] = _collect(dropped, judged, under, sizes)
+            sizes = dict.fromkeys(by_turn, 0) | {min(by_turn): len(whole.token_ids)}
+            results[trajectory.id] = self._judge(
+                trajectory, by_turn, plain_T, hinted_scores, dropped=dropped, sizes=sizes
+            )
         return results
 
     def _splice_cumulatively(
@@ -253,21 +249,40 @@ class HintScorer:
             dropped.append(HintOutcome(hint=remaining.pop(), shift=None, drop_reason="too_long"))
         return dropped, {}, None
 
+    # ── outcomes ─────────────────────────────────────────────────────────────────────────────────
+
     def _judge(
         self,
         trajectory: Trajectory,
-        hint: Hint,
+        hints: Mapping[int, Hint],
         plain_T: Tensor,
-        hinted: Scores,
-        pass_rate: float | None,
-    ) -> HintOutcome:
-        return judge_hint(
-            hint,
-            plain_T,
-            hinted.logp_T,
-            bad_tokens=self.bad_tokens(trajectory, hint),
-            pass_rate=pass_rate,
-            settings=self.settings,
+        hinted: Mapping[int, Scores],
+        *,
+        dropped: Sequence[HintOutcome],
+        sizes: Mapping[int, int],
+        passed: Mapping[tuple[str, int], float] | None = None,
+    ) -> HintedScores:
+        """`plain_T`: log-probs of the hinted turns without hints; `hinted`, `sizes`: by turn."""
+        lengths = [sum(trajectory.turns[turn].completion_mask) for turn in sorted(hints)]
+        plain = dict(zip(sorted(hints), torch.split(plain_T, lengths), strict=True))
+        judged = {
+            turn: judge_hint(
+                hint,
+                plain[turn],
+                hinted[turn].logp_T,
+                bad_tokens=self.bad_tokens(trajectory, hint),
+                pass_rate=(passed or {}).get((trajectory.id, turn)),
+                settings=self.settings,
+            )
+            for turn, hint in hints.items()
+        }
+        turns = tuple(turn for turn in sorted(judged) if judged[turn].drop_reason is None)
+        outcomes = sorted([*dropped, *judged.values()], key=lambda outcome: outcome.hint.turn)
+        return HintedScores(
+            outcomes=tuple(outcomes),
+            turns=turns,
+            scores=_map_scores(lambda *parts: torch.cat(parts), *(hinted[turn] for turn in turns)),
+            num_tokens=sum(sizes[turn] for turn in turns),
         )
 
 
@@ -278,25 +293,6 @@ def _by_trajectory(
     for hint in sorted(hints, key=lambda hint: hint.turn):
         by_id.setdefault(hint.trajectory, []).append(hint)
     return [(t, by_id[t.id]) for t in trajectories if t.id in by_id]
-
-
-def _collect(
-    dropped: Sequence[HintOutcome],
-    judged: Mapping[int, HintOutcome],
-    scores: Mapping[int, Scores],
-    sizes: Mapping[int, int],
-) -> HintedScores:
-    turns = tuple(turn for turn in sorted(judged) if judged[turn].drop_reason is None)
-    return HintedScores(
-        outcomes=_by_turn_order([*dropped, *judged.values()]),
-        turns=turns,
-        scores=_map_scores(lambda *parts: torch.cat(parts), *(scores[turn] for turn in turns)),
-        num_tokens=sum(sizes[turn] for turn in turns),
-    )
-
-
-def _by_turn_order(outcomes: Sequence[HintOutcome]) -> tuple[HintOutcome, ...]:
-    return tuple(sorted(outcomes, key=lambda outcome: outcome.hint.turn))
 
 
 def _map_scores(function: Callable[..., Tensor], *parts: Scores) -> Scores | None:
@@ -323,12 +319,3 @@ def _mask_turns(trajectory: Trajectory, turns: Mapping[int, Any]) -> tuple[bool,
         for index, turn in enumerate(trajectory.turns)
         for chosen in turn.completion_mask
     )
-
-
-def _split_by_turn(
-    trajectory: Trajectory, turns: Mapping[int, Any], values_T: Tensor
-) -> dict[int, Tensor]:
-    """Values of the completion tokens of these turns, by turn."""
-    indices = sorted(turns)
-    sizes = [sum(trajectory.turns[index].completion_mask) for index in indices]
-    return dict(zip(indices, torch.split(values_T, sizes), strict=True))
