@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.loading import load_environment
-from courtside.recipe import EnvironmentTasks
+from courtside.recipe.tasks import EnvironmentTasks
 from courtside.report.folder.folder import RunFolder
 
 

@@ -21,7 +21,6 @@ from courtside.environments.tool_calls import ToolCall, parse_call
 from courtside.environments.toolbox.demonstrations import demonstration_rows
 from courtside.environments.toolbox.environment import REMINDERS, Toolbox, make_plan
 from courtside.environments.toolbox.tools.names import NAMES
-from courtside.recipe.reader import DEFAULT_RULES
 from courtside.recipe.rules import DEFAULT_RULES
 from courtside.recipe.tasks import ToolboxTasks
 from courtside.tasks.parsing import read_jsonl_tasks
