@@ -78,6 +78,7 @@ def _load_teacher(config: ModelTeacherConfig, device: torch.device) -> tuple[Any
         device=device,
         adapter=config.adapter,
         trust_remote_code=config.trust_remote_code,
+        in_4_bits=config.dtype == "nf4",
     )
     if config.dtype == "int8":
         model = quantize_linear_layers(model)

@@ -20,6 +20,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -64,16 +65,20 @@ def load_model(
     trust_remote_code: bool = False,
     adapter: Path | None = None,
     keep_layers: tuple[int, ...] | None = None,
+    in_4_bits: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode, on `device`; a LoRA `adapter` is merged into it."""
+    """A causal language model in eval mode, on `device`; a LoRA `adapter` is merged into it.
+
+    `in_4_bits`: bitsandbytes quantizes every linear layer but the LM head to NF4 while it loads."""
     from transformers import AutoModelForCausalLM
 
     model: Any
+    quantization = _nf4_arguments(name, dtype, device) if in_4_bits else {}
     # Merged in float32: in bfloat16 small updates of the adapter would be rounded away.
     load_dtype = dtype if adapter is None else torch.float32
     model, loading_info = _load(AutoModelForCausalLM, name, dtype=load_dtype, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
-                          ignore_mismatched_sizes=True)  # fmt: skip
+                          ignore_mismatched_sizes=True, **quantization)  # fmt: skip
     # transformers would initialize such weights at random, with a warning.
     missing = set(loading_info["missing_keys"]) | {
         key for key, *_ in loading_info["mismatched_keys"]
@@ -88,6 +93,20 @@ def load_model(
     if keep_layers is not None:
         _prune(model, keep_layers)
     return model.to(device).eval()
+
+
+def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"model {name!r} with dtype = 'nf4': bitsandbytes is not installed. Install "
+            "courtside[quantized], or take dtype = 'int8', which needs nothing more"
+        )
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _merge(model: Any, adapter: Path, name: str) -> Any:

@@ -19,7 +19,7 @@ ARM_FLAGS = frozenset(["bf16"])
 
 
 def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """For the `dtype` of a student or teacher; auto and int8: the fastest on this device."""
+    """For the `dtype` of a student or teacher; others: the fastest on this device."""
     if choice == "float32":
         return torch.float32
     if choice == "bfloat16" or device.type == "cuda" or has_native_bf16():

@@ -67,10 +67,20 @@ class ModelTeacherConfig(Section):
     model: str
     adapter: Path | None = None
     """A LoRA adapter's folder, put on top of `model`."""
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row."""
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
+    """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
+    nf4: in 4 bits, by bitsandbytes (courtside[quantized])."""
     context: Context | None = None
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _adapter_can_be_merged(self) -> ModelTeacherConfig:
+        if self.dtype == "nf4" and self.adapter is not None:
+            raise ValueError(
+                "dtype = 'nf4' quantizes while the model loads, before an adapter could be merged. "
+                "Give `model` a folder that `courtside export` wrote, or take dtype = 'int8'"
+            )
+        return self
 
 
 class RoutedTeacherConfig(Section):

@@ -1,4 +1,4 @@
-"""Which weights a teacher speaks with once the student has moved, in parts made from a recipe."""
+"""Which weights a teacher scores with once the student has moved, in parts made from a recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from courtside.assemble import assemble
-from courtside.errors import ModelError, TaskError
+from courtside.engines.loading import load_model
+from courtside.engines.precision import resolve_dtype
+from courtside.errors import ModelError, RecipeError, TaskError
 from courtside.recipe.load import parse_recipe
 from courtside.runtime import Runtime
 from courtside.teacher.teacher import Teacher
@@ -303,11 +305,43 @@ def test_a_tokenizer_with_more_words_than_a_head_is_refused(prepare: Any, tmp_pa
 
 def test_eight_bits_stay_close_to_the_model(prepare: Any, tiny_teacher_folder: Path) -> None:
     teacher = {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT}
-    exact, rounded = prepare(teacher), prepare({**teacher, "dtype": "int8"})
+    exact, quantized = prepare(teacher), prepare({**teacher, "dtype": "int8"})
     trajectories = written(exact)
-    there, here = targets(exact, trajectories), targets(rounded, trajectories)
-    gaps = torch.cat([(there[id].logp_T - here[id].logp_T).abs() for id in there])
+    exact_targets, quantized_targets = (targets(t, trajectories) for t in (exact, quantized))
+    gaps = torch.cat(
+        [(exact_targets[id].logp_T - quantized_targets[id].logp_T).abs() for id in exact_targets]
+    )
     assert 0 < float(gaps.mean()) < 0.1
+
+
+def test_a_4_bit_teacher_scores_as_its_quantized_model_does(
+    prepare: Any, tiny_teacher_folder: Path
+) -> None:
+    parts = prepare(
+        {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT, "dtype": "nf4"}
+    )
+    trajectories = written(parts)
+    agree(targets(parts, trajectories), load_4_bits(tiny_teacher_folder), parts, trajectories)
+
+
+def test_a_4_bit_teacher_is_smaller_and_keeps_its_lm_head(
+    tiny_teacher_folder: Path,
+) -> None:
+    model = load_4_bits(tiny_teacher_folder)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert type(model.get_output_embeddings()) is torch.nn.Linear
+    linear = model.model.layers[0].mlp.up_proj
+    assert linear.weight.nbytes == linear.in_features * linear.out_features / 2
+
+
+def load_4_bits(folder: Path) -> Any:
+    dtype, device = resolve_dtype("auto", torch.device("cpu")), torch.device("cpu")
+    return load_model(str(folder), dtype=dtype, device=device, in_4_bits=True)
+
+
+def test_an_adapter_on_a_4_bit_teacher_is_refused(prepare: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="courtside export"):
+        prepare({"kind": "model", "model": "m", "dtype": "nf4", "adapter": str(tmp_path)})
 
 
 def test_one_model_with_and_without_an_adapter_is_two_teachers(
