@@ -35,7 +35,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch._inductor.exc
 from gpu_machine import GIB, about, model_parser, parsed, store
-from shapes import NAMES, drawn_engine
+from shapes import NAMES, random_engine
 from torch import Tensor
 from torch._dynamo.utils import counters
 from workload import SEED
@@ -60,23 +60,25 @@ Sequences = list[list[int]]
 class Job:
     def __init__(self, args: argparse.Namespace):
         self.args, self.size = args, (args.sequences, args.length)
-        self.engine = drawn_engine(args)
+        self.engine = random_engine(args)
         self.model = self.engine.model
-        found = self.engine.passes
-        if found.padding_reason is not None:
-            raise SystemExit(f"{args.model} is not packed: {found.padding_reason}")
+        passes = self.engine.passes
+        if passes.padding_reason is not None:
+            raise SystemExit(f"{args.model} is not packed: {passes.padding_reason}")
         with self.engine.autocast_context():
             parts = FusedLayers(self.model, self.engine.head, self.engine.autocast)
-        self.plain: ForwardPasses = replace(found, fused_layers=None)
-        self.few: ForwardPasses = replace(found, fused_layers=parts)
+        self.plain: ForwardPasses = replace(passes, fused_layers=None)
+        self.few: ForwardPasses = replace(passes, fused_layers=parts)
         self.model.train()
         self.reference: dict[str, Tensor] | None = None
 
     def sequences(self, count: int, length: int) -> Sequences:
         generator = torch.Generator().manual_seed(SEED)
-        words = self.model.config.vocab_size
-        found: Sequences = torch.randint(1, words, (count, length), generator=generator).tolist()
-        return found
+        vocab_size = self.model.config.vocab_size
+        sequences: Sequences = torch.randint(
+            1, vocab_size, (count, length), generator=generator
+        ).tolist()
+        return sequences
 
     def one_pass(self, passes: ForwardPasses, sequences: Sequences) -> Tensor:
         """Adds to the gradients; the last hidden states."""
@@ -117,17 +119,17 @@ class Job:
         return [getattr(layer, name) for layer in self._layers() for name in names]
 
     def measure(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"variant": name}
+        row: dict[str, Any] = {"variant": name}
         try:
             with self.variant(name) as passes:
-                found |= self._timed(passes, self.sequences(*self.size))
-                found["differs"] = self._differs(passes)
+                row |= self._timed(passes, self.sequences(*self.size))
+                row["differs"] = self._differs(passes)
                 if name == "layers":
-                    found["further"] = self._further(passes)
+                    row["further"] = self._further(passes)
         except COMPILER_ERRORS as error:
-            found["failed"] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
-        found["graph_breaks"] = {why[:300]: n for why, n in counters["graph_break"].items()}
-        return found
+            row["failed"] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
+        row["graph_breaks"] = {why[:300]: n for why, n in counters["graph_break"].items()}
+        return row
 
     def _timed(self, passes: ForwardPasses, sequences: Sequences) -> dict[str, Any]:
         device = self.engine.device
@@ -167,9 +169,11 @@ class Job:
         hidden_ND = self.one_pass(passes, self.sequences(*self.size))
         parameters = self.model.base_model.layers[0].parameters()
         gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-        its = {"hidden": hidden_ND.float().cpu(), "gradient": gradient.float().cpu()}
-        self.reference = own = self.reference or its
-        return {n: float((x - own[n]).norm() / own[n].norm()) for n, x in its.items()}
+        values = {"hidden": hidden_ND.float().cpu(), "gradient": gradient.float().cpu()}
+        self.reference = reference = self.reference or values
+        return {
+            n: float((x - reference[n]).norm() / reference[n].norm()) for n, x in values.items()
+        }
 
 
 def _wait(device: torch.device) -> None:
@@ -198,14 +202,14 @@ def with_break_even(rows: Sequence[dict[str, Any]]) -> None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| variant | tokens | first pass, s | later, s | of own | peak, GiB | graphs |"]
     lines.append("|---|---|---|---|---|---|---|")
-    own = next((row["seconds"] for row in rows if row["variant"] == "own"), None)
+    base_seconds = next((row["seconds"] for row in rows if row["variant"] == "own"), None)
     for row in rows:
-        for one in [row] * ("seconds" in row) + row.get("further", []):
-            same = own is not None and one is row
-            cells = [row["variant"], str(one["tokens"]), f"{one['first_seconds']:.2f}",
-                     f"{one['seconds']:.4f}", f"{one['seconds'] / own:.2f}" if same else "–",
-                     "–" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}",
-                     str(one["graphs_compiled"])]  # fmt: skip
+        for r in [row] * ("seconds" in row) + row.get("further", []):
+            same = base_seconds is not None and r is row
+            cells = [row["variant"], str(r["tokens"]), f"{r['first_seconds']:.2f}",
+                     f"{r['seconds']:.4f}", f"{r['seconds'] / base_seconds:.2f}" if same else "–",
+                     "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
+                     str(r["graphs_compiled"])]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
         for other, passes in row.get("break_even_passes", {}).items():
             ahead = "never" if passes is None else f"after {passes:,.0f} passes"
@@ -247,8 +251,8 @@ def main() -> None:
         result |= {"not_begun": list(waiting), "wall_seconds": time.perf_counter() - began}
         store(args.out, result)  # what there is, if time runs out
     print(table(rows))
-    left = f"; out of time for {', '.join(waiting)}" if waiting else ""
-    print(f"{args.out}, {result['wall_seconds']:.0f} s in all{left}")
+    skipped = f"; out of time for {', '.join(waiting)}" if waiting else ""
+    print(f"{args.out}, {result['wall_seconds']:.0f} s in all{skipped}")
     limit = FAR[args.device]
     far = [row["variant"] for row in rows if not row.get("differs", {}).get("gradient", 0) <= limit]
     if far:

@@ -1,7 +1,7 @@
 """The GPU benchmark's step as courtside does it, or a step of an agent with targeted hints that
 samples as many tokens.
 
-`courtside.loop.train_loop` with a silent screen, as on the CPU; only weights are drawn instead of
+`courtside.loop.train_loop` without output, as on the CPU; only weights are random instead of
 loaded, and no row of a rollout ends early. The first step compiles, captures graphs and is not
 counted.
 """
@@ -23,7 +23,15 @@ import torch
 from courtside_side import TimedRun, given_answers, loss_and_gradients
 from fixed_episodes import OFF_COURSE, FixedEpisodes
 from gpu_peaks import Peaks, wait_for_go
-from opd_step_job import NO_END, NUM_TURNS, Job, checked_tensors, draw, read_job, read_lines
+from opd_step_job import (
+    NO_END,
+    NUM_TURNS,
+    Job,
+    checked_tensors,
+    load_random_model,
+    read_job,
+    read_lines,
+)
 from workload import (
     BETAS,
     CLIP_NORM,
@@ -54,7 +62,7 @@ REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kin
 
 
 class GpuRun(TimedRun):
-    """Waits for the GPU where a phase ends, and notes how much memory it took."""
+    """Synchronizes with the GPU where a phase ends, and records the memory it took."""
 
     def __init__(self, parts: Runtime, folder: RunFolder) -> None:
         self.spent = PhaseClock()
@@ -73,7 +81,7 @@ class GpuRun(TimedRun):
     ) -> None:
         super().record(step, scored, update, counts)
         self.peaks.close("record")
-        # What is left is what a run writes down: trajectories, metrics, costs.
+        # The remaining time is that of storing trajectories, metrics and costs.
         phases = self.spent.take()
         phases["record"] = self.steps[-1].seconds - sum(phases.values())
         self.steps[-1] = replace(
@@ -82,11 +90,9 @@ class GpuRun(TimedRun):
             gpu_peaks=self.peaks.take(),
             num_device_allocs=self.peaks.take_allocs(),
             num_sampled_tokens=sum(s.trajectory.num_completion_tokens for s in scored),
-            num_hints=sum(
-                hint_outcomes.drop_reason is None for s in scored for hint_outcomes in s.hints
-            ),
+            num_hints=sum(outcome.drop_reason is None for s in scored for outcome in s.hints),
         )
-        # Looking at memory is no part of the next step.
+        # Measuring memory is no part of the next step.
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
 
@@ -94,7 +100,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
     steps = 1 + args.steps
     tree: dict[str, Any] = {
         "student": {
-            "model": str(folder / "student"), "device": job.device, "dtype": job.arithmetic,
+            "model": str(folder / "student"), "device": job.device, "dtype": job.dtype,
         },
         "rollout": {
             "samples_per_prompt": job.samples, "max_new_tokens": job.new_tokens,
@@ -121,7 +127,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
             "limits": {"turns": NUM_TURNS, "tokens": job.episode_tokens},
         }
     else:
-        teacher = {"kind": "model", "model": str(folder / "teacher"), "dtype": job.arithmetic}
+        teacher = {"kind": "model", "model": str(folder / "teacher"), "dtype": job.dtype}
         tree |= {
             "tasks": {"kind": "jsonl", "path": str(folder / "prompts.jsonl")},
             "teacher": teacher,
@@ -132,10 +138,10 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
     return load_recipe(file, args.set)
 
 
-def drawn_parts(plan: Recipe) -> Runtime:
+def assemble_random(plan: Recipe) -> Runtime:
     with ExitStack() as stack:
-        for place in (assembling, student_weights):
-            stack.enter_context(patch.object(place, "load_model", draw))
+        for module in (assembling, student_weights):
+            stack.enter_context(patch.object(module, "load_model", load_random_model))
         parts = assemble(plan)
     parts.engine.eos_ids = frozenset({NO_END})
     return parts
@@ -147,16 +153,16 @@ def checked(parts: Runtime, shape: str, folder: Path) -> CheckResult:
     trajectories = given_answers(
         parts, [row["text"] for row in rows], [row["completion"] for row in rows]
     )
-    found = loss_and_gradients(parts, trajectories, checked_tensors(shape))
+    result = loss_and_gradients(parts, trajectories, checked_tensors(shape))
     parts.student.optimizer.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def measure(args: argparse.Namespace, work: Path) -> SideResult:
     shape, job = read_job(args.job)
     plan = recipe(job, args.job, args, work)
     with RunFolder.open(work / "run", plan) as folder:
-        parts = drawn_parts(plan)
+        parts = assemble_random(plan)
         check = None if args.side.startswith("hints") else checked(parts, shape, args.job)
         run = GpuRun(parts, folder)
         run.peaks.begin()

@@ -1,5 +1,4 @@
-"""The world of the step benchmark's side `hints`: whatever the student writes, episodes go the same
-way.
+"""The environment of the step benchmark's side `hints`: episodes do not depend on the replies.
 
 A task is a prompt of the job. Its episode has `NUM_TURNS` replies of the student, the same short
 message of a tool between them, and an event about two of the replies: which two follows from the
@@ -18,7 +17,7 @@ from courtside.hashing import task_id
 from courtside.types import Event, Grade, Message, Observation, Task
 
 OFF_COURSE = "off_course"
-"""The kind of every event: what the reader's rule looks for."""
+"""The kind of every event: that of the reader's rule."""
 
 
 def faulted_replies(number: int) -> tuple[int, ...]:
@@ -29,8 +28,8 @@ def faulted_replies(number: int) -> tuple[int, ...]:
 
 class FixedEpisodes:
     def __init__(self, path: str) -> None:
-        """`path`: one line a task, with its `prompt`, the `advice` of its hints, and what the tool
-        has `said` in between."""
+        """`path`: one line a task, with its `prompt`, the `advice` of its hints, and the
+        `tool_message` between turns."""
         self.rows = read_lines(Path(path))
         self.size = len(self.rows)
 
@@ -41,16 +40,19 @@ class FixedEpisodes:
             split="train",
             messages=(Message(role="user", content=row["prompt"]),),
             privileged={"advice": row["advice"]},
-            grader_args={"said": row["said"], "faulted": list(faulted_replies(index))},
+            grader_args={
+                "tool_message": row["tool_message"],
+                "faulted": list(faulted_replies(index)),
+            },
         )
 
     def start(self, task: Task) -> FixedEpisode:
-        return FixedEpisode(task.grader_args["said"], task.grader_args["faulted"])
+        return FixedEpisode(task.grader_args["tool_message"], task.grader_args["faulted"])
 
 
 class FixedEpisode:
-    def __init__(self, said: str, faulted: Sequence[int]) -> None:
-        self.said, self.faulted = said, faulted
+    def __init__(self, tool_message: str, faulted: Sequence[int]) -> None:
+        self.tool_message, self.faulted = tool_message, faulted
         self.num_replies = 0
 
     def step(self, reply: str) -> Observation:
@@ -58,7 +60,9 @@ class FixedEpisode:
         self.num_replies += 1
         if self.num_replies == NUM_TURNS:
             return Observation(messages=(), done=True, events=events)
-        return Observation(messages=(Message(role="tool", content=self.said),), events=events)
+        return Observation(
+            messages=(Message(role="tool", content=self.tool_message),), events=events
+        )
 
     def grade(self) -> Grade:
         """Nothing trains on it."""

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from workload import SEED
 
-HERE = Path(__file__).resolve().parent
+BENCHMARKS = Path(__file__).resolve().parent
 GIB = 2**30
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -34,13 +34,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        hardware |= {
             "gpu": properties.name,
             "gpu_memory_gib": round(properties.total_memory / GIB, 1),
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
         }
-    return found
+    return hardware
 
 
 def header(benchmark: str, device: torch.device) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def about(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "seed": SEED,
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "arithmetic": "bfloat16" if args.device == "cuda" else "float32",
+        "dtype": "bfloat16" if args.device == "cuda" else "float32",
     }
 
 
@@ -92,7 +92,7 @@ def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.Argument
 def parsed(parser: argparse.ArgumentParser, benchmark: str) -> argparse.Namespace:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.out = args.out or HERE / "results" / f"{benchmark}_{args.device}.json"
+    args.out = args.out or BENCHMARKS / "results" / f"{benchmark}_{args.device}.json"
     return args
 
 
@@ -100,9 +100,9 @@ def commit() -> str:
     git = shutil.which("git")
     if git is None:
         return "no git here"
-    command = [git, "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "not a checkout"
+    command = [git, "-C", str(BENCHMARKS), "describe", "--always", "--dirty", "--abbrev=12"]
+    description = subprocess.run(command, capture_output=True, text=True, check=False)
+    return description.stdout.strip() or "not a checkout"
 
 
 class Clock:

@@ -8,18 +8,18 @@ import torch
 
 
 class Peaks:
-    """On a CPU it waits for nothing and finds nothing."""
+    """On a CPU nothing is measured."""
 
     def __init__(self, device: str):
         self.on_gpu = device == "cuda"
-        self._found: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
         self._allocs = 0
         self.begin()
 
     def begin(self) -> None:
         """Forget what was before."""
         self.fence()
-        self._found = {}
+        self._peaks = {}
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
             self._allocs = _device_allocs()
@@ -33,15 +33,15 @@ class Peaks:
         self.fence()
         if self.on_gpu:
             peak = torch.cuda.max_memory_allocated()
-            self._found[phase] = max(peak, self._found.get(phase, 0))
+            self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
             torch.cuda.reset_peak_memory_stats()
 
     def take(self) -> dict[str, int]:
         """Bytes by phase since the last call. Memory that CUDA graphs work in is in all of them:
         the allocator counts it as free, and nobody else can have it."""
-        found, self._found = self._found, {}
+        peaks, self._peaks = self._peaks, {}
         hidden = hidden_in_graphs() if self.on_gpu else 0
-        return {phase: peak + hidden for phase, peak in found.items()}
+        return {phase: peak + hidden for phase, peak in peaks.items()}
 
     def take_allocs(self) -> int:
         """How often the driver was asked for memory since the last call."""

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import HERE, header, store
+from gpu_machine import BENCHMARKS, header, store
 from gpu_peaks import hidden_in_graphs
 from growth_jobs import SCALES, Parts, Series, Work, all_series
 from growth_plot import picture
@@ -47,7 +47,7 @@ LIMIT = 2.2
 """Of a doubling's factor: 2 and a tenth of it."""
 COUNTED_LIMIT = 2.07
 """Of the factor by count, for a doubling's time to be judged. Not 2.2: where few tokens look back,
-a CPU's attention has a third of the speed of its matrix products."""
+a CPU's attention has a third of the speed of its matmuls."""
 FLOOR = 8 * MIB
 """Rises of memory are compared from here on: an allocator moves by as much for no reason."""
 LEAST_CALLS, MOST_CALLS = 2, 6
@@ -62,13 +62,13 @@ ENOUGH_SECONDS = {"cpu": 1.5, "cuda": 1.0}
 
 
 def on_cpu(args: argparse.Namespace, series: Series) -> list[dict[str, Any]]:
-    found = {size: in_child(_memory, args, series, size) for size in series.sizes}
-    runs: dict[int, list[dict[str, float]]] = {size: [] for size in found}
+    measured = {size: in_child(_memory, args, series, size) for size in series.sizes}
+    runs: dict[int, list[dict[str, float]]] = {size: [] for size in measured}
     rows: list[dict[str, Any]] = []
     for _ in range(ATTEMPTS):
         for size, more in in_child(_times, args, series).items():
             runs[size] += more
-        rows = [_row(size, about, runs[size], memory) for size, (about, memory) in found.items()]
+        rows = [_row(size, about, runs[size], memory) for size, (about, memory) in measured.items()]
         if grown(series, rows)["time_at_most_doubles"] is not False:
             break
     return rows
@@ -80,17 +80,17 @@ def in_child(
     """In a process of its own. It is forked from one that has not computed anything yet: imports
     need not be done again, and there are no threads that a fork would lose."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
 
     def child() -> None:
         torch.set_num_threads(args.threads)
-        theirs.send(measure(Parts(args.model, "cpu"), series, *more))
+        sender.send(measure(Parts(args.model, "cpu"), series, *more))
 
     process = context.Process(target=child)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return ours.recv()
+        return receiver.recv()
     except EOFError:
         raise SystemExit(f"{series.name}: its process ended without a result") from None
     finally:
@@ -135,10 +135,12 @@ def on_gpu(parts: Parts, series: Series) -> list[dict[str, Any]]:
     runs: dict[int, list[dict[str, float]]] = {size: [] for size in series.sizes}
     rows: list[dict[str, Any]] = []
     for _ in range(ATTEMPTS):
-        found = {size: _at_size(parts, series, size) for size in series.sizes}
-        for size, (_, more, _) in found.items():
+        measured = {size: _at_size(parts, series, size) for size in series.sizes}
+        for size, (_, more, _) in measured.items():
             runs[size] += more
-        rows = [_row(size, about, runs[size], memory) for size, (about, _, memory) in found.items()]
+        rows = [
+            _row(size, about, runs[size], memory) for size, (about, _, memory) in measured.items()
+        ]
         if grown(series, rows)["time_at_most_doubles"] is not False:
             break
     return rows
@@ -199,7 +201,7 @@ def grown(series: Series, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "series": series.name,
         "unit": series.unit,
-        "beside": series.beside,
+        "panel_of": series.panel_of,
         "rows": list(rows),
         "time_factors": time_factors,
         "memory_factors": memory_factors,
@@ -232,29 +234,29 @@ def slope(points: Sequence[tuple[float, float]]) -> float | None:
 VERDICTS = {True: "yes", False: "NO", None: "not judged"}
 
 
-def table(found: dict[str, Any]) -> str:
-    rows = found["rows"]
-    lines = [f"{found['series']} ({found['unit']})"]
+def table(series: dict[str, Any]) -> str:
+    rows = series["rows"]
+    lines = [f"{series['series']} ({series['unit']})"]
     for number, row in enumerate(rows):
         factors = ""
         if number:
-            by_time, by_memory = (found[k][number - 1] for k in ("time_factors", "memory_factors"))
-            aside = " " if found["judged"][number - 1] else "*"
+            by_time, by_memory = (series[k][number - 1] for k in ("time_factors", "memory_factors"))
+            aside = " " if series["judged"][number - 1] else "*"
             factors = f" × {by_time:.2f}{aside}  × {by_memory:.2f}"
         lines.append(
             f"  {row['size']:6d}: {row['seconds']:8.3f} s  {row['memory_bytes'] / MIB:8.1f} MiB"
             f"{factors}"
         )
-    words = "  at most doubles: "
+    verdicts = "  at most doubles: "
     for name in ("time", "memory"):
-        if found[f"{name}_exponent"] is None:
+        if series[f"{name}_exponent"] is None:
             continue
-        verdict = VERDICTS[found[f"{name}_at_most_doubles"]]
-        words += f"{name} {verdict} (exponent {found[f'{name}_exponent']:.2f})  "
-    if not all(found["judged"]):
-        most = found["counted_factors"][-1]
-        words += f"* attention: {most:.2f} by count at the end, not judged"
-    return "\n".join([*lines, words.rstrip()])
+        verdict = VERDICTS[series[f"{name}_at_most_doubles"]]
+        verdicts += f"{name} {verdict} (exponent {series[f'{name}_exponent']:.2f})  "
+    if not all(series["judged"]):
+        most = series["counted_factors"][-1]
+        verdicts += f"* attention: {most:.2f} by count at the end, not judged"
+    return "\n".join([*lines, verdicts.rstrip()])
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────
@@ -273,7 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON; a picture is drawn beside it")
     args = parser.parse_args()
     args.model = args.model or {"cpu": "small", "cuda": "qwen3-0.6b"}[args.device]
-    args.out = args.out or HERE / "results" / f"growth_{args.device}.json"
+    args.out = args.out or BENCHMARKS / "results" / f"growth_{args.device}.json"
     return args
 
 
@@ -303,7 +305,7 @@ def main() -> None:
         "load_before": load,
         "seed": SEED,
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
-        "arithmetic": str(parts.weights.autocast if parts else torch.float32),
+        "dtype": str(parts.weights.autocast if parts else torch.float32),
         "time": "processor time of all threads" if args.device == "cpu" else "clock",
         "limit": LIMIT,
         "counted_limit": COUNTED_LIMIT,

@@ -42,7 +42,7 @@ END = 1
 """The byte tokenizer's."""
 
 
-def drawn(name: str) -> Any:
+def make_model(name: str) -> Any:
     """A model of a known shape; `small` is for a CPU: enough weights to decode on copies of them as
     larger models do, and so few words that the logits of 256 rows are 4 MiB."""
     if name != "small":
@@ -93,7 +93,7 @@ class Parts:
         def draw(name: str, *, dtype: torch.dtype, device: torch.device, **_: Any) -> Any:
             torch.manual_seed(SEED)
             with device:
-                return drawn(name).to(dtype).eval()
+                return make_model(name).to(dtype).eval()
 
         with patch.object(student_weights, "load_model", draw):
             self.weights = StudentWeights(recipe.student, seed=SEED)
@@ -130,7 +130,7 @@ class Parts:
 
     def trajectory(self, number: int, num_tokens: int) -> Trajectory:
         """One question and one answer, so many tokens together."""
-        task = Task(id=str(number), split="train", messages=(_said("Go."),))
+        task = Task(id=str(number), split="train", messages=(user_message("Go."),))
         prompt = self.turns.prompt_turn(task)
         ids = self.ids(num_tokens - len(prompt.token_ids))
         answer = Sample(token_ids=ids, logp=(-9.0,) * len(ids), stop="length", text="")
@@ -159,7 +159,7 @@ class Parts:
         )
 
 
-def _said(text: str) -> Message:
+def user_message(text: str) -> Message:
     return Message(role="user", content=text)
 
 
@@ -167,7 +167,7 @@ class Echo:
     """An environment that always says the same."""
 
     def step(self, reply: str) -> Observation:
-        return Observation(messages=(_said(OBSERVED),))
+        return Observation(messages=(user_message(OBSERVED),))
 
     def grade(self) -> Grade:
         return Grade(score=1.0, passed=True, feedback="")
@@ -181,8 +181,8 @@ def sampling(parts: Parts, *, rows: int, prompt: int, new: int) -> Work:
     how = Sampling(max_new_tokens=new)
 
     def call() -> None:
-        written = parts.engine.sample(requests, how)
-        assert all(len(sample.token_ids) == new for sample in written)
+        samples = parts.engine.sample(requests, how)
+        assert all(len(sample.token_ids) == new for sample in samples)
 
     counts = {
         "operations": parts.operations([prompt + new] * rows),
@@ -218,11 +218,12 @@ def update(parts: Parts, *, sequences: int, length: int) -> Work:
 def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
     # Different beginnings: equal ones would be read once.
     tasks = [
-        Task(id=str(row), split="train", messages=(_said(f"Go {row:04}."),)) for row in range(rows)
+        Task(id=str(row), split="train", messages=(user_message(f"Go {row:04}."),))
+        for row in range(rows)
     ]
-    heard = parts.turns.environment_turn((_said(OBSERVED),), add_end_of_turn=True)
+    observation = parts.turns.environment_turn((user_message(OBSERVED),), add_end_of_turn=True)
     length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
-    length += turns * (new + len(heard.token_ids))
+    length += turns * (new + len(observation.token_ids))
     rollout = EpisodeRollout(
         engine=parts.engine,
         template=parts.turns,
@@ -237,9 +238,12 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
     )
 
     def call() -> None:
-        played = rollout(tasks, 0)
-        spoken = {sum(turn.role == "assistant" for turn in one.turns) for one in played}
-        assert spoken == {turns} and len(played) == rows
+        trajectories = rollout(tasks, 0)
+        num_turns = {
+            sum(turn.role == "assistant" for turn in trajectory.turns)
+            for trajectory in trajectories
+        }
+        assert num_turns == {turns} and len(trajectories) == rows
 
     counts = {
         "operations": parts.operations([length] * rows),
@@ -249,20 +253,25 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
 
 
 def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
-    one = episode(parts.turns, tokens, turns)
-    spoken = [i for i, turn in enumerate(one.turns) if turn.role == "assistant"]
-    places = [spoken[(2 * n + 1) * len(spoken) // (2 * hints)] for n in range(hints)]
-    given = [Hint(trajectory=one.id, turn=turn, text=HINT, source="made up") for turn in places]
+    trajectory = episode(parts.turns, tokens, turns)
+    assistant_turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+    hinted_turns = [
+        assistant_turns[(2 * n + 1) * len(assistant_turns) // (2 * hints)] for n in range(hints)
+    ]
+    hint_list = [
+        Hint(trajectory=trajectory.id, turn=turn, text=HINT, source="made up")
+        for turn in hinted_turns
+    ]
     rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
     score = parts.scoring(HintScorer(parts.engine, parts.turns, rules))
 
     def call() -> None:
-        (scored,) = score([one], given)
+        (scored,) = score([trajectory], hint_list)
         assert len(scored.hints) == hints and not any(j.drop_reason for j in scored.hints)
 
     # Of the trajectory alone, which is the same for any number of hints.
-    counts = {"operations": parts.operations([len(one.token_ids)])}
-    return Work(call=call, num_tokens=len(one.token_ids), counts=counts)
+    counts = {"operations": parts.operations([len(trajectory.token_ids)])}
+    return Work(call=call, num_tokens=len(trajectory.token_ids), counts=counts)
 
 
 # ── the series ───────────────────────────────────────────────────────────────────────────────────
@@ -276,7 +285,7 @@ class Series:
     unit: str
     sizes: tuple[int, ...]
     job: Callable[[Parts, int], Work]
-    beside: str | None = None
+    panel_of: str | None = None
     """The series in whose picture it is drawn: the same tokens, cut into short sequences."""
 
 
@@ -347,7 +356,7 @@ def all_series(at: Scale) -> tuple[Series, ...]:
         ),
         Series(
             name=f"scoring: tokens {cut}", unit="tokens", sizes=doubled(at.piece, at.lengths[1]),
-            job=cut_up(scoring), beside="scoring: length",
+            job=cut_up(scoring), panel_of="scoring: length",
         ),
         Series(
             name="update: sequences", unit=f"sequences of {at.short}",
@@ -362,7 +371,7 @@ def all_series(at: Scale) -> tuple[Series, ...]:
         Series(
             name=f"update: tokens {cut}", unit="tokens",
             sizes=doubled(at.piece, at.update_lengths[1]),
-            job=cut_up(update), beside="update: length",
+            job=cut_up(update), panel_of="update: length",
         ),
         Series(
             name="episodes: turns", unit="turns", sizes=doubled(4, 64),

@@ -17,7 +17,7 @@ from typing import Any
 from courtside.report.page.svg import step_ticks
 
 WIDTH, HEIGHT = 208, 168
-LEFT, TOP, GAP_X, GAP_Y = 48, 84, 52, 74
+MARGIN_LEFT, MARGIN_TOP, GAP_X, GAP_Y = 48, 84, 52, 74
 COLUMNS = 4
 TIME, MEMORY, CUT, GUIDE = "#1f5fbf", "#d9541e", "#7fb2ea", "#888888"
 
@@ -26,21 +26,21 @@ Row = Mapping[str, Any]
 
 def picture(result: Mapping[str, Any]) -> str:
     """All series of a result; those beside another in its panel."""
-    found = result["series"]
-    panels = [one for one in found if one["beside"] is None]
-    names = {one["series"] for one in panels}
-    panels += [one for one in found if one["beside"] not in (None, *names)]
+    series = result["series"]
+    panels = [s for s in series if s["panel_of"] is None]
+    names = {s["series"] for s in panels}
+    panels += [s for s in series if s["panel_of"] not in (None, *names)]
     parts = [*_heading(result, panels)]
     for index, panel in enumerate(panels):
-        beside = [one for one in found if one["beside"] == panel["series"]]
-        left = LEFT + index % COLUMNS * (WIDTH + GAP_X)
-        top = TOP + index // COLUMNS * (HEIGHT + GAP_Y)
-        parts += _panel(panel, beside, left, top, result["memory_floor_bytes"])
+        short_series = [s for s in series if s["panel_of"] == panel["series"]]
+        x = MARGIN_LEFT + index % COLUMNS * (WIDTH + GAP_X)
+        y = MARGIN_TOP + index // COLUMNS * (HEIGHT + GAP_Y)
+        parts += _panel(panel, short_series, x, y, result["memory_floor_bytes"])
     num_rows = -(-len(panels) // COLUMNS)
-    width = LEFT + COLUMNS * (WIDTH + GAP_X) - GAP_X + 20
-    height = TOP + num_rows * (HEIGHT + GAP_Y)
+    width = MARGIN_LEFT + COLUMNS * (WIDTH + GAP_X) - GAP_X + 20
+    height = MARGIN_TOP + num_rows * (HEIGHT + GAP_Y)
     caption = _caption(result)
-    parts += [_text(LEFT, height + 16 * i, line) for i, line in enumerate(caption)]
+    parts += [_text(MARGIN_LEFT, height + 16 * i, line) for i, line in enumerate(caption)]
     return _svg(width, height + 16 * len(caption), parts)
 
 
@@ -51,15 +51,17 @@ def _heading(result: Mapping[str, Any], panels: Sequence[Mapping[str, Any]]) -> 
         result["settings"]["model"], f"shape of {result['settings']['model']}"
     )
     about = f"{model}, {where}, {result['date'][:10]}"
-    yield _text(LEFT, 20, f"Cost against size, as a multiple of the smallest — {about}", bold=True)
+    yield _text(
+        MARGIN_LEFT, 20, f"Cost against size, as a multiple of the smallest — {about}", bold=True
+    )
     entries = [("time", TIME, ""), ("memory above what was held", MEMORY, "")]
     entries += [("time of the same tokens in short sequences", CUT, "")]
     entries += [("twice the size, twice the cost", GUIDE, "4 3")]
-    x = float(LEFT)
-    for words, colour, dashes in entries:
+    x = float(MARGIN_LEFT)
+    for label, colour, dashes in entries:
         yield _line([(x, 40), (x + 22, 40)], colour, dashes)
-        yield _text(x + 28, 44, words)
-        x += 54 + 6.7 * len(words)
+        yield _text(x + 28, 44, label)
+        x += 54 + 6.7 * len(label)
 
 
 def _caption(result: Mapping[str, Any]) -> list[str]:
@@ -75,9 +77,9 @@ def _caption(result: Mapping[str, Any]) -> list[str]:
 
 def _panel(
     panel: Mapping[str, Any],
-    beside: Sequence[Mapping[str, Any]],
-    left: float,
-    top: float,
+    short_series: Sequence[Mapping[str, Any]],
+    origin_x: float,
+    origin_y: float,
     floor: int,
 ) -> Iterator[str]:
     rows = panel["rows"]
@@ -86,27 +88,29 @@ def _panel(
     least = max(rows[0]["memory_bytes"], floor)
     times = [(row["size"], row["seconds"] / base) for row in rows]
     memory = [(row["size"], max(row["memory_bytes"], floor) / least) for row in rows]
-    cut = [(row["size"], row["seconds"] / base) for one in beside for row in one["rows"]]
+    cut = [(row["size"], row["seconds"] / base) for s in short_series for row in s["rows"]]
     values = [y for _, y in (*times, *memory, *cut)] + [last / first]
     low, high = min(0.0, math.log2(min(values))), math.log2(max(values)) + 0.2
 
     def place_x(size: float) -> float:
-        return left + 10 + math.log2(size / first) / math.log2(last / first) * (WIDTH - 20)
+        return origin_x + 10 + math.log2(size / first) / math.log2(last / first) * (WIDTH - 20)
 
     def place_y(value: float) -> float:
-        return top + HEIGHT - (math.log2(value) - low) / (high - low) * HEIGHT
+        return origin_y + HEIGHT - (math.log2(value) - low) / (high - low) * HEIGHT
 
     def placed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(place_x(x), place_y(y)) for x, y in points]
 
-    yield _text(left, top - 10, panel["series"], bold=True)
+    yield _text(origin_x, origin_y - 10, panel["series"], bold=True)
     for power in step_ticks(low, high):
         y = place_y(2.0**power)
-        yield _line([(left, y), (left + WIDTH, y)], "#dddddd", width=1)
-        yield _text(left - 6, y + 4, f"{2**power:g}×", "end")
+        yield _line([(origin_x, y), (origin_x + WIDTH, y)], "#dddddd", width=1)
+        yield _text(origin_x - 6, y + 4, f"{2**power:g}×", "end")
     for row in rows:
-        yield _text(place_x(row["size"]), top + HEIGHT + 15, f"{row['size']}", "middle", small=True)
-    yield _text(left + WIDTH, top + HEIGHT + 30, panel["unit"], "end")
+        yield _text(
+            place_x(row["size"]), origin_y + HEIGHT + 15, f"{row['size']}", "middle", small=True
+        )
+    yield _text(origin_x + WIDTH, origin_y + HEIGHT + 30, panel["unit"], "end")
     yield _line(placed([(first, 1.0), (last, last / first)]), GUIDE, "4 3", 1.2)
     if cut:
         yield _line(placed(cut), CUT)
@@ -118,8 +122,8 @@ def _panel(
     for (x, y), counts in zip(placed(times), hint_outcomes, strict=True):
         yield _dot(x, y, TIME, filled=counts)
     longest = rows[-1]
-    words = f"{_seconds(longest['seconds'])}, {longest['memory_bytes'] / 2**20:,.0f} MiB at the end"
-    yield _text(left + 4, top + 14, words, small=True)
+    label = f"{_seconds(longest['seconds'])}, {longest['memory_bytes'] / 2**20:,.0f} MiB at the end"
+    yield _text(origin_x + 4, origin_y + 14, label, small=True)
 
 
 def _seconds(value: float) -> str:
@@ -129,7 +133,7 @@ def _seconds(value: float) -> str:
 def _text(
     x: float,
     y: float,
-    words: str,
+    text: str,
     anchor: str = "start",
     *,
     bold: bool = False,
@@ -138,7 +142,7 @@ def _text(
     style = ' font-weight="600"' if bold else ""
     # A rim of white: lines of the grid run below.
     style += ' font-size="10" stroke="#fff" stroke-width="4" paint-order="stroke"' if small else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
 
 
 def _line(

@@ -103,8 +103,8 @@ class Inputs:
         generator = torch.Generator(hidden_ND.device).manual_seed(SEED + 1)
 
         def normal(*dims: int) -> Tensor:
-            found = torch.randn(*dims, generator=generator, device=hidden_ND.device)
-            return (found / dims[1] ** 0.5).to(weight_VD.dtype)
+            values = torch.randn(*dims, generator=generator, device=hidden_ND.device)
+            return (values / dims[1] ** 0.5).to(weight_VD.dtype)
 
         low = LowRank(
             down_RD=normal(RANK, hidden_ND.shape[1]), up_VR=normal(len(weight_VD), RANK), scale=2.0
@@ -138,7 +138,7 @@ def make_inputs(
 # ── what is timed ────────────────────────────────────────────────────────────────────────────────
 
 
-def products(inputs: Inputs, *, trained: bool = True) -> Callable[[], None]:
+def matmuls(inputs: Inputs, *, trained: bool = True) -> Callable[[], None]:
     """The floor, into memory that is there already."""
     student, other = inputs.student, inputs.teacher
     logits_NV = student.hidden_ND.new_empty(len(inputs.ids_N), len(student.weight_VD))
@@ -197,7 +197,7 @@ def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def plain_adapted(inputs: Inputs) -> tuple[Tensor, ...]:
-    """A frozen head and the adapter's two products: gradients by hidden states, down and up."""
+    """A frozen head and the adapter's two matmuls: gradients by hidden states, down and up."""
     low = inputs.student.low_rank
     assert low is not None
     leaves = [
@@ -304,8 +304,8 @@ def reference_adapted(inputs: Inputs) -> tuple[Tensor, ...]:
     return gradient_NV @ weight_VD, up_VR.t() @ gradient_VD, gradient_VD @ down_RD.t()
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right).norm() / right.norm())
+def relative(value: Tensor, right: Tensor) -> float:
+    return float((value.double() - right).norm() / right.norm())
 
 
 def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
@@ -323,9 +323,9 @@ def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
 def errors_of(inputs: Inputs, kinds: dict[str, DivergenceSpec]) -> dict[str, dict[str, float]]:
     """‖found − float64‖ / ‖float64‖ of the gradients of a few rows, by kind."""
     few = inputs.first(CHECKED_ROWS)
-    right, found = reference(few, REVERSE), plain(few)
+    right, result = reference(few, REVERSE), plain(few)
     errors = {
-        "plain": {"hidden": relative(found[0], right[0]), "head": relative(found[1], right[1])}
+        "plain": {"hidden": relative(result[0], right[0]), "head": relative(result[1], right[1])}
     }
     checked: dict[str, DivergenceSpec | None] = {**kinds, "cross-entropy": None}
     for name, divergence in checked.items():
@@ -346,7 +346,7 @@ def errors_of(inputs: Inputs, kinds: dict[str, DivergenceSpec]) -> dict[str, dic
         ("adapter", (mine.hidden_gradient_ND, into.down_RD, into.up_VR)),
     ):
         pairs = zip(ADAPTED, gradients, reference_adapted(adapted), strict=True)
-        errors[who] = {what: relative(found, right) for what, found, right in pairs}
+        errors[who] = {what: relative(result, right) for what, result, right in pairs}
     return errors
 
 
@@ -354,7 +354,9 @@ def too_far(errors: dict[str, dict[str, float]]) -> list[str]:
     """Which of them are not as close to float64 as bfloat16 allows. Where few words count, one that
     is nearly as likely as the last of them may take its place: that has no limit here."""
     plain = {"adapter": "plain, adapter"}  # rounded once more, whoever computes it
-    limits = {ours: 1.05 * max(errors[theirs].values()) for ours, theirs in plain.items()}
+    limits = {
+        ours: 1.05 * max(errors[reference_name].values()) for ours, reference_name in plain.items()
+    }
     limits |= dict.fromkeys(plain.values(), float("inf"))
     return [
         name
@@ -382,26 +384,26 @@ def far_rows_error(device: torch.device) -> float:
 def runs(inputs: Inputs) -> dict[str, tuple[str, int, Callable[[], Any]]]:
     """By name: (its floor, bytes of its gradients, what runs)."""
     whole = gradient_bytes(inputs)
-    found: dict[str, tuple[str, int, Callable[[], Any]]] = {}
+    candidates: dict[str, tuple[str, int, Callable[[], Any]]] = {}
     for name, divergence in KINDS.items():
         if divergence.support is None or divergence.support.k < len(inputs.student.weight_VD):
-            found[f"ours, {name}"] = ("trained", whole, partial(ours, inputs, divergence))
-    found["ours, reverse KL, gradient as narrow as the head"] = (
+            candidates[f"ours, {name}"] = ("trained", whole, partial(ours, inputs, divergence))
+    candidates["ours, reverse KL, gradient as narrow as the head"] = (
         "trained", gradient_bytes(inputs, narrow=True), partial(ours, inputs, narrow=True),
     )  # fmt: skip
-    found["ours, reverse KL, head frozen"] = (
+    candidates["ours, reverse KL, head frozen"] = (
         "frozen", gradient_bytes(inputs, trained=False), partial(ours, inputs, trained=False),
     )  # fmt: skip
     narrow = gradient_bytes(inputs, narrow=True)
-    found["plain logits, reverse KL"] = ("trained", narrow, partial(plain, inputs))
+    candidates["plain logits, reverse KL"] = ("trained", narrow, partial(plain, inputs))
     adapted = inputs.adapted()
     frozen = gradient_bytes(inputs, trained=False)
     numbers = RANK * sum(inputs.student.weight_VD.shape)
-    found[f"ours, reverse KL, head frozen, adapter of rank {RANK}"] = (
+    candidates[f"ours, reverse KL, head frozen, adapter of rank {RANK}"] = (
         "frozen", frozen + 4 * numbers, partial(ours, adapted),
     )  # fmt: skip
     item = inputs.student.weight_VD.element_size()
-    found[f"plain logits, reverse KL, head frozen, adapter of rank {RANK}"] = (
+    candidates[f"plain logits, reverse KL, head frozen, adapter of rank {RANK}"] = (
         "frozen", frozen + item * numbers, partial(plain_adapted, adapted),
     )  # fmt: skip
-    return found
+    return candidates

@@ -1,4 +1,4 @@
-"""The output head on a CPU: time over the matrix products alone, and memory above the inputs.
+"""The output head on a CPU: time over the matmuls alone, and memory above the inputs.
 
 8192 trained tokens, hidden size 576, 49152 words, float32, forward and backward: courtside's
 reverse KL over all words beside its loss on sampled tokens, plain logits and TRL's version. Whole
@@ -26,16 +26,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from opd_step import GIB, HERE, commit, hardware, run_process
+from opd_step import BENCHMARKS, GIB, commit, hardware, run_process
 from workload import SEED, peak_rss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HIDDEN = 576
-WORDS = 49152
+VOCAB_SIZE = 49152
 ROWS = 256
-"""Of logits at a time, for the products alone."""
+"""Of logits at a time, for the matmuls alone."""
 ALIKE = ("full", "plain", "trl_full")
 """Variants with the same loss and gradients."""
 
@@ -59,22 +59,22 @@ def gradients(inputs: Inputs) -> float:
     return float(loss.detach())
 
 
-def products(inputs: Inputs) -> float:
-    """The four matrix products of a divergence and nothing else, no loss. The floor of time."""
+def matmuls(inputs: Inputs) -> float:
+    """The four matmuls of a divergence and nothing else, no loss. The floor of time."""
     import torch
 
     with torch.no_grad():
         gradient_VD, gradient_TD = (
-            torch.zeros_like(given) for given in (inputs.weight_VD, inputs.hidden_TD)
+            torch.zeros_like(tensor) for tensor in (inputs.weight_VD, inputs.hidden_TD)
         )
-        rooms = [inputs.hidden_TD.new_empty(ROWS, WORDS) for _ in range(2)]
+        buffers = [inputs.hidden_TD.new_empty(ROWS, VOCAB_SIZE) for _ in range(2)]
         for start in range(0, len(inputs.hidden_TD), ROWS):
-            own = slice(start, start + ROWS)
-            hidden_ND, teacher_ND = inputs.hidden_TD[own], inputs.teacher_hidden_TD[own]
-            logits_NV, of_teacher_NV = (room[: len(hidden_ND)] for room in rooms)
+            rows = slice(start, start + ROWS)
+            hidden_ND, teacher_ND = inputs.hidden_TD[rows], inputs.teacher_hidden_TD[rows]
+            logits_NV, of_teacher_NV = (buffer[: len(hidden_ND)] for buffer in buffers)
             torch.mm(hidden_ND, inputs.weight_VD.T, out=logits_NV)
             torch.mm(teacher_ND, inputs.teacher_VD.T, out=of_teacher_NV)
-            torch.mm(logits_NV, inputs.weight_VD, out=gradient_TD[own])
+            torch.mm(logits_NV, inputs.weight_VD, out=gradient_TD[rows])
             gradient_VD.addmm_(logits_NV.T, hidden_ND)
     inputs.hidden_TD.grad, inputs.weight_VD.grad = gradient_TD, gradient_VD
     return 0.0
@@ -109,7 +109,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
 
     num_tokens = len(inputs.ids_T)
     # Any log-probs will do: they change the numbers of the sampled loss, not its memory.
-    logp_T = torch.full((num_tokens,), -math.log(WORDS))
+    logp_T = torch.full((num_tokens,), -math.log(VOCAB_SIZE))
     rows = TokenBatch(
         hidden_ND=inputs.hidden_TD,
         ids_N=inputs.ids_T,
@@ -159,7 +159,7 @@ def plain(inputs: Inputs) -> float:
 
 RUN: dict[str, Callable[[Inputs], float]] = {
     "gradients": gradients,
-    "products": products,
+    "matmuls": matmuls,
     "sampled": sampled,
     "full": full,
     "plain": plain,
@@ -179,13 +179,13 @@ def run_variant(args: argparse.Namespace) -> None:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    weight_VD = normal(WORDS, HIDDEN, scale=0.1)
+    weight_VD = normal(VOCAB_SIZE, HIDDEN, scale=0.1)
     inputs = Inputs(
         hidden_TD=normal(args.tokens, HIDDEN).requires_grad_(),
         teacher_hidden_TD=normal(args.tokens, HIDDEN),
-        teacher_VD=weight_VD + normal(WORDS, HIDDEN, scale=0.01),
+        teacher_VD=weight_VD + normal(VOCAB_SIZE, HIDDEN, scale=0.01),
         weight_VD=weight_VD.requires_grad_(),
-        ids_T=torch.randint(WORDS, (args.tokens,), generator=generator),
+        ids_T=torch.randint(VOCAB_SIZE, (args.tokens,), generator=generator),
     )
     run = RUN[args.variant]
     # Imports, threads and buffers of a first use are no part of the head: a few tokens go first.
@@ -242,7 +242,7 @@ def run_all(args: argparse.Namespace) -> None:
         "load_after": os.getloadavg()[0],
         "seed": SEED,
         "num_threads": args.threads,
-        "shape": {"tokens": args.tokens, "hidden": HIDDEN, "words": WORDS, "dtype": "float32"},
+        "shape": {"tokens": args.tokens, "hidden": HIDDEN, "words": VOCAB_SIZE, "dtype": "float32"},
         "rows": rows,
         "ratios": ratios,
         "problems": problems,
@@ -266,29 +266,29 @@ def differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By variant: time over the products alone; time and memory over courtside's `full`."""
+    """By variant: time over the matmuls alone; time and memory over courtside's `full`."""
     by_name = {row["variant"]: row for row in rows}
-    found: dict[str, dict[str, float]] = {name: {} for name in by_name}
+    ratios: dict[str, dict[str, float]] = {name: {} for name in by_name}
     for name, row in by_name.items():
         for key, field, base in (
-            ("time_over_products", "seconds", "products"),
+            ("time_over_matmuls", "seconds", "matmuls"),
             ("time_over_full", "seconds", "full"),
             ("memory_over_full", "rise", "full"),
         ):
             if base in by_name:
-                found[name][key] = row[field] / by_name[base][field]
-    return found
+                ratios[name][key] = row[field] / by_name[base][field]
+    return ratios
 
 
 def table(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Mapping[str, float]]) -> str:
     lines = [
-        "| head | time, of the products | memory above inputs, GiB | time, memory over `full` |",
+        "| head | time, of the matmuls | memory above inputs, GiB | time, memory over `full` |",
         "|---|---|---|---|",
     ]
     for row in rows:
-        own = ratios[row["variant"]]
-        over = [f"{own[key]:.2f}" if key in own else "–" for key in (
-            "time_over_products", "time_over_full", "memory_over_full",
+        row_ratios = ratios[row["variant"]]
+        over = [f"{row_ratios[key]:.2f}" if key in row_ratios else "–" for key in (
+            "time_over_matmuls", "time_over_full", "memory_over_full",
         )]  # fmt: skip
         lines.append(
             f"| {row['variant']} | {over[0]} | {row['rise'] / GIB:.2f} | {over[1]}, {over[2]} |"
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python-trl", type=Path, default=Path(".venv-bench/bin/python"))
     parser.add_argument("--python-courtside", type=Path, default=Path(".venv/bin/python"))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_cpu.json")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "head_cpu.json")
     args = parser.parse_args()
     if args.variant is None:
         run_all(args)

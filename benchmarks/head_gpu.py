@@ -1,10 +1,10 @@
-"""The fused divergence head against its floor: the matrix products alone, timed in the same run.
+"""The fused divergence head against its floor: the matmuls alone, timed in the same run.
 
 From bfloat16 hidden states and heads to the gradients of both, on random data, for shapes of
 Qwen3-8B, 0.6B, 1.7B and SmolLM2-135M. Every time is a multiple of
 
     floor      logits of student and teacher, gradient by hidden states, gradient by the head:
-               four matrix products (three for a frozen head), the whole shape at once, nothing else
+               four matmuls (three for a frozen head), the whole shape at once, nothing else
 
     ours       `fused_linear_divergence`, the zeroing of the head's float32 gradient included
     plain      whole logits, log_softmax, autograd
@@ -36,7 +36,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from gpu_machine import GIB, HERE, Clock, header
+from gpu_machine import BENCHMARKS, GIB, Clock, header
 from head_cases import (
     KINDS,
     MORE_KINDS,
@@ -47,7 +47,7 @@ from head_cases import (
     gradient_bytes,
     liger,
     make_inputs,
-    products,
+    matmuls,
     runs,
     too_far,
 )
@@ -71,8 +71,8 @@ def checked(inputs: Inputs, *, more: bool) -> tuple[dict[str, Any], list[str]]:
     }
     errors = errors_of(inputs, kinds)
     for name, error in errors.items():
-        said = ", ".join(f"{what} {value:.1e}" for what, value in error.items())
-        print(f"  off by: {said}: {name}")
+        differences = ", ".join(f"{what} {value:.1e}" for what, value in error.items())
+        print(f"  off by: {differences}: {name}")
     wrong = too_far(errors)
     if wrong:
         print(f"  WRONG: not as close to float64 as bfloat16 allows: {wrong}")
@@ -82,14 +82,14 @@ def checked(inputs: Inputs, *, more: bool) -> tuple[dict[str, Any], list[str]]:
 def timed(clock: Clock, label: str, floor: Any, gradients: int, run: Any) -> dict[str, Any]:
     floors = [clock.measure(floor)["ms"]]
     try:
-        found = clock.measure(run)
+        timing = clock.measure(run)
     except torch.OutOfMemoryError:
         print(f"  {label}: out of memory", flush=True)
         return {"name": label, "out_of_memory": True}
     floors.append(clock.measure(floor)["ms"])
-    row = {"name": label, "ratio": found["ms"] / mean(floors), "floors_ms": floors, **found}
-    if found["peak_gib"] is not None:
-        row["peak_above_gradients_gib"] = found["peak_gib"] - gradients / GIB
+    row = {"name": label, "ratio": timing["ms"] / mean(floors), "floors_ms": floors, **timing}
+    if timing["peak_gib"] is not None:
+        row["peak_above_gradients_gib"] = timing["peak_gib"] - gradients / GIB
     print(f"  {line(row)}", flush=True)
     return row
 
@@ -112,7 +112,7 @@ def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, An
     print(f"  {plan}")
     errors, wrong = checked(inputs, more=name == args.shapes[0])
     _tidy(clock)
-    floors = {name: products(inputs, trained=name == "trained") for name in ("trained", "frozen")}
+    floors = {name: matmuls(inputs, trained=name == "trained") for name in ("trained", "frozen")}
     rows = []
     for label, (floor, gradients, run) in runs(inputs).items():
         _tidy(clock)
@@ -139,7 +139,7 @@ def run_liger(
     inputs = make_inputs(SHAPES[name], clock.device, args.backend)
     gradients = gradient_bytes(inputs, narrow=True)
     try:
-        return timed(clock, label, products(inputs), gradients, partial(run, inputs))
+        return timed(clock, label, matmuls(inputs), gradients, partial(run, inputs))
     except RuntimeError as error:  # ours are measured already, and stay
         print(f"  {label}: failed: {type(error).__name__}: {str(error)[:500]}")
         return {"name": label, "failed": str(error)}
@@ -151,7 +151,7 @@ def _tidy(clock: Clock) -> None:
 
 
 def summary(shapes: dict[str, Any]) -> None:
-    print("\nsummary: multiples of the matrix products alone")
+    print("\nsummary: multiples of the matmuls alone")
     for name, shape in shapes.items():
         for row in shape["rows"]:
             if "ratio" not in row:
@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120, help="after which no Liger is begun")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_gpu.json")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "head_gpu.json")
     return parser.parse_args()
 
 

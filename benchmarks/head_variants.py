@@ -24,8 +24,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_machine import HERE, Clock, header
-from head_cases import KINDS, REVERSE, SHAPES, Inputs, make_inputs, ours, products
+from gpu_machine import BENCHMARKS, Clock, header
+from head_cases import KINDS, REVERSE, SHAPES, Inputs, make_inputs, matmuls, ours
 
 from courtside.losses.fused.linear_divergence import ChunkPlan, plan_chunks
 from courtside.losses.fused.types import RawLogits
@@ -64,10 +64,10 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
             one_pass.run_part(whole, teacher)
             one_pass.finish()
 
-        found = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
-        moved = PASSES[kind] * student_NV.numel() * student_NV.element_size()
-        row = {"kind": kind, "num_warps": warps, "lanes_per_thread": lanes, "ms": found["ms"],
-               "gb_per_s": moved / found["ms"] / 1e6}  # fmt: skip
+        timing = clock.measure(run, before=lambda: student_NV.copy_(logits[0]))
+        num_bytes = PASSES[kind] * student_NV.numel() * student_NV.element_size()
+        row = {"kind": kind, "num_warps": warps, "lanes_per_thread": lanes, "ms": timing["ms"],
+               "gb_per_s": num_bytes / timing["ms"] / 1e6}  # fmt: skip
         rows.append(row)
         ships = " <- ships" if tiling == triton_backend.TILING else ""
         print(f"  {kind}, {part} rows, {warps} warps, {lanes} lanes a thread: {row['ms']:.3f} ms, "
@@ -89,7 +89,7 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
     part = plan_chunks(inputs.student, teacher=True, trained=True).part
     few = inputs.first(part)
     logits_NV = few.student.hidden_ND @ few.student.weight_VD.t()
-    found = allocate_top_k(len(logits_NV), SELECTED, logits_NV.device)
+    buffers = allocate_top_k(len(logits_NV), SELECTED, logits_NV.device)
     width = 16 // logits_NV.element_size()
     rows = []
     for warps in SELECTIONS:
@@ -105,10 +105,10 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
         maxima_NG.copy_(padded_NV.view(*maxima_NG.shape, width).amax(-1))
 
         def run(maxima_NG: torch.Tensor = maxima_NG, warps: int = warps) -> None:
-            select_top_k(logits_NV, logits_NV, maxima_NG, found, lanes=32 * warps, width=width,
+            select_top_k(logits_NV, logits_NV, maxima_NG, buffers, lanes=32 * warps, width=width,
                  num_warps=warps)  # fmt: skip
 
-        took = clock.measure(run, before=found.counts_N3.zero_)
+        took = clock.measure(run, before=buffers.counts_N3.zero_)
         ships = " <- ships" if warps == triton_backend.TILING.num_warps else ""
         rows.append({"by": f"kernel, {warps} warps{ships}", "ms": took["ms"]})
     by_torch = clock.measure(lambda: logits_NV.topk(SELECTED, dim=-1))
@@ -125,7 +125,7 @@ def support(inputs: Inputs, clock: Clock) -> dict[str, Any]:
     def run() -> None:
         ours(inputs, KINDS["top 64, tail"])
 
-    found = clock.measure(run)
+    timing = clock.measure(run)
     asking = []
     for _ in range(5):
         if clock.device.type == "cuda":
@@ -133,14 +133,14 @@ def support(inputs: Inputs, clock: Clock) -> dict[str, Any]:
         start = time.perf_counter()
         run()
         asking.append((time.perf_counter() - start) * 1000)
-    row = {"ms": found["ms"], "host_ms": median(asking)}
+    row = {"ms": timing["ms"], "host_ms": median(asking)}
     print(f"  top {SELECTED}, tail: {row['ms']:.2f} ms, of which the host asks for "
           f"{row['host_ms']:.2f} ms", flush=True)  # fmt: skip
     return row
 
 
 def chunks(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
-    floor = clock.measure(products(inputs))["ms"]
+    floor = clock.measure(matmuls(inputs))["ms"]
     chosen = plan_chunks(inputs.student, teacher=True, trained=True)
     plans = [chosen] + [
         plan
@@ -154,8 +154,8 @@ def chunks(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]
             break
         if clock.device.type == "cuda":
             torch.cuda.empty_cache()
-        found = clock.measure(lambda plan=plan: ours(inputs, REVERSE, plan=plan))
-        row = {"chunk": plan.chunk, "part": plan.part, "ratio": found["ms"] / floor, **found}
+        timing = clock.measure(lambda plan=plan: ours(inputs, REVERSE, plan=plan))
+        row = {"chunk": plan.chunk, "part": plan.part, "ratio": timing["ms"] / floor, **timing}
         rows.append(row)
         memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB above inputs"
         ships = " <- ships" if plan == chosen else ""
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("torch", "triton"), help="unset: as it is chosen")
     parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--seconds", type=float, default=30, help="after which nothing is begun")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "head_variants.json")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "head_variants.json")
     args = parser.parse_args()
     device = torch.device(args.device)
     clock = Clock(device, warmup=1, repeats=5)
@@ -183,18 +183,18 @@ def main() -> None:
             continue
         print(f"{name}: {SHAPES[name]}", flush=True)
         inputs = make_inputs(SHAPES[name], device, args.backend)
-        found: dict[str, Any] = {"shape": SHAPES[name]}
+        variants: dict[str, Any] = {"shape": SHAPES[name]}
         if "support" in args.only:
-            found["support"] = support(inputs, clock)
+            variants["support"] = support(inputs, clock)
         if inputs.backend == "triton" and "selection" in args.only:
-            found["selection"] = selection(inputs, clock, args.seconds)
+            variants["selection"] = selection(inputs, clock, args.seconds)
         if "chunks" in args.only:
-            found["chunks"] = chunks(inputs, clock, args.seconds)
+            variants["chunks"] = chunks(inputs, clock, args.seconds)
         if inputs.backend == "triton" and "kernel" in args.only:
-            found["kernel"] = [
+            variants["kernel"] = [
                 row for kind in PASSES for row in kernel(inputs, kind, clock, args.seconds)
             ]
-        result["shapes"][name] = found
+        result["shapes"][name] = variants
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         del inputs
     print(f"{clock.elapsed:.0f} s in all; results in {args.out}")

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from gpu_machine import GIB, about, model_parser, parsed, store
-from shapes import NAMES, drawn_engine, gradient_of_sampled
+from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
 from transformers.cache_utils import Cache
 from workload import SEED
@@ -46,7 +46,7 @@ class Job:
 
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
-        self.engine = drawn_engine(args)
+        self.engine = random_engine(args)
         generator = torch.Generator().manual_seed(SEED)
         vocab_size = self.engine.model.config.vocab_size
         ids = torch.randint(1, vocab_size, (args.tokens,), generator=generator).tolist()
@@ -83,23 +83,23 @@ class Job:
     @torch.no_grad()
     def trunk(self) -> Cache:
         """The keys and values that a training pass would leave behind."""
-        kept = make_trunk_cache()
+        cache = make_trunk_cache()
         with self.engine.autocast_context(), self.engine.passes.patch_model():
-            self.engine.passes.forward([self.request.token_ids], cache=kept)
-        return kept
+            self.engine.passes.forward([self.request.token_ids], cache=cache)
+        return cache
 
     @torch.no_grad()
-    def branches(self, kept: Cache, num_hints: int) -> list[Tensor]:
-        its = self.first(num_hints)
+    def branches(self, cache: Cache, num_hints: int) -> list[Tensor]:
+        branches = self.first(num_hints)
         with self.engine.autocast_context(), self.engine.passes.patch_model():
-            found = forward_branches(
-                self.engine.passes, kept, [(SequenceSpan(start=0), branch) for branch in its],
+            hidden = forward_branches(
+                self.engine.passes, cache, [(SequenceSpan(start=0), branch) for branch in branches],
                 max_tokens=self.engine.score_batch_tokens,
             )  # fmt: skip
-            requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in its]
-            starts = [SequenceSpan(start=n) for n in [0, *accumulate(map(len, found))][:-1]]
+            requests = [ScoreRequest(token_ids=b.token_ids, scored=b.scored) for b in branches]
+            starts = [SequenceSpan(start=n) for n in [0, *accumulate(map(len, hidden))][:-1]]
             scores = score_positions(
-                self.engine.head, torch.cat(found), starts, requests, want="hidden"
+                self.engine.head, torch.cat(hidden), starts, requests, want="hidden"
             )
         return [score.logp_T for score in scores]
 
@@ -120,8 +120,8 @@ class Job:
         alone = [self.separate(branch) for branch in self.first(number)]
         worst = max(
             float((a - b).abs().max())
-            for found in (self.branches(self.trunk(), number), self.before(number))
-            for a, b in zip(found, alone, strict=True)
+            for logps in (self.branches(self.trunk(), number), self.before(number))
+            for a, b in zip(logps, alone, strict=True)
         )
         limit = 0.2 if self.device.type == "cuda" else 1e-3
         if not worst < limit:
@@ -164,10 +164,10 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, floa
         if number == args.warmup:
             runs.clear()
         note("training", job.training)
-        kept = job.trunk()
+        cache = job.trunk()
         for n in args.hints:
-            note(f"branches-{n}", partial(job.branches, kept, n))
-        del kept
+            note(f"branches-{n}", partial(job.branches, cache, n))
+        del cache
         for n in args.hints:
             note(f"before-{n}", partial(job.before, n))
     for _ in range(args.separate_repeats):
@@ -178,21 +178,21 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, floa
 
 def summary(args: argparse.Namespace, runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Ratios of the fastest runs, which other programs and first uses disturbed least."""
-    seconds = {name: [run["seconds"] for run in its] for name, its in runs.items()}
+    seconds = {name: [run["seconds"] for run in repeats] for name, repeats in runs.items()}
     training = min(seconds["training"])
     rows = []
     for n in args.hints:
-        one, before = (min(seconds[f"{name}-{n}"]) for name in ("branches", "before"))
+        branches, before = (min(seconds[f"{name}-{n}"]) for name in ("branches", "before"))
         separate = sum(min(seconds[f"separate-{i}"]) for i in range(n))
         rows.append({
             "hints": n,
-            "branches_s": one,
+            "branches_s": branches,
             "branches_max_s": max(seconds[f"branches-{n}"]),
             "before_s": before,
             "separate_s": separate,
-            "of_training": one / training,
+            "of_training": branches / training,
             "before_of_training": before / training,
-            "separate_over_branches": separate / one,
+            "separate_over_branches": separate / branches,
             "separate_over_before": separate / before,
         })  # fmt: skip
     return rows
@@ -200,8 +200,8 @@ def summary(args: argparse.Namespace, runs: dict[str, Any]) -> list[dict[str, An
 
 def table(runs: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     lines = []
-    its = [run["seconds"] for run in runs["training"]]
-    lines.append(f"training: {min(its):.3f} s (up to {max(its):.3f})")
+    seconds = [run["seconds"] for run in runs["training"]]
+    lines.append(f"training: {min(seconds):.3f} s (up to {max(seconds):.3f})")
     lines.append(
         "hints | branches s | of training | before, of training | separate s | times less"
         " | times less before"

@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_machine import GIB, HERE, header, store
+from gpu_machine import BENCHMARKS, GIB, header, store
 from shapes import shape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,12 +52,12 @@ ANSWER_SHARE = 0.4
 
 def byte_tokenizer() -> Any:
     """A token a byte: texts have the lengths that they are given."""
-    words = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokens = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(tokens)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=words[0], eos_token=words[1], pad_token=words[1]
+        tokenizer_object=core, bos_token=tokens[0], eos_token=tokens[1], pad_token=tokens[1]
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -118,11 +118,16 @@ class Job:
         )
         self.scoring = TeacherStage(teacher, None, hinted=True)
         self.trajectory = episode(turns, args.tokens, args.turns)
-        spoken = [i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"]
-        every = [spoken[(2 * n + 1) * len(spoken) // (2 * args.hints)] for n in range(args.hints)]
+        assistant_turns = [
+            i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"
+        ]
+        hinted_turns = [
+            assistant_turns[(2 * n + 1) * len(assistant_turns) // (2 * args.hints)]
+            for n in range(args.hints)
+        ]
         self.hints = [
             Hint(trajectory=self.trajectory.id, turn=turn, text=HINT, source="made up")
-            for turn in every
+            for turn in hinted_turns
         ]
 
     def score(self) -> list[Scored]:
@@ -141,26 +146,28 @@ def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Traj
         return "".join(draw.choice("abcdefghij klmnopqrs tuvwxyz .,") for _ in range(size))
 
     task = Task(id="long", split="train", messages=(Message(role="user", content=text(40)),))
-    made = [turns.prompt_turn(task)]
+    episode_turns = [turns.prompt_turn(task)]
     frame = len(
         turns.environment_turn(
             (Message(role="tool", content="x"),), add_end_of_turn=False
         ).token_ids
     )
-    each = (num_tokens - len(made[0].token_ids)) // num_turns
+    each = (num_tokens - len(episode_turns[0].token_ids)) // num_turns
     size = max(2, int(ANSWER_SHARE * each))
     if each - size - frame < 1:
         raise SystemExit(f"--tokens {num_tokens}: too few for {num_turns} turns")
     for number in range(num_turns):
-        said = text(size - 1)
-        ids = (*turns.renderer.tokenizer(said, add_special_tokens=False)["input_ids"], 1)
+        reply = text(size - 1)
+        ids = (*turns.renderer.tokenizer(reply, add_special_tokens=False)["input_ids"], 1)
         logp = tuple(draw.uniform(-6, -1) for _ in ids)
-        made.append(turns.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=said)))
+        episode_turns.append(
+            turns.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=reply))
+        )
         if number + 1 < num_turns:
-            heard = (Message(role="tool", content=text(each - size - frame)),)
-            made.append(turns.environment_turn(heard, add_end_of_turn=False))
+            observation = (Message(role="tool", content=text(each - size - frame)),)
+            episode_turns.append(turns.environment_turn(observation, add_end_of_turn=False))
     return Trajectory(
-        id="episode", task=task, turns=tuple(made), source="student", policy_version=0,
+        id="episode", task=task, turns=tuple(episode_turns), source="student", policy_version=0,
         temperature=1.0, stop="done", grade=Grade(score=1.0, passed=True, feedback=""),
     )  # fmt: skip
 
@@ -184,7 +191,7 @@ def timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, dict[str,
     return result, row
 
 
-def said(name: str, row: dict[str, float]) -> str:
+def format_row(name: str, row: dict[str, float]) -> str:
     above = f", {row['peak_above_gib']:.2f} above what was held" if "peak_above_gib" in row else ""
     return f"{name:>7}: {row['seconds']:.3f} s, peak {row['peak_gib']:.2f} GiB{above}"
 
@@ -205,7 +212,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 < args.hints <= args.turns:
         parser.error(f"--hints {args.hints}: at least one, at most one for each of the turns")
-    args.out = args.out or HERE / "results" / f"long_episode_{args.device}.json"
+    args.out = args.out or BENCHMARKS / "results" / f"long_episode_{args.device}.json"
     return args
 
 
@@ -224,12 +231,12 @@ def main() -> None:
     for number in range(args.repeats + 1):
         scored, scoring = timed(device, job.score)
         update, stepping = timed(
-            device, lambda step=number, its=scored: job.student.step(step, its)
+            device, lambda step=number, batch=scored: job.student.step(step, batch)
         )
         steps.append({"score": scoring, "update": stepping})
         print("first, not counted:" if not number else f"step {number}:")
         for name, row in steps[-1].items():
-            print(said(name, row), flush=True)
+            print(format_row(name, row), flush=True)
     (target,) = (s.target or s.deferred for s in scored)
     assert target is not None
     best = {
@@ -252,7 +259,7 @@ def main() -> None:
         "num_completion_tokens": trajectory.num_completion_tokens,
         "num_branch_tokens": target.num_context_tokens,
         "num_trained": dict(update.num_tokens),
-        "arithmetic": str(job.weights.autocast or torch.float32),
+        "dtype": str(job.weights.autocast or torch.float32),
         "hints_scored_before": job.scored_before,
         "steps": steps,
         "best": best,

@@ -3,7 +3,7 @@
 Both sides do the same work: SmolLM2-135M as the student, a noisy copy of it as the teacher, 16
 prompts, one sample of exactly 64 tokens each at temperature 1, full-vocabulary reverse KL on the
 sampled tokens, one AdamW step; once with all weights trained, once with LoRA of rank 32; each with
-matrix products in float32 and then in bfloat16.
+matmuls in float32 and then in bfloat16.
 
     python benchmarks/opd_step.py --side both --repeats 3 \\
         --python-trl .venv-bench/bin/python --python-courtside .venv/bin/python
@@ -33,8 +33,8 @@ from typing import Any
 
 from workload import DTYPES, LORA_RANK, NEW_TOKENS, PROMPTS, SEED, TEACHER_NOISE, peak_rss
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
+BENCHMARKS = Path(__file__).resolve().parent
+REPOSITORY = BENCHMARKS.parent
 SIDES = ("trl", "courtside")
 TOKENS_PER_STEP = len(PROMPTS) * NEW_TOKENS
 GIB = 2**30
@@ -79,7 +79,7 @@ def _watch(pid: int, sampled: dict[str, int]) -> None:
 
 
 def side_command(args: argparse.Namespace, side: str, *, out: Path) -> list[str]:
-    script = HERE / f"{side}_side.py"
+    script = BENCHMARKS / f"{side}_side.py"
     if not script.is_file():
         raise SystemExit(f"{script}: missing, so --side {side} cannot run. Use another --side")
     python = args.python_trl if side == "trl" else args.python_courtside
@@ -214,7 +214,7 @@ def _what(row: dict[str, Any]) -> str:
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     print(
-        "\n| weights | products | side | s/step median (min–max) | CPU s | tokens/s | phases, s "
+        "\n| weights | dtype | side | s/step median (min–max) | CPU s | tokens/s | phases, s "
         "| peak RSS, GiB |"
     )
     print("|---|---|---|---|---|---|---|---|")
@@ -232,8 +232,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"{ratio['peak_rss']:.2f} times the memory of courtside."
         )
     for what, gain in bfloat16_gains(rows).items():
-        found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in gain.items())
-        print(f"\n{what}: float32 takes so many times what bfloat16 takes: {found}")
+        gains = ", ".join(f"{name} {ratio:.2f}" for name, ratio in gain.items())
+        print(f"\n{what}: float32 takes so many times what bfloat16 takes: {gains}")
 
 
 # ── checking ─────────────────────────────────────────────────────────────────────────────────────
@@ -257,9 +257,9 @@ def check(args: argparse.Namespace, sides: Sequence[str], work: Path) -> None:
         pairs["gradient_norm"] = (record["gradient_norm"], expected["gradient_norm"])
         for name, norm in record["gradient_norms"].items():
             pairs[f"gradient of {name}"] = (norm, expected["gradient_norms"][name])
-        for name, (value, wanted) in pairs.items():
-            if abs(value - wanted) > 1e-3 * abs(wanted):
-                raise SystemExit(f"{side}: {name} is {value}, expected {wanted}")
+        for name, (value, reference) in pairs.items():
+            if abs(value - reference) > 1e-3 * abs(reference):
+                raise SystemExit(f"{side}: {name} is {value}, expected {reference}")
     print(f"{', '.join(records)}: loss and gradients agree within 0.1% on the same batch")
 
 
@@ -286,8 +286,8 @@ def hardware() -> dict[str, Any]:
 
 def commit() -> str:
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "not a checkout"
+    description = subprocess.run(command, capture_output=True, text=True, check=False)
+    return description.stdout.strip() or "not a checkout"
 
 
 def parse() -> argparse.Namespace:
@@ -300,7 +300,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=DTYPES,
         default=list(DTYPES),
-        help="of the matrix products, on both sides; one after the other",
+        help="of the matmuls, on both sides; one after the other",
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured steps in each process")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted")
@@ -315,7 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--python-trl", type=Path, default=Path(".venv-bench/bin/python"))
     parser.add_argument("--python-courtside", type=Path, default=Path(".venv/bin/python"))
     parser.add_argument("--models", type=Path, default=REPOSITORY / "build" / "benchmark-models")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "opd_step_cpu.json")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "opd_step_cpu.json")
     parser.add_argument(
         "--check", action="store_true", help="compare loss and gradients only, in float32"
     )
@@ -328,7 +328,7 @@ def main() -> None:
     python = args.python_courtside if args.side == "courtside" else args.python_trl
     with tempfile.TemporaryDirectory(prefix="opd-step-") as folder:
         work = Path(folder)
-        prepare = [str(python), str(HERE / "prepare_models.py"), str(args.models)]
+        prepare = [str(python), str(BENCHMARKS / "prepare_models.py"), str(args.models)]
         run_process(prepare, threads=args.threads, log=work / "prepare.log")
         if args.check:
             if args.side != "both":

@@ -33,8 +33,8 @@ from typing import Any
 from opd_step_job import FULL, HINTS_PER_EPISODE, NUM_TURNS, SEEDS, TINY, Job, write_folder
 from workload import SEED
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
+BENCHMARKS = Path(__file__).resolve().parent
+REPOSITORY = BENCHMARKS.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 HINTED = ("hints", "hints_lean")
@@ -104,11 +104,11 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
     if side in PEERS:
         sizes = map(str, args.trl_micro_batches)
         script = "trl_vllm_side.py" if side == "trl_vllm" else "trl_gpu_side.py"
-        command = [args.python_trl, str(HERE / script), *shared]
+        command = [args.python_trl, str(BENCHMARKS / script), *shared]
         command += ["--liger", args.trl_liger, "--weights", args.trl_weights]
         command += ["--warmup-tokens", str(args.trl_warmup_tokens), "--micro-batches", *sizes]
         return command + (["--as-is"] if args.trl_as_is else [])
-    command = [sys.executable, str(HERE / "courtside_gpu_side.py"), *shared, "--side", side]
+    command = [sys.executable, str(BENCHMARKS / "courtside_gpu_side.py"), *shared, "--side", side]
     sets = {
         "courtside": args.set,
         "courtside_lean": [half_of_the_rows(args.job, side), *args.set_lean],
@@ -125,27 +125,27 @@ def half_of_the_rows(job: Job, side: str) -> str:
 
 
 def run_all(args: argparse.Namespace, work: Path, write: Any) -> list[dict[str, Any]]:
-    wanted = [(shape, side) for shape in args.shapes for side in args.sides]
+    jobs = [(shape, side) for shape in args.shapes for side in args.sides]
     records: list[dict[str, Any]] = []
-    waiting = Side(args, *wanted[0], work) if wanted else None
-    for index, (shape, name) in enumerate(wanted):
+    waiting = Side(args, *jobs[0], work) if jobs else None
+    for index, (shape, name) in enumerate(jobs):
         side, waiting = waiting, None
         assert side is not None
-        if index + 1 < len(wanted):
-            waiting = Side(args, *wanted[index + 1], work)
+        if index + 1 < len(jobs):
+            waiting = Side(args, *jobs[index + 1], work)
         print(f"{shape}, {name} …", flush=True)
         try:
             records.append(side.run(limit=args.limit))
         except BaseException:
-            for one in filter(None, (side, waiting)):
-                one.end()
+            for process in filter(None, (side, waiting)):
+                process.end()
             raise
         write(records)
-        print(f"    {said(records[-1])}", flush=True)
+        print(f"    {format_record(records[-1])}", flush=True)
     return records
 
 
-def said(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     took = f"the process took {record['process_seconds']:.0f} s"
     if "failed" in record:
         return f"FAILED, {took}: {record['failed']}"
@@ -210,9 +210,9 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
         where = f"{record['config']}, {record['side']}"
         for step in record["steps"][record["num_warmup"] :]:
             problems += [
-                f"{where}: {step[key]} {what} in a step, not {wanted}"
-                for key, what, wanted in expected_counts(record["side"], job)
-                if step[key] != wanted
+                f"{where}: {step[key]} {what} in a step, not {count}"
+                for key, what, count in expected_counts(record["side"], job)
+                if step[key] != count
             ]
             if not step["loss"] > 0:
                 problems.append(f"{where}: loss {step['loss']}; the teacher differs, so above 0")
@@ -224,7 +224,7 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
         same = [record for record in of_shape if record["side"] not in HINTED]
         losses = {record["side"]: record["steps"][-1]["loss"] for record in same}
         if losses and max(losses.values()) > LOSS_SPREAD * min(losses.values()):
-            problems.append(f"{shape}: losses {losses} are further apart than draws are")
+            problems.append(f"{shape}: losses {losses} are further apart than samples are")
         for record in same[:-1]:  # against the last, which is TRL where it ran
             sides = f"{shape}, {record['side']} and {same[-1]['side']}"
             problems += check_problems(sides, (record["check"], same[-1]["check"]), job)
@@ -244,13 +244,13 @@ def expected_counts(side: str, job: Job) -> list[tuple[str, str, int]]:
 
 def check_problems(sides: str, checks: Sequence[dict[str, Any]], job: Job) -> list[str]:
     """Loss and gradients of the fixed batch must be the same numbers, up to rounding."""
-    allowed = 1e-3 if job.arithmetic == "float32" else 0.03
-    ours, theirs = ({"loss": c["loss"], "gradient": c["gradient_norm"], **c["gradient_norms"]}
+    allowed = 1e-3 if job.dtype == "float32" else 0.03
+    ours, expected = ({"loss": c["loss"], "gradient": c["gradient_norm"], **c["gradient_norms"]}
                     for c in checks)  # fmt: skip
     return [
-        f"{sides}: on the same batch {name} is {value} and {theirs[name]}"
+        f"{sides}: on the same batch {name} is {value} and {expected[name]}"
         for name, value in ours.items()
-        if not abs(value - theirs[name]) <= allowed * abs(theirs[name])
+        if not abs(value - expected[name]) <= allowed * abs(expected[name])
     ]
 
 
@@ -264,11 +264,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['shape']} | {row['side']} | {row['seconds']:.2f} | {phases} "
             f"| {row['trained_tokens_per_second']:,.0f} | {row['gpu_peak'] / GIB:.1f} | {peaks} |"
         )
-    found = ratios(rows)
-    if found:
+    by_shape = ratios(rows)
+    if by_shape:
         lines += ["", "| shape | side | TRL's time over ours | by phase | our peak over TRL's |"]
         lines.append("|---|---|---|---|---|")
-    for shape, sides in found.items():
+    for shape, sides in by_shape.items():
         for side, ratio in sides.items():
             by_phase = ", ".join(
                 f"{name} {times:.2f}" for name, times in ratio["times_faster_by_phase"].items()
@@ -307,7 +307,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="measured steps, after one before")
     parser.add_argument("--tiny", action="store_true", help="a few tokens of a tiny shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda; with --tiny cpu")
-    parser.add_argument("--arithmetic", choices=("bfloat16", "float32"), help="float32 on a CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="float32 on a CPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value",
                         help="of courtside's recipe: train.micro_batch_tokens=8192")  # fmt: skip
     parser.add_argument("--set-lean", nargs="+", default=list(LEAN), metavar="section.key=value",
@@ -327,9 +327,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     device = args.device or ("cpu" if args.tiny else "cuda")
     job = replace(TINY if args.tiny else FULL, device=device)
-    args.job = replace(
-        job, arithmetic=args.arithmetic or ("float32" if device == "cpu" else "bfloat16")
-    )
+    args.job = replace(job, dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"))
     args.trl_liger = args.trl_liger or ("off" if device == "cpu" else "both")
     args.trl_micro_batches = args.trl_micro_batches or ([2, 4] if args.tiny else [16, 32, 64])
     args.sides = args.sides or [side for side in SIDES if args.vllm or side != "trl_vllm"]

@@ -1,9 +1,9 @@
-"""The job of the step benchmark on a GPU: shapes of Qwen3, random weights, prompts of random words.
+"""The job of the step benchmark on a GPU: shapes of Qwen3, random weights, random prompts.
 
 Nothing is downloaded. A folder describes the job to every side (`write_folder`): settings and a
 tokenizer for both models, the prompts, one small batch with given answers (to compare losses and
-gradients), and episodes that begin with the same prompts (`fixed_episodes` plays them). Weights are
-drawn on the device from a seed (`draw`), so every side has the same ones.
+gradients), and episodes that begin with the same prompts (`fixed_episodes` runs them). Weights are
+random, from a seed on the device (`load_random_model`), so every side has the same ones.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROLES = ("system", "user", "assistant", "tool")
 NUM_FIXED = len(SPECIAL) + len(ROLES)
 PROMPT_FRAME = 5
 """Begin, role and end of the message, and the begin and role of the answer to it."""
-SAID_FRAME = 6
-"""The same around what a tool says between two turns, and the end of the turn before, which the
-assistant does not write itself: it never ends early."""
+TOOL_FRAME = 6
+"""The same around a tool's message between two turns, and the end of the turn before, which the
+assistant never samples."""
 
 NO_END = -1
 """In place of the end token once the parts are made: no row ends early, on any side. Weights are
-random, so any real word would be drawn now and then."""
+random, so any real token would be sampled now and then."""
 
 QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
          "head_dim": 128}  # fmt: skip
@@ -51,23 +51,23 @@ SEEDS = {"student": SEED, "teacher": SEED + 1}
 NUM_TURNS = 4
 """Of the assistant, in an episode."""
 HINTS_PER_EPISODE = 2
-"""Above as many of its turns."""
+"""In as many of its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     device: str
-    arithmetic: str
+    dtype: str
     """bfloat16 (autocast over float32 weights; the teacher's weights are bfloat16) or float32."""
-    vocabulary: int
+    vocab_size: int
     prompts: int
     samples: int
     """Of each prompt."""
     prompt_tokens: int
     new_tokens: int
-    said_words: int
+    tool_tokens: int
     """Of a tool's message between two turns of an episode."""
-    hint_words: int
+    hint_tokens: int
     checked: int
     """Sequences of the batch on which losses and gradients are compared."""
     learning_rate: float = 1e-5
@@ -90,8 +90,8 @@ class Job:
 
     @property
     def episode_tokens(self) -> int:
-        said = (NUM_TURNS - 1) * (self.said_words + SAID_FRAME)
-        return self.prompt_tokens + self.new_tokens + said
+        between_turns = (NUM_TURNS - 1) * (self.tool_tokens + TOOL_FRAME)
+        return self.prompt_tokens + self.new_tokens + between_turns
 
     @property
     def hints_per_step(self) -> int:
@@ -103,12 +103,12 @@ class Job:
 
 
 FULL = Job(
-    device="cuda", arithmetic="bfloat16", vocabulary=151936, prompts=64, samples=4,
-    prompt_tokens=128, new_tokens=512, said_words=16, hint_words=32, checked=8,
+    device="cuda", dtype="bfloat16", vocab_size=151936, prompts=64, samples=4,
+    prompt_tokens=128, new_tokens=512, tool_tokens=16, hint_tokens=32, checked=8,
 )  # fmt: skip
 TINY = Job(
-    device="cpu", arithmetic="float32", vocabulary=512, prompts=4, samples=2, prompt_tokens=16,
-    new_tokens=60, said_words=4, hint_words=6, checked=4,
+    device="cpu", dtype="float32", vocab_size=512, prompts=4, samples=2, prompt_tokens=16,
+    new_tokens=60, tool_tokens=4, hint_tokens=6, checked=4,
 )  # fmt: skip
 
 
@@ -118,26 +118,29 @@ TINY = Job(
 def write_folder(folder: Path, job: Job, shape: str) -> None:
     from transformers import Qwen3Config
 
-    tokenizer = make_tokenizer(job.vocabulary)
-    for role, its in (("student", shape), ("teacher", TEACHERS[shape])):
+    tokenizer = make_tokenizer(job.vocab_size)
+    for role, model_shape in (("student", shape), ("teacher", TEACHERS[shape])):
         config = Qwen3Config(
-            vocab_size=job.vocabulary, max_position_embeddings=4096, tie_word_embeddings=True,
-            architectures=["Qwen3ForCausalLM"], **SHAPES[its],
+            vocab_size=job.vocab_size, max_position_embeddings=4096, tie_word_embeddings=True,
+            architectures=["Qwen3ForCausalLM"], **SHAPES[model_shape],
         )  # fmt: skip
         config.save_pretrained(folder / role)
         tokenizer.save_pretrained(folder / role)
-    words = Words(job.vocabulary)
-    prompts = [words.text(job.prompt_tokens - PROMPT_FRAME) for _ in range(job.prompts)]
+    texts = RandomTexts(job.vocab_size)
+    prompts = [texts.text(job.prompt_tokens - PROMPT_FRAME) for _ in range(job.prompts)]
     (folder / "job.json").write_text(json.dumps({"shape": shape, **asdict(job)}))
     _write_lines(folder / "prompts.jsonl", [{"prompt": p, "split": "train"} for p in prompts])
     _write_lines(
         folder / "batch.jsonl",
-        [{"text": p, "completion": words.ids(job.new_tokens)} for p in prompts[: job.checked]],
+        [{"text": p, "completion": texts.ids(job.new_tokens)} for p in prompts[: job.checked]],
     )
-    said = words.text(job.said_words)
+    tool_message = texts.text(job.tool_tokens)
     _write_lines(
         folder / "episodes.jsonl",
-        [{"prompt": p, "said": said, "advice": words.text(job.hint_words)} for p in prompts],
+        [
+            {"prompt": p, "tool_message": tool_message, "advice": texts.text(job.hint_tokens)}
+            for p in prompts
+        ],
     )
 
 
@@ -154,27 +157,28 @@ def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-class Words:
-    """Random texts of so many words: a word is a token."""
+class RandomTexts:
+    """Random texts of a given number of tokens: a word is a token."""
 
-    def __init__(self, vocabulary: int):
-        self.vocabulary = vocabulary
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
         self.random = random.Random(SEED)
 
     def ids(self, size: int) -> list[int]:
-        return [self.random.randrange(NUM_FIXED, self.vocabulary) for _ in range(size)]
+        return [self.random.randrange(NUM_FIXED, self.vocab_size) for _ in range(size)]
 
     def text(self, size: int) -> str:
         return " ".join(f"w{i}" for i in self.ids(size))
 
 
-def make_tokenizer(vocabulary: int) -> Any:
-    """A word a token, so that texts have the ids and lengths that they are given."""
+def make_tokenizer(vocab_size: int) -> Any:
+    """One token per word, so that the ids and lengths of texts are known."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *ROLES, *(f"w{i}" for i in range(NUM_FIXED, vocabulary))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokens = [*SPECIAL, *ROLES, *(f"w{i}" for i in range(NUM_FIXED, vocab_size))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token=BEGIN, eos_token=END, pad_token=END, unk_token=UNKNOWN
@@ -186,7 +190,7 @@ def make_tokenizer(vocabulary: int) -> Any:
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def draw(folder: str, *, dtype: Any, device: Any, **_: Any) -> Any:
+def load_random_model(folder: str, *, dtype: Any, device: Any, **_: Any) -> Any:
     """The model that a folder's settings describe, with random weights: the same on every side.
 
     Takes the arguments of `courtside.engines.loading.load_model`, in whose place it stands.
@@ -196,7 +200,7 @@ def draw(folder: str, *, dtype: Any, device: Any, **_: Any) -> Any:
 
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(SEEDS[Path(folder).name])
-    with torch.device(device):  # drawn where they stay: a CPU takes its time over a billion numbers
+    with torch.device(device):  # a CPU would take long for a billion random numbers
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
     return model.to(dtype).eval()

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from gpu_machine import GIB, about, model_parser, parsed, store
-from shapes import NAMES, drawn_engine, gradient_of_sampled
+from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
 from workload import SEED, peak_rss
 
@@ -46,10 +46,10 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device)
         self.num_answer, self.num_tokens = args.answer, args.tokens
-        self.engine = drawn_engine(args)
-        found = self.engine.passes
-        assert found.padding_reason is None and found.unshared_reason is None
-        self.passes = {"shared": found, "separate": replace(found, unshared_reason="asked for")}
+        self.engine = random_engine(args)
+        passes = self.engine.passes
+        assert passes.padding_reason is None and passes.unshared_reason is None
+        self.passes = {"shared": passes, "separate": replace(passes, unshared_reason="asked for")}
         self.computed = 0
         self.engine.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -62,13 +62,13 @@ class Job:
         generator = torch.Generator().manual_seed(SEED)
         vocab_size = self.engine.model.config.vocab_size
         size = num_prompt + num_samples * self.num_answer
-        found: list[tuple[int, ...]] = []
+        sequences: list[tuple[int, ...]] = []
         for _ in range(max(1, self.num_tokens // (num_samples * (num_prompt + self.num_answer)))):
             ids = torch.randint(1, vocab_size, (size,), generator=generator).tolist()
-            prompt, rest = ids[:num_prompt], ids[num_prompt:]
-            starts = range(0, len(rest), self.num_answer)
-            found += [(*prompt, *rest[start : start + self.num_answer]) for start in starts]
-        return found
+            prompt, answers = ids[:num_prompt], ids[num_prompt:]
+            starts = range(0, len(answers), self.num_answer)
+            sequences += [(*prompt, *answers[start : start + self.num_answer]) for start in starts]
+        return sequences
 
     def scoring(self, way: str, group: list[tuple[int, ...]]) -> list[Tensor]:
         vars(self.engine)["passes"] = self.passes[way]
@@ -90,8 +90,8 @@ class Job:
                 where = [i for place in places for i in place.indices(before)]
                 where_T = torch.tensor(where, device=self.device)
                 hidden_TD = hidden_ND.index_select(0, where_T)
-                wanted = [i for b in batch for i in group[b][-self.num_answer :]]
-                ids_T = torch.tensor(wanted, device=self.device)
+                answer_ids = [i for b in batch for i in group[b][-self.num_answer :]]
+                ids_T = torch.tensor(answer_ids, device=self.device)
                 hidden_TD.backward(gradient_of_sampled(self.engine, hidden_TD.detach(), ids_T))
         self.engine.model.eval()
 
@@ -102,24 +102,26 @@ class Job:
         """All of them in one row, on the CPU."""
         self.update(way, group)
         parameters = self.engine.model.parameters()
-        found = [p.grad.float().flatten().cpu() for p in parameters if p.grad is not None]
+        gradients = [p.grad.float().flatten().cpu() for p in parameters if p.grad is not None]
         self.forget()
-        return torch.cat(found)
+        return torch.cat(gradients)
 
     def check(self) -> dict[str, float]:
         """How far the two ways are apart on small groups."""
         group = self.groups(64, 3)
         logps = [torch.cat(self.scoring(way, group)) for way in WAYS]
         shared, separate = (self.gradients(way, group) for way in WAYS)
-        found = {
+        differences = {
             "largest_logp_difference": float((logps[0] - logps[1]).abs().max()),
             "gradient_difference": float((shared - separate).norm() / separate.norm()),
         }
         exact = self.device.type == "cpu"
         limits = (1e-3, 1e-4) if exact else (0.2, 0.05)
-        if any(not v < limit for v, limit in zip(found.values(), limits, strict=True)):
-            raise SystemExit(f"shared and separate differ, so there is nothing to compare: {found}")
-        return found
+        if any(not v < limit for v, limit in zip(differences.values(), limits, strict=True)):
+            raise SystemExit(
+                f"shared and separate differ, so there is nothing to compare: {differences}"
+            )
+        return differences
 
 
 # ── the clock ────────────────────────────────────────────────────────────────────────────────────
@@ -172,13 +174,13 @@ def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"prompt": num_prompt, "samples": num_samples}
             row["groups"] = len(group) // num_samples
             for stage, run in (("scoring", job.scoring), ("update", job.update)):
-                its: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+                runs_by_way: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
                 for number in range(args.warmup + args.repeats):
                     for way in WAYS:
-                        found = once(job, partial(run, way, group))
+                        timing = once(job, partial(run, way, group))
                         job.forget()
-                        its[way] += [found] if number >= args.warmup else []
-                row[stage] = {way: {"runs": runs} for way, runs in its.items()}
+                        runs_by_way[way] += [timing] if number >= args.warmup else []
+                row[stage] = {way: {"runs": runs} for way, runs in runs_by_way.items()}
             rows.append(row)
             print(line(row, clock_of(job.device)), flush=True)
     if job.device.type == "cpu":
@@ -212,8 +214,8 @@ def line(row: dict[str, Any], clock: str) -> str:
     for stage in ("scoring", "update"):
         cells.append(f"{fastest(row, stage, 'shared', clock):9.3f}")
         cells.append(f"{ratio(row, stage, clock):6.2f}")
-        its = [row[stage][way].get("memory_gib") for way in WAYS]
-        cells.append("     –" if None in its else f"{its[0] / max(its[1], 1e-9):6.2f}")
+        memory = [row[stage][way].get("memory_gib") for way in WAYS]
+        cells.append("     –" if None in memory else f"{memory[0] / max(memory[1], 1e-9):6.2f}")
     return " | ".join(cells)
 
 

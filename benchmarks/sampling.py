@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import GIB, HERE, about, store
+from gpu_machine import BENCHMARKS, GIB, about, store
 from gpu_peaks import hidden_in_graphs
 from shapes import NAMES, shape
 from workload import SEED
@@ -109,13 +109,13 @@ def vllm_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
 
 def run_vllm(paths: str, model: str, cases: Sequence[Case], *, limit: float) -> dict[str, Any]:
     """vLLM's results of these cases, those that it had when the time ran out included."""
-    here = Path(__file__).parent
+    folder_of_benchmarks = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         todo, out = Path(folder) / "cases.json", Path(folder) / "out.json"
         todo.write_text(json.dumps([asdict(case) for case in cases]))
-        command = [sys.executable, str(here / "vllm_side.py"), "--model", model]
+        command = [sys.executable, str(folder_of_benchmarks / "vllm_side.py"), "--model", model]
         command += ["--cases", str(todo), "--out", str(out)]
-        path = os.pathsep.join([paths, str(here.parent / "src")])
+        path = os.pathsep.join([paths, str(folder_of_benchmarks.parent / "src")])
         try:
             subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=limit)
         except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def run_vllm(paths: str, model: str, cases: Sequence[Case], *, limit: float) -> 
         return json.loads(out.read_text()) if out.exists() else {"failed": True, "cases": []}
 
 
-class Words:
+class NullTokenizer:
     """A tokenizer for ids that nobody reads."""
 
     eos_token_id = NO_EOS
@@ -137,14 +137,14 @@ class Words:
 
 def seconds(job: Callable[[], Any], device: torch.device, *, times: int) -> float:
     """The fastest of several."""
-    found = []
+    durations = []
     for _ in range(times):
         _wait(device)
         began = time.perf_counter()
         job()
         _wait(device)
-        found.append(time.perf_counter() - began)
-    return min(found)
+        durations.append(time.perf_counter() - began)
+    return min(durations)
 
 
 def _wait(device: torch.device) -> None:
@@ -154,14 +154,14 @@ def _wait(device: torch.device) -> None:
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second, reading."""
-    there = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+    values = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
 
     def read() -> None:
         for _ in range(8):
-            there.sum()
+            values.sum()
 
     read()
-    return 8 * there.numel() * there.element_size() / seconds(read, device, times=3)
+    return 8 * values.numel() * values.element_size() / seconds(read, device, times=3)
 
 
 def _reset(device: torch.device) -> None:
@@ -188,29 +188,27 @@ def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, A
     with device:
         model = shape(case.model).to(torch.float32 if args.trained else dtype).eval()
     model.generation_config.eos_token_id = None
-    made = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     size = (case.prompts, case.prompt_tokens)
-    prompts_PN = torch.randint(0, model.config.vocab_size, size, generator=made)
+    prompts_PN = torch.randint(0, model.config.vocab_size, size, generator=generator)
     engine = LocalEngine(
         model,
-        Words(),
+        NullTokenizer(),
         name=case.model,
         autocast=dtype if args.trained and dtype != torch.float32 else None,
         max_batch_tokens=cache_capacity(model, dtype, device),
     )
     floor = floor_seconds(model, case, dtype, rate)
-    found: dict[str, Any] = {"case": asdict(case), "rows": case.rows}
+    row: dict[str, Any] = {"case": asdict(case), "rows": case.rows}
     if args.generate:
-        found["generate"] = generated(engine, prompts_PN.to(device), case, args)
-    found["ours"] = sampled(engine, prompts_PN, case, args)
-    found["floor"] = {"seconds": floor, "tokens_per_second": case.num_tokens / floor}
-    ours = found["ours"]["tokens_per_second"]
-    found["ours_over"] = {
-        side: ours / found[side]["tokens_per_second"]
-        for side in ("generate", "floor")
-        if side in found
+        row["generate"] = generated(engine, prompts_PN.to(device), case, args)
+    row["ours"] = sampled(engine, prompts_PN, case, args)
+    row["floor"] = {"seconds": floor, "tokens_per_second": case.num_tokens / floor}
+    ours = row["ours"]["tokens_per_second"]
+    row["ours_over"] = {
+        side: ours / row[side]["tokens_per_second"] for side in ("generate", "floor") if side in row
     }
-    return found
+    return row
 
 
 def generated(
@@ -250,7 +248,7 @@ def sampled(
     sampling = Sampling(max_new_tokens=case.new_tokens)
 
     def sample() -> int:
-        return sum(len(one.token_ids) for one in engine.sample(requests, sampling))
+        return sum(len(sample.token_ids) for sample in engine.sample(requests, sampling))
 
     _reset(engine.device)
     # Captures the graphs: its memory counts, not its time.
@@ -299,11 +297,11 @@ def profile(job: Callable[[], Any], device: torch.device) -> None:
 
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profiling(activities=kinds) as found:
+    with profiling(activities=kinds) as profiler:
         job()
         _wait(device)
     by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
+    print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────
@@ -314,28 +312,28 @@ HEADINGS = (
 )
 
 
-def line(case: Case, found: dict[str, Any]) -> str:
-    over = found["ours_over"]
+def line(case: Case, row: dict[str, Any]) -> str:
+    over = row["ours_over"]
     times = f"{over['generate']:.2f}" if "generate" in over else "–"
-    if "generate" in found and found["generate"]["new_tokens"] != case.new_tokens:
-        times += f" (its first {found['generate']['new_tokens']} tokens)"
-    peaks = [found.get(side, {}).get("peak_gib") for side in ("ours", "generate")]
+    if "generate" in row and row["generate"]["new_tokens"] != case.new_tokens:
+        times += f" (its first {row['generate']['new_tokens']} tokens)"
+    peaks = [row.get(side, {}).get("peak_gib") for side in ("ours", "generate")]
     cells = ["–" if peak is None else f"{peak:.2f}" for peak in peaks]
-    rate = f"{found['ours']['tokens_per_second']:,.0f}"
+    rate = f"{row['ours']['tokens_per_second']:,.0f}"
     return f"| {case} | {rate} | {times} | {over['floor']:.2f} | {cells[0]} | {cells[1]} |"
 
 
 def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    own = parser.add_argument_group(
+    group = parser.add_argument_group(
         "one case of your own", "any of these; what is not given is the first case's"
     )
-    own.add_argument("--model", choices=NAMES)
-    own.add_argument("--prompts", type=int)
-    own.add_argument("--samples", type=int, help="of each prompt")
-    own.add_argument("--prompt-tokens", type=int)
-    own.add_argument("--new-tokens", type=int)
+    group.add_argument("--model", choices=NAMES)
+    group.add_argument("--prompts", type=int)
+    group.add_argument("--samples", type=int, help="of each prompt")
+    group.add_argument("--prompt-tokens", type=int)
+    group.add_argument("--new-tokens", type=int)
     parser.add_argument("--generate-tokens", type=int, help="fewer, for the side that is slow")
     parser.add_argument("--no-generate", dest="generate", action="store_false")
     parser.add_argument("--trained", action="store_true", help="float32 weights under autocast")
@@ -350,11 +348,11 @@ def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
                         help="rows × tokens of a cell: longer cells take minutes")  # fmt: skip
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.out = args.out or HERE / "results" / f"sampling_{args.device}.json"
+    args.out = args.out or BENCHMARKS / "results" / f"sampling_{args.device}.json"
     names = [field.name for field in fields(Case)]
-    given = {name: value for name in names if (value := vars(args).pop(name)) is not None}
+    options = {name: value for name in names if (value := vars(args).pop(name)) is not None}
     cases = CASES[args.device]
-    return args, (replace(cases[0], **given),) if given else cases
+    return args, (replace(cases[0], **options),) if options else cases
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def shape(kind: str) -> Any:
     return (LlamaForCausalLM if kind in LLAMA else Qwen3ForCausalLM)(config)
 
 
-def drawn_engine(args: argparse.Namespace) -> LocalEngine:
+def random_engine(args: argparse.Namespace) -> LocalEngine:
     """As a student in training has it: bfloat16 autocast over float32 weights on a GPU. `args` has
     `device`, `model` and, as a rank or 0, `lora`."""
     device = torch.device(args.device)

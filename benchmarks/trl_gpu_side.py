@@ -44,15 +44,15 @@ else:
 
 AS_FAST = 1.03
 """Settings within this factor of the fastest are as fast; of them the smallest is taken."""
-TRIED_TOKENS = 24
-"""New tokens of the samples that are written to compare settings."""
+TUNING_TOKENS = 24
+"""New tokens of the samples that compare settings."""
 BROKEN = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
           ValueError, *TRITON_ERRORS)  # fmt: skip
 """How a setting that does not work here says so. Out of memory is one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Trial:
     setting: Setting
     update_seconds: float
     """A whole step's, without its rollout and without the optimizer."""
@@ -64,7 +64,7 @@ class Tried:
 
 
 class GpuRecorder(TrainerCallback):
-    """One record a step; the first step is a short one, behind it samples have full length."""
+    """One record a step; the first step is short, after it samples have full length."""
 
     def __init__(self, job: Job, trainer: Callable[[], GpuTrainer]):
         self.job, self.trainer = job, trainer
@@ -97,8 +97,8 @@ class GpuRecorder(TrainerCallback):
             )
         )
         trainer.step_loss, trainer.step_tokens = 0.0, 0
-        trainer.write_tokens(self.job.new_tokens)
-        # Looking at memory is no part of the next step.
+        trainer.fix_completion_length(self.job.new_tokens)
+        # Measuring memory is no part of the next step.
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
 
@@ -107,33 +107,33 @@ class GpuRecorder(TrainerCallback):
 
 def tune(
     args: argparse.Namespace, job: Job
-) -> tuple[list[Tried], list[dict[str, Any]], CheckResult]:
-    """What was tried, what did not work and why, and loss and gradients of the fixed batch."""
-    tried: list[Tried] = []
+) -> tuple[list[Trial], list[dict[str, Any]], CheckResult]:
+    """The trials, settings that failed and why, and loss and gradients of the fixed batch."""
+    trials: list[Trial] = []
     broken: list[dict[str, Any]] = []
     check: CheckResult | None = None
     for liger in {"off": [False], "on": [True], "both": [False, True]}[args.liger]:
         first = Setting(liger=liger, checkpointing=False, micro_batch=min(args.micro_batches))
         with _untouched_modules():
             try:
-                found = _tune_one(args, job, first, tried, broken)
-                check = check or found
+                result = _tune_one(args, job, first, trials, broken)
+                check = check or result
             except BROKEN as error:
                 broken.append({"setting": asdict(first), "why": _first_line(error)})
         _release(job)
-    if not tried or check is None:
+    if not trials or check is None:
         raise SystemExit(f"TRL: no setting works here: {broken}")
-    return tried, broken, check
+    return trials, broken, check
 
 
 def _tune_one(
     args: argparse.Namespace,
     job: Job,
     first: Setting,
-    tried: list[Tried],
+    trials: list[Trial],
     broken: list[dict[str, Any]],
 ) -> CheckResult:
-    """With Liger's kernels or without them, as `first` says; adds to `tried` and `broken`."""
+    """With Liger's kernels or without them, as `first` says; adds to `trials` and `broken`."""
     trainer = build(args, job, first)
     if first.liger:
         apply_liger_kernel(trainer.model, None)
@@ -144,7 +144,7 @@ def _tune_one(
     sampling = _sample_seconds(trainer, job)
     for setting in _settings(args, first.liger):
         try:
-            tried.append(_try(trainer, model, job, setting, sampling))
+            trials.append(_try(trainer, model, job, setting, sampling))
         except BROKEN as error:
             broken.append({"setting": asdict(setting), "why": _first_line(error)})
         model.zero_grad(set_to_none=True)
@@ -171,9 +171,9 @@ def _check(trainer: GpuTrainer, model: Any, args: argparse.Namespace) -> CheckRe
     ]
     inputs = padded(rows, pad_id=trainer.processing_class.pad_token_id)
     inputs = {name: tensor.to(trainer.accelerator.device) for name, tensor in inputs.items()}
-    found = loss_and_gradients(trainer, model, inputs, checked_tensors(shape))
+    result = loss_and_gradients(trainer, model, inputs, checked_tensors(shape))
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def _batch(args: argparse.Namespace) -> Path:
@@ -183,20 +183,20 @@ def _batch(args: argparse.Namespace) -> Path:
 def _sample_seconds(trainer: GpuTrainer, job: Job) -> float:
     prompts = list(trainer.train_dataset["prompt"])
     ids, _, _ = trainer._tokenize_prompts(prompts)
-    found = 0.0
-    for num_tokens in (4, TRIED_TOKENS):  # the first is not counted
-        trainer.write_tokens(num_tokens)
+    seconds = 0.0
+    for num_tokens in (4, TUNING_TOKENS):  # the first is not counted
+        trainer.fix_completion_length(num_tokens)
         trainer.peaks.fence()
         began = time.perf_counter()
         trainer._generate_single_turn(ids, None, {})
         trainer.peaks.fence()
-        found = time.perf_counter() - began
-    return found
+        seconds = time.perf_counter() - began
+    return seconds
 
 
 def _try(
     trainer: GpuTrainer, model: Any, job: Job, setting: Setting, sample_seconds: float
-) -> Tried:
+) -> Trial:
     """One pass forward and backward that counts, after one on two sequences that does not."""
     if setting.checkpointing:
         model.gradient_checkpointing_enable()
@@ -207,7 +207,7 @@ def _try(
     seconds = 0.0
     for size in (min(2, setting.micro_batch), setting.micro_batch):
         shape = (size, job.prompt_tokens + job.new_tokens)
-        ids_BL = torch.randint(8, job.vocabulary, shape, generator=generator).to(model.device)
+        ids_BL = torch.randint(8, job.vocab_size, shape, generator=generator).to(model.device)
         prompt_BN, completion_BT = ids_BL.split([job.prompt_tokens, job.new_tokens], dim=1)
         inputs = {
             "prompt_ids": prompt_BN,
@@ -225,20 +225,20 @@ def _try(
         seconds = time.perf_counter() - began
     trainer.step_loss, trainer.step_tokens = 0.0, 0
     update = seconds * job.rows / setting.micro_batch
-    return Tried(
+    return Trial(
         setting=setting,
         update_seconds=update,
         sample_seconds=sample_seconds,
-        step_seconds=update + sample_seconds * job.new_tokens / TRIED_TOKENS,
+        step_seconds=update + sample_seconds * job.new_tokens / TUNING_TOKENS,
         gpu_peak=trainer.peaks.take().get("update", 0),
     )
 
 
-def best_of(tried: Sequence[Tried]) -> Setting:
+def best_of(trials: Sequence[Trial]) -> Setting:
     """The fastest; among those about as fast, the one that needs the least memory."""
-    fastest = min(one.step_seconds for one in tried)
-    as_fast = [one for one in tried if one.step_seconds <= AS_FAST * fastest]
-    return min(as_fast, key=lambda one: (one.gpu_peak, one.step_seconds)).setting
+    fastest = min(trial.step_seconds for trial in trials)
+    as_fast = [trial for trial in trials if trial.step_seconds <= AS_FAST * fastest]
+    return min(as_fast, key=lambda trial: (trial.gpu_peak, trial.step_seconds)).setting
 
 
 @contextmanager
@@ -267,13 +267,13 @@ def _first_line(error: Exception) -> str:
 
 def measure(args: argparse.Namespace) -> SideResult:
     shape, job = read_job(args.job)
-    tried, broken, check = tune(args, job)
-    setting = best_of(tried)
+    trials, broken, check = tune(args, job)
+    setting = best_of(trials)
     held = torch.cuda.memory_allocated() if job.device == "cuda" else 0
     trainer: GpuTrainer
     recorder = GpuRecorder(job, lambda: trainer)
     trainer = build(args, job, setting, [recorder], use_vllm=args.use_vllm)
-    trainer.write_tokens(min(args.warmup_tokens, job.new_tokens))
+    trainer.fix_completion_length(min(args.warmup_tokens, job.new_tokens))
     trainer.train()
     trainable = [p for p in trainer.model.parameters() if p.requires_grad]
     return SideResult(
@@ -296,7 +296,7 @@ def measure(args: argparse.Namespace) -> SideResult:
             "trainable_dtypes": sorted({str(p.dtype) for p in trainable}),
             "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
             "held_after_tuning": held,
-            "tried": [asdict(one) for one in tried],
+            "trials": [asdict(trial) for trial in trials],
             "did_not_work": broken,
         },
         check=replace(check, side="trl_vllm" if args.use_vllm else "trl"),
@@ -304,13 +304,13 @@ def measure(args: argparse.Namespace) -> SideResult:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("trl", "torch", "transformers", "accelerate", "datasets", "liger-kernel", "vllm"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not here"
-    return found
+            versions[name] = "not here"
+    return versions
 
 
 def main(*, use_vllm: bool = False) -> None:

@@ -3,7 +3,7 @@
 `bf16=True` is meant to be autocast over float32 weights, and sampling does run under it. The loss
 does not in a process of its own: the trainer puts the model's forward method, which accelerate
 wrapped in autocast, aside before it calls the layers. So the loss is put under autocast here,
-which lets TRL multiply in bfloat16 as well; `--as-is` leaves it as it is.
+so that TRL's matmuls run in bfloat16 as well; `--as-is` leaves them in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from datasets.table import InMemoryTable
 from gpu_peaks import Peaks
-from opd_step_job import NO_END, Job, draw, read_lines
+from opd_step_job import NO_END, Job, load_random_model, read_lines
 from transformers import AutoTokenizer
 from trl import DistillationConfig
 from trl_side import TimedTrainer
@@ -43,7 +43,7 @@ class GpuTrainer(TimedTrainer):
         self.teacher_spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         super().__init__(*args, **kwargs)
 
-    def write_tokens(self, num_tokens: int) -> None:
+    def fix_completion_length(self, num_tokens: int) -> None:
         """Every completion has exactly so many."""
         self.eos_token_ids = [NO_END]
         if self.use_vllm:
@@ -51,9 +51,9 @@ class GpuTrainer(TimedTrainer):
             self.vllm_generation.generation_kwargs = {
                 "ignore_eos": True, "min_tokens": num_tokens, "detokenize": False,
             }  # fmt: skip
-        for place in (self.generation_kwargs, self.generation_config.__dict__):
-            place["eos_token_id"] = [NO_END]
-            place["max_new_tokens"] = num_tokens
+        for options in (self.generation_kwargs, self.generation_config.__dict__):
+            options["eos_token_id"] = [NO_END]
+            options["max_new_tokens"] = num_tokens
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         fresh = self._step % self.args.gradient_accumulation_steps == 0
@@ -69,10 +69,10 @@ class GpuTrainer(TimedTrainer):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         # Not the parent's: its clock does not wait for the GPU.
-        found = super(TimedTrainer, self)._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+        hidden = super(TimedTrainer, self)._get_last_hidden_state(unwrapped_model, *args, **kwargs)
         last.record()
         self.teacher_spans.append((first, last))
-        return found
+        return hidden
 
     def take_teacher_seconds(self) -> float:
         """After a fence."""
@@ -107,7 +107,7 @@ def build(
         adam_beta2=BETAS[1],
         weight_decay=0.0,
         max_grad_norm=CLIP_NORM,
-        bf16=job.arithmetic == "bfloat16",
+        bf16=job.dtype == "bfloat16",
         use_liger_kernel=setting.liger,
         gradient_checkpointing=setting.checkpointing,
         use_cpu=not on_gpu,
@@ -122,14 +122,14 @@ def build(
     texts = [row["prompt"] for row in read_lines(args.job / "prompts.jsonl")]
     prompts = [[{"role": "user", "content": text}] for text in texts for _ in range(job.samples)]
     return GpuTrainer(
-        model=drawn(args, job, "student"),
+        model=make_model(args, job, "student"),
         # As small as courtside's teacher; by itself TRL would load it in float32.
-        teacher_model=drawn(args, job, "teacher"),
+        teacher_model=make_model(args, job, "teacher"),
         args=config,
         train_dataset=as_dataset(prompts),
         processing_class=AutoTokenizer.from_pretrained(args.job / "student", padding_side="left"),
         callbacks=list(callbacks),
-        autocast_loss=job.arithmetic == "bfloat16" and not args.as_is,
+        autocast_loss=job.dtype == "bfloat16" and not args.as_is,
         peaks=Peaks(job.device),
     )
 
@@ -147,7 +147,7 @@ def as_dataset(prompts: Sequence[Any]) -> Dataset:
     return Dataset(table, fingerprint="opd-step-prompts")
 
 
-def drawn(args: argparse.Namespace, job: Job, role: str) -> Any:
-    narrow = job.arithmetic == "bfloat16" and (role == "teacher" or args.weights == "bfloat16")
+def make_model(args: argparse.Namespace, job: Job, role: str) -> Any:
+    narrow = job.dtype == "bfloat16" and (role == "teacher" or args.weights == "bfloat16")
     dtype = torch.bfloat16 if narrow else torch.float32
-    return draw(str(args.job / role), dtype=dtype, device=job.device)
+    return load_random_model(str(args.job / role), dtype=dtype, device=job.device)

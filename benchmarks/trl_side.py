@@ -1,6 +1,6 @@
 """The benchmark's step as TRL's DistillationTrainer does it (see `workload` for the contract).
 
-Settings differ from TRL's defaults only where the job says so: products in float32, or in bfloat16
+Settings differ from TRL's defaults only where the job says so: matmuls in float32, or in bfloat16
 under autocast, over float32 weights in both; and no gradient checkpointing, which makes TRL faster.
 Timing wraps methods of the trainer and changes none of them.
 """
@@ -208,9 +208,9 @@ def check(args: Any) -> None:
         args.check.write_text(json.dumps(sampled))
     batch = json.loads(args.check.read_text())
     inputs = padded(batch, pad_id=trainer.processing_class.pad_token_id)
-    found = loss_and_gradients(trainer, model, inputs, CHECKED_TENSORS)
+    result = loss_and_gradients(trainer, model, inputs, CHECKED_TENSORS)
     reference = reference_loss(model, trainer.teacher_model, batch)
-    write_json(args.out, replace(found, reference_loss=reference))
+    write_json(args.out, replace(result, reference_loss=reference))
 
 
 def loss_and_gradients(

@@ -9,15 +9,15 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-LEFT_OUT = ("numba", "pycountry", "xgrammar")
+EXCLUDED = ("numba", "pycountry", "xgrammar")
 """Packages that vLLM imports and that sampling without a grammar never calls."""
 
 
 class AbsentPackages:
-    """Import hook: packages of `LEFT_OUT` that are not installed become mocks."""
+    """Import hook: packages of `EXCLUDED` that are not installed become mocks."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.split(".")[0] in LEFT_OUT else None
+        return ModuleSpec(name, self) if name.split(".")[0] in EXCLUDED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = MagicMock(name=spec.name)

@@ -24,7 +24,7 @@ LORA_ALPHA_PER_RANK = 2.0
 LEARNING_RATE = {"full": 1e-5, "lora": 1e-4}
 LORA_RANK = {"full": None, "lora": 32}
 DTYPES = ("float32", "bfloat16")
-"""Of the matrix products; weights and optimizer are float32 in both."""
+"""Of the matmuls; weights and optimizer are float32 in both."""
 
 END_TOKEN = "<filename>"
 """Stands in for the model's end token, on both sides, so that every sample has its full length:
@@ -109,7 +109,7 @@ class SideResult:
     versions: dict[str, str]
     settings: dict[str, object] = field(default_factory=dict)
     dtype: str = "float32"
-    """Of the matrix products."""
+    """Of the matmuls."""
     check: CheckResult | None = None
     """Of a fixed batch, where the side was told to look at one before its steps."""
 
@@ -140,7 +140,7 @@ def side_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--student", type=Path, required=True, help="folder of the student")
     parser.add_argument("--teacher", type=Path, required=True, help="folder of the teacher")
     parser.add_argument("--config", choices=("full", "lora"), default="full")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the matrix products")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the matmuls")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--repeats", type=int, default=3, help="steps that are counted")
     parser.add_argument("--threads", type=int, default=2)

@@ -145,8 +145,8 @@ def read_layers(container: str | None) -> list[list[str]]:
     """Rows of modules, top first, of the contract over the whole package or over one container."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for contract in project["tool"]["importlinter"]["contracts"]:
-        wanted = [f"courtside.{container}"] if container else None
-        if contract["type"] == "layers" and contract.get("containers") == wanted:
+        container_names = [f"courtside.{container}"] if container else None
+        if contract["type"] == "layers" and contract.get("containers") == container_names:
             return [
                 [
                     name.strip().removeprefix("courtside.")
@@ -181,13 +181,13 @@ def draw_rows(
         at = y + i * step
         yield rect(x, at, width, step - 6, "band")
         yield text(x + 10, at + step / 2 + 1, LAYER_NAMES.get(row[0], ""), "small")
-        left = x + LABEL_WIDTH
+        box_x = x + LABEL_WIDTH
         for name in row:
             box = len(name) * CHAR + 16
-            yield rect(left, at + 4, box, step - 14, "box")
-            yield text(left + box / 2, at + step / 2 + 1, name, "code mid")
-            left += box + 8
-        assert left <= x + width, f"{row} does not fit"
+            yield rect(box_x, at + 4, box, step - 14, "box")
+            yield text(box_x + box / 2, at + step / 2 + 1, name, "code mid")
+            box_x += box + 8
+        assert box_x <= x + width, f"{row} does not fit"
 
 
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────

@@ -29,9 +29,9 @@ from courtside.recipe.schema import (
 )
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
-WORDS = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
+TYPE_NAMES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-MADE_BY = "<!-- Written by scripts/reference.py; `make docs` writes it again. -->"
+GENERATED_BY = "<!-- Written by scripts/reference.py; `make docs` writes it again. -->"
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def recipe_page() -> str:
         headings.titles.setdefault(section, title)
     blocks = [
         "# The recipe, key by key",
-        MADE_BY,
+        GENERATED_BY,
         "A recipe is a TOML file. A key can be changed on the command line, as in "
         "`courtside train recipe.toml train.steps=10 losses.0.weight=2`; `key=null` removes one. "
         "Unknown keys, wrong types and combinations that cannot work are refused. "
@@ -131,37 +131,37 @@ def _section_block(section: type[BaseModel], title: str, headings: Headings) -> 
 
 
 def type_words(field: FieldInfo, headings: Headings) -> str:
-    return _words(field.annotation, field.metadata, headings)
+    return _describe_type(field.annotation, field.metadata, headings)
 
 
-def _words(annotation: Any, metadata: Sequence[Any], headings: Headings) -> str:
+def _describe_type(annotation: Any, metadata: Sequence[Any], headings: Headings) -> str:
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
-        return _words(inner, [*metadata, *more], headings)
+        return _describe_type(inner, [*metadata, *more], headings)
     limits = _limits(metadata)
     members = [member for member in get_args(annotation) if member is not NoneType]
     if tagged := sections_by_kind(annotation):
-        usable = [one for one in tagged.values() if not issubclass(one, RefusedValue)]
-        return f"section of kind {', '.join(headings.link(one) for one in usable)}"
+        usable = [option for option in tagged.values() if not issubclass(option, RefusedValue)]
+        return f"section of kind {', '.join(headings.link(option) for option in usable)}"
     if union_members(annotation) or (NoneType in get_args(annotation)):
-        return " or ".join(_words(member, metadata, headings) for member in members)
+        return " or ".join(_describe_type(member, metadata, headings) for member in members)
     if is_section(annotation):
         return headings.link(annotation)
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{toml(value)}`" for value in members)
     if get_origin(annotation) is tuple:
         if members[-1] is Ellipsis:
-            return f"list of: {_words(members[0], [], headings)}{limits}"
-        return f"list of {len(members)}: {_words(members[0], [], headings)}"
+            return f"list of: {_describe_type(members[0], [], headings)}{limits}"
+        return f"list of {len(members)}: {_describe_type(members[0], [], headings)}"
     if get_origin(annotation) is Mapping:
-        return f"table: name → {_words(members[1], [], headings)}{limits}"
-    return WORDS[annotation] + limits
+        return f"table: name → {_describe_type(members[1], [], headings)}{limits}"
+    return TYPE_NAMES[annotation] + limits
 
 
 def _limits(metadata: Sequence[Any]) -> str:
     texts: list[str] = []
-    for one in metadata:
-        inner = one.metadata if isinstance(one, FieldInfo) else [one]
+    for constraint in metadata:
+        inner = constraint.metadata if isinstance(constraint, FieldInfo) else [constraint]
         for limit in inner:
             texts += [
                 f"{sign} {getattr(limit, name)}"
@@ -207,7 +207,7 @@ def command_page() -> str:
     group: Any = get_command(cli.app)
     blocks = [
         "# The command line, verb by verb",
-        MADE_BY,
+        GENERATED_BY,
         "Exit status: 0 done; 1 the run failed, and the message says what is kept and what to do; "
         "2 bad usage or recipe, nothing was done; 130 interrupted with Ctrl-C. "
         "`courtside --version` prints the version.",
@@ -218,18 +218,20 @@ def command_page() -> str:
 
 
 def _command_block(name: str, command: Any) -> Iterator[str]:
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    flags = [one for one in command.params if one.param_type_name == "option"]
-    shown = [one for one in flags if one.name != "help"]
-    usage = ["courtside", name, *map(_usage, arguments), *(["[OPTIONS]"] if shown else [])]
+    arguments = [
+        parameter for parameter in command.params if parameter.param_type_name == "argument"
+    ]
+    flags = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    visible_flags = [parameter for parameter in flags if parameter.name != "help"]
+    usage = ["courtside", name, *map(_usage, arguments), *(["[OPTIONS]"] if visible_flags else [])]
     yield f"## {name}"
     yield f"```\n{' '.join(usage)}\n```"
     yield "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
     if arguments:
-        rows = [(f"`{one.metavar}`", _one_line(one.help)) for one in arguments]
+        rows = [(f"`{parameter.metavar}`", _one_line(parameter.help)) for parameter in arguments]
         yield table(("argument", "meaning"), rows)
-    if shown:
-        rows = [(f"`{_option(one)}`", _option_help(one)) for one in shown]
+    if visible_flags:
+        rows = [(f"`{_option(parameter)}`", _option_help(parameter)) for parameter in visible_flags]
         yield table(("option", "meaning"), rows)
 
 

@@ -22,12 +22,12 @@ def record(variant: str, *, seconds: float, rise: int, loss: float = 2.0) -> dic
 
 
 def test_ratios_and_work_that_is_not_the_same(driver: Any) -> None:
-    rows = [record("products", seconds=2.0, rise=10, loss=0.0), record("full", seconds=3.0, rise=4),
+    rows = [record("matmuls", seconds=2.0, rise=10, loss=0.0), record("full", seconds=3.0, rise=4),
             record("plain", seconds=6.0, rise=20)]  # fmt: skip
     assert driver.differences(rows) == []
     ratios = driver.ratios_of(rows)
     assert ratios["full"] == {
-        "time_over_products": 1.5, "time_over_full": 1.0, "memory_over_full": 1.0,
+        "time_over_matmuls": 1.5, "time_over_full": 1.0, "memory_over_full": 1.0,
     }  # fmt: skip
     assert ratios["plain"]["time_over_full"] == 2.0 and ratios["plain"]["memory_over_full"] == 5.0
     assert "| plain | 3.00 |" in driver.table(rows, ratios)
@@ -36,7 +36,7 @@ def test_ratios_and_work_that_is_not_the_same(driver: Any) -> None:
     assert driver.ratios_of(rows[1:])["plain"].keys() == {"time_over_full", "memory_over_full"}
 
 
-def test_the_products_are_four_and_ours_is_what_plain_logits_give(
+def test_the_matmuls_are_four_and_ours_is_what_plain_logits_give(
     driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "WORDS", 40)
@@ -54,10 +54,10 @@ def test_the_products_are_four_and_ours_is_what_plain_logits_give(
                       weight_VD=weight_VD.clone().requires_grad_())  # fmt: skip
         return driver.RUN[variant](leaves), leaves
 
-    _, products = run("products")
+    _, matmuls = run("matmuls")
     logits_TV = hidden_TD @ weight_VD.T
-    torch.testing.assert_close(products.hidden_TD.grad, logits_TV @ weight_VD)
-    torch.testing.assert_close(products.weight_VD.grad, logits_TV.T @ hidden_TD)
+    torch.testing.assert_close(matmuls.hidden_TD.grad, logits_TV @ weight_VD)
+    torch.testing.assert_close(matmuls.weight_VD.grad, logits_TV.T @ hidden_TD)
     (loss, ours), (expected, plain) = run("full"), run("plain")
     assert loss == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(ours.hidden_TD.grad, plain.hidden_TD.grad)

@@ -223,7 +223,7 @@ def test_every_turn_is_sampled_and_the_hinted_ones_are_trained(
         assert all(len(turn.token_ids) == 15 for turn in turns[1::2])
         for before, turn in zip(turns[1:-1:2], turns[2::2], strict=True):
             ended = before.token_ids[-1] == 1  # by chance the end token: then nothing closes it
-            assert len(turn.token_ids) == job.said_words + 6 - ended
+            assert len(turn.token_ids) == job.tool_tokens + 6 - ended
         hints = [hint_outcomes.hint for hint_outcomes in record.hints]
         assert [hint.turn for hint in hints] == [i for i, turn in enumerate(turns) if turn.events]
         hinted = {hint.turn for hint in hints}

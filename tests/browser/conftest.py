@@ -19,7 +19,7 @@ NONE_FOUND = (
 
 
 def browser_program() -> str | None:
-    return next((found for name in BROWSERS if (found := _program(name))), None)
+    return next((path for name in BROWSERS if (path := _program(name))), None)
 
 
 def _program(name: str) -> str | None:

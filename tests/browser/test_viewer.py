@@ -21,7 +21,7 @@ from courtside.types import Hint, Message
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-WORDS = "Read the list of tools: it is called meteo_lookup here."
+HINT = "Read the list of tools: it is called meteo_lookup here."
 
 
 @pytest.fixture
@@ -93,16 +93,16 @@ def test_reading_filtering_writing_editing_removing(
     page.keyboard.press("n")
     expect(turn(page, 7)).to_have_class(re.compile("current"))
 
-    write(page, 1, WORDS)
-    assert rows(hints) == [{"trajectory": "0-0", "turn": 1, "text": WORDS}]
+    write(page, 1, HINT)
+    assert rows(hints) == [{"trajectory": "0-0", "turn": 1, "text": HINT}]
     expect(page.locator("#hints-file")).to_have_text(f"1 hint in {hints}")
     expect(page.locator("#rows a .chip.user-hint")).to_have_text("1 own hint")
     # Right above the turn, and below what stands before it.
-    own, said = wrong.locator(".user-hint .text"), wrong.locator(".entry.assistant .text")
-    assert own.bounding_box()["y"] < said.bounding_box()["y"]
+    user_hint, reply = wrong.locator(".user-hint .text"), wrong.locator(".entry.assistant .text")
+    assert user_hint.bounding_box()["y"] < reply.bounding_box()["y"]
 
     page.reload()
-    expect(turn(page, 1).locator(".user-hint .text")).to_have_text(WORDS)
+    expect(turn(page, 1).locator(".user-hint .text")).to_have_text(HINT)
     page.get_by_role("button", name="with my hints").click()
     expect(page.locator("#rows a")).to_have_count(1)
 
@@ -184,10 +184,10 @@ def test_a_run_without_trajectories_and_one_that_starts_to_have_some(
 ) -> None:
     from playwright.sync_api import expect
 
-    with start_run(tmp_path / "run") as writing:
-        page.goto(serve(RunFolder.read(writing.path), tmp_path / "hints.jsonl"))
+    with start_run(tmp_path / "run") as run:
+        page.goto(serve(RunFolder.read(run.path), tmp_path / "hints.jsonl"))
         expect(page.locator("main")).to_contain_text("run.trajectories_every")
-        store(writing, 0)
+        store(run, 0)
         expect(page.locator("#rows a")).to_have_count(6)
         expect(turn(page, 1)).to_be_visible()
 
@@ -197,12 +197,12 @@ def test_long_messages_are_folded(page: Page, serve: Callable[..., str], tmp_pat
 
     episode = hinted(make_episode("0-0"))
     turns = list(episode.trajectory.turns)
-    words = "word " * 1000 + "end"
-    turns[2] = replace(turns[2], messages=(Message(role="tool", content=words),))
-    with start_run(tmp_path / "run") as writing:
+    content = "word " * 1000 + "end"
+    turns[2] = replace(turns[2], messages=(Message(role="tool", content=content),))
+    with start_run(tmp_path / "run") as run:
         long = replace(episode, trajectory=replace(episode.trajectory, turns=tuple(turns)))
-        store(writing, 0, [long])
-    page.goto(serve(RunFolder.read(writing.path), tmp_path / "hints.jsonl"))
+        store(run, 0, [long])
+    page.goto(serve(RunFolder.read(run.path), tmp_path / "hints.jsonl"))
     text = turn(page, 2).locator(".text")
     expect(text).not_to_contain_text("end")
     turn(page, 2).get_by_role("button", name="show all 5,003 characters").click()
@@ -214,14 +214,14 @@ def test_long_messages_are_folded(page: Page, serve: Callable[..., str], tmp_pat
 def test_texts_are_texts(page: Page, serve: Callable[..., str], tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
-    with start_run(tmp_path / HOSTILE.replace("/", "")[:60]) as writing:
-        store(writing, 0, [hostile(hinted(make_episode("0-0")))])
+    with start_run(tmp_path / HOSTILE.replace("/", "")[:60]) as run:
+        store(run, 0, [hostile(hinted(make_episode("0-0")))])
     hints = tmp_path / "hints.jsonl"
     hints.write_text(json.dumps({"trajectory": "0-0", "turn": 1, "text": HOSTILE}) + "\n")
     # A policy would stop a script that got in; none may get in.
     page.add_init_script("document.addEventListener('securitypolicyviolation',"
                          "(event) => { window.violated = event.violatedDirective; })")  # fmt: skip
-    page.goto(serve(RunFolder.read(writing.path), hints))
+    page.goto(serve(RunFolder.read(run.path), hints))
     expect(turn(page, 1).locator(".user-hint .text")).to_have_text(HOSTILE)
     expect(page.locator("h2")).to_have_text(HOSTILE)
     assert page.locator(".turn script, .turn img, .list script, .list img, .head img").count() == 0
@@ -242,7 +242,7 @@ def test_a_narrow_screen(
     page.locator("#rows a").first.click()
     expect(turn(page, 1)).to_be_visible()
     expect(page.locator(".list")).to_be_hidden()
-    write(page, 1, WORDS)
+    write(page, 1, HINT)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.get_by_role("link", name="all trajectories").click()
     expect(page.locator("#rows a")).to_have_count(6)
@@ -254,8 +254,8 @@ def test_what_was_written_is_what_the_reader_says(
     page: Page, serve: Callable[..., str], folder: RunFolder, hints: Path
 ) -> None:
     page.goto(f"{serve(folder, hints)}#/1/1-2")
-    write(page, 7, f"  {WORDS}\n")
-    trajectories = [one.trajectory for one in folder.trajectories(1)]
+    write(page, 7, f"  {HINT}\n")
+    trajectories = [record.trajectory for record in folder.trajectories(1)]
     reading = HumanReader(HumanReaderConfig(kind="human", path=hints))(trajectories)
-    assert reading.hints == (Hint(trajectory="1-2", turn=7, text=WORDS, source="human"),)
+    assert reading.hints == (Hint(trajectory="1-2", turn=7, text=HINT, source="human"),)
     assert trajectories[2].turns[7].events[0].details["message"] == "Tool not found: weather"

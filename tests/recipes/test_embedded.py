@@ -99,5 +99,5 @@ def test_one_step_of_the_demo_recipe(tmp_path: Path) -> None:
             assert any(event.kind == "tool_not_found" for event in turn.events)
             assert hint_outcomes.hint.text.startswith("Reminder: the tools here are")
     who = {(e.policy, e.step) for e in run.evaluations()}
-    assert who == {(one, step) for one in ("student", "student:held_out") for step in (0, 1)}
+    assert who == {(suite, step) for suite in ("student", "student:held_out") for step in (0, 1)}
     assert "tool_not_found" in (tmp_path / "run" / "report.html").read_text()

@@ -81,18 +81,18 @@ variants = ["long"]
 def test_first_arms_come_first_and_seed_by_seed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
     sweep = ["main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"]
-    others = [
+    later_jobs = [
         "other-short-lr0.001-seed0", "other-long-lr0.001-seed0",
         "other-short-lr0.001-seed1", "other-long-lr0.001-seed1",
     ]  # fmt: skip
-    assert [one.name for one in planned_jobs(plan, {})] == [*sweep, *sweep, *others]
+    assert [planned.name for planned in planned_jobs(plan, {})] == [*sweep, *sweep, *later_jobs]
     outcomes = {sweep[0]: measured(0.2), sweep[1]: measured(0.1)}
-    names = list(dict.fromkeys(one.name for one in planned_jobs(plan, outcomes)))
+    names = list(dict.fromkeys(planned.name for planned in planned_jobs(plan, outcomes)))
     assert names == [
         *sweep,
         "main-short-lr0.0001-seed0", "main-short-lr0.0001-seed1", "main-long-lr0.0001-seed1",
-        others[0], others[1], "noisy-long-lr0.0001-seed0",
-        others[2], others[3], "noisy-long-lr0.0001-seed1",
+        later_jobs[0], later_jobs[1], "noisy-long-lr0.0001-seed0",
+        later_jobs[2], later_jobs[3], "noisy-long-lr0.0001-seed1",
     ]  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def test_a_learning_rate_is_chosen_by_the_least_errors_of_those_that_ran(tmp_pat
 
 def test_overrides_of_the_command_line_go_over_those_of_the_plan(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN, "tasks.turns=1")
-    one = job(plan, plan.arms["main"], "long", 1e-4, 1)
-    assert one.overrides == (
+    long_job = job(plan, plan.arms["main"], "long", 1e-4, 1)
+    assert long_job.overrides == (
         "train.steps=3", "tasks.turns=4", "tasks.reward=all", "train.learning_rate=0.0001",
         "seed=1", "tasks.turns=1",
     )  # fmt: skip
@@ -141,10 +141,10 @@ def test_results_are_read_line_by_line_with_five_digits() -> None:
 
 def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
-    asked = {one.name for one in planned_jobs(plan, {}, "^other-short")}
-    assert asked == {"other-short-lr0.001-seed0", "other-short-lr0.001-seed1"}
-    asked = {one.name for one in planned_jobs(plan, {}, "^noisy")}
-    assert asked == {"main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"}
+    names = {planned.name for planned in planned_jobs(plan, {}, "^other-short")}
+    assert names == {"other-short-lr0.001-seed0", "other-short-lr0.001-seed1"}
+    names = {planned.name for planned in planned_jobs(plan, {}, "^noisy")}
+    assert names == {"main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"}
 
 
 @pytest.mark.parametrize(
@@ -169,21 +169,22 @@ def test_a_plan_that_says_nothing_sensible_is_refused(
 
 
 def test_an_event_that_no_longer_occurs_counts_as_zero() -> None:
-    found = measures(measured(0.1, held_out=0.3, events=False))
-    assert found["events/tool_not_found_before"] == 0.3
-    assert found["events/tool_not_found_after"] == 0.0
-    assert found["held_out/error_rate_after"] == 0.3 and found["error_rate_after"] == 0.1
+    values = measures(measured(0.1, held_out=0.3, events=False))
+    assert values["events/tool_not_found_before"] == 0.3
+    assert values["events/tool_not_found_after"] == 0.0
+    assert values["held_out/error_rate_after"] == 0.3 and values["error_rate_after"] == 0.1
     assert (
-        found["logp_drop/clean_turns_after"] == 0.01 and "logp_drop/clean_turns_before" not in found
+        values["logp_drop/clean_turns_after"] == 0.01
+        and "logp_drop/clean_turns_before" not in values
     )
 
 
 def test_intervals_over_seeds_are_students_and_welchs() -> None:
-    one, other = [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]
+    first, second = [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]
     # Standard deviation √2.5; t of 4 and of 8 degrees of freedom.
-    mean = over_seeds(one)
+    mean = over_seeds(first)
     assert mean["high"] - 3 == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
-    gap = difference(one, other)
+    gap = difference(first, second)
     assert gap["mean"] == -2 and gap["high"] + 2 == pytest.approx(2.306 * (2.5 / 5 * 2) ** 0.5)
     # One side does not vary: its degrees of freedom do not count.
     gap = difference([1.0, 2.0], [0.0, 0.0])
@@ -194,7 +195,9 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     plan = plan_of(tmp_path, PLAN)
     outcomes: Tree = {}
     for errors in (0.2, 0.1):  # the sweep, then all that follows from it
-        new = [one.name for one in planned_jobs(plan, outcomes) if one.name not in outcomes]
+        new = [
+            planned.name for planned in planned_jobs(plan, outcomes) if planned.name not in outcomes
+        ]
         outcomes |= {name: measured(errors + 0.01 * i) for i, name in enumerate(new)}
     del outcomes["main-short-lr1e-05-seed1"]
     outcomes["other-long-lr0.001-seed0"] = {"failed": "ended with 1"}
@@ -223,22 +226,24 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
 def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     plan = read_plan(ROOT / "recipes/targeted-hints", tmp_path, ())
     outcomes: Tree = {}
-    while new := [one.name for one in planned_jobs(plan, outcomes) if one.name not in outcomes]:
+    while new := [
+        planned.name for planned in planned_jobs(plan, outcomes) if planned.name not in outcomes
+    ]:
         outcomes |= {name: measured(0.05) for name in new}
     results = study.summary(plan, outcomes)
     assert set(results["variants"]) == {"N4", "N16", "N64"}
     plots = runpy.run_path(str(ROOT / "recipes/targeted-hints/plots.py"))
     assert plots["ARMS"].keys() == plan.arms.keys()
-    after, training, moved = plots["draw"](results, tmp_path)
+    after, training, shifted = plots["draw"](results, tmp_path)
     dots = {}
-    for path in (after, training, moved):
+    for path in (after, training, shifted):
         tree = ElementTree.fromstring(path.read_text())
         dots[path] = sum(element.tag.endswith("circle") for element in tree.iter())
     num_rows = sum(len(arm.variants) for arm in plan.arms.values())
     per_row = 1 + len(plan.arms["hint"].seeds)  # the mean and every seed
     assert dots[after] == 2 * num_rows * per_row
     assert dots[training] == 3 * len(plots["ALONG"]) * 2
-    assert dots[moved] == num_rows * per_row, "made up: no turn was wrong before"
+    assert dots[shifted] == num_rows * per_row, "made up: no turn was wrong before"
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────
@@ -301,8 +306,12 @@ def run_study(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def numbers(outcome: Path) -> Tree:
     """Without clocks."""
-    found = json.loads(outcome.read_text())
-    return {k: v for k, v in found.items() if k not in ("seconds", "wall_seconds", "environment")}
+    outcome_record = json.loads(outcome.read_text())
+    return {
+        k: v
+        for k, v in outcome_record.items()
+        if k not in ("seconds", "wall_seconds", "environment")
+    }
 
 
 def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
@@ -322,8 +331,8 @@ def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
     assert list(results["failed"]) == ["bad-A-lr0.0001-seed0"]
     assert "keep_layers" in (runs / "bad-A-lr0.0001-seed0.log").read_text()
     rate = results["learning_rates"]["good"]
-    tried = {one["learning_rate"]: one["validation"][4] for one in results["sweep"]}
-    assert tried.keys() == {1e-4, 1e-2} and tried[rate] == min(tried.values())
+    scores = {trial["learning_rate"]: trial["validation"][4] for trial in results["sweep"]}
+    assert scores.keys() == {1e-4, 1e-2} and scores[rate] == min(scores.values())
     for variant in ("A", "B"):
         row = results["variants"][variant]["arms"]["good"]
         assert row["error_rate_after"]["seeds"] == row["held_out/error_rate_before"]["seeds"] == 2
@@ -333,17 +342,17 @@ def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
 
     # Cut off: one outcome is missing, and its run with it. A worker of its own makes the same.
     missing = runs / "outcomes" / f"good-A-lr{rate:g}-seed1.json"
-    expected, others = numbers(missing), {p: p.stat().st_mtime_ns for p in missing.parent.iterdir()}
+    expected, times = numbers(missing), {p: p.stat().st_mtime_ns for p in missing.parent.iterdir()}
     missing.unlink()
     assert run_study(folder, "--summarise").returncode == 0
     results = json.loads((folder / "results.json").read_text())
     assert results["variants"]["A"]["arms"]["good"]["after"]["seeds"] == 1
-    again = run_study(folder, "--only", "^good")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(" done ") == 1, "what was prepared is there, too"
+    second_run = run_study(folder, "--only", "^good")
+    assert second_run.returncode == 0, second_run.stdout + second_run.stderr
+    assert second_run.stdout.count(" done ") == 1, "what was prepared is there, too"
     assert numbers(missing) == expected
-    del others[missing]
-    assert all(path.stat().st_mtime_ns == when for path, when in others.items())
+    del times[missing]
+    assert all(path.stat().st_mtime_ns == when for path, when in times.items())
 
     # The same outcomes under other settings are not taken for theirs.
     other = run_study(folder, "--summarise", "--with", "train.steps=1")

@@ -20,15 +20,15 @@ from transformers import (
 
 def made_of(config: type, model: type, **settings: Any) -> Any:
     torch.manual_seed(1)
-    made = model(config(
+    built = model(config(
         vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         bos_token_id=0, eos_token_id=1, pad_token_id=1, **settings,
     )).eval()  # fmt: skip
-    for name, parameter in made.named_parameters():
+    for name, parameter in built.named_parameters():
         if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
             torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
-    return made
+    return built
 
 
 def qwen() -> Any:

@@ -10,6 +10,7 @@ hang. This one imports, and runs models forward on one thread.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -82,78 +83,68 @@ def die() -> None:
 
 
 def at_call(number: int, name: str = "SIGKILL") -> None:
-    """A signal at the n-th call of a function of the package, whichever that is."""
-    here = 0
+    """A signal at the n-th call of any function of the package."""
+    num_calls = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal here
+        nonlocal num_calls
         if "courtside/" in frame.f_code.co_filename:
-            here += 1
-            if here == number:
+            num_calls += 1
+            if num_calls == number:
                 sys.settrace(None)
                 os.kill(os.getpid(), getattr(signal, name))
 
     sys.settrace(count)
 
 
-def around(owner: Any, name: str, number: int, moment: str) -> None:
-    """A kill just before or after the n-th call of `owner.name`."""
-    real, here = getattr(owner, name), 0
+def replace_call(owner: Any, name: str, number: int, replacement: Callable[..., Any]) -> None:
+    """The n-th call of `owner.name` is `replacement(real, *args)`."""
+    real, calls = getattr(owner, name), itertools.count(1)
 
     def call(*args: Any, **options: Any) -> Any:
-        nonlocal here
-        here += 1
-        if here == number and moment == "before":
-            die()
-        result = real(*args, **options)
-        if here == number and moment == "after":
-            die()
-        return result
+        if next(calls) == number:
+            return replacement(real, *args, **options)
+        return real(*args, **options)
 
     setattr(owner, name, call)
 
 
 def in_checkpoint(what: str, number: int, moment: str) -> None:
+    """A kill just before or after the n-th call."""
     import shutil
 
     from courtside.training import checkpoints
 
+    def kill(real: Any, *args: Any, **options: Any) -> None:
+        if moment == "after":
+            real(*args, **options)
+        die()
+
     owner = {"save_file": checkpoints, "rename": Path, "rmtree": shutil, "fsync": os}[what]
-    around(owner, what, number, moment)
+    replace_call(owner, what, number, kill)
 
 
 def half_file(number: int) -> None:
     """The n-th tensor file of a checkpoint is half written."""
     from courtside.training import checkpoints
 
-    real, here = checkpoints.save_file, 0
-
-    def write(tensors: Any, file: Path) -> None:
-        nonlocal here
-        here += 1
+    def write_half(real: Any, tensors: Any, file: Path) -> None:
         real(tensors, file)
-        if here == number:
-            os.truncate(file, file.stat().st_size // 2)
-            die()
+        os.truncate(file, file.stat().st_size // 2)
+        die()
 
-    checkpoints.save_file = write
+    replace_call(checkpoints, "save_file", number, write_half)
 
 
 def half_line(number: int) -> None:
     """The n-th line of a log is half written."""
     from courtside.report.folder import files
 
-    here = 0
+    def append_half(real: Any, path: Path, content: bytes) -> None:
+        real(path, content[: len(content) // 2])
+        die()
 
-    def append(path: Path, content: bytes) -> None:
-        nonlocal here
-        here += 1
-        with path.open("ab") as file:
-            file.write(content[: len(content) // 2] if here == number else content)
-        if here == number:
-            die()
-
-    files.append_bytes = append
+    replace_call(files, "append_bytes", number, append_half)
 
 
 def full_disk(number: int) -> None:
@@ -175,28 +166,23 @@ def read_only(number: int) -> None:
 def before_save(number: int, act: Callable[[Path], None]) -> None:
     from courtside.training import checkpoints
 
-    real, here = checkpoints.save, 0
-
-    def save(folder: Path, *args: Any, **options: Any) -> Path:
-        nonlocal here
-        here += 1
-        if here == number:
-            act(folder)
+    def save(real: Any, folder: Path, *args: Any, **options: Any) -> Any:
+        act(folder)
         return real(folder, *args, **options)
 
-    checkpoints.save = save
+    replace_call(checkpoints, "save", number, save)
 
 
 def count_calls() -> None:
     """Not a fault: prints how many calls of the package a run makes."""
-    here = 0
+    num_calls = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal here
-        here += "courtside/" in frame.f_code.co_filename
+        nonlocal num_calls
+        num_calls += "courtside/" in frame.f_code.co_filename
 
     sys.settrace(count)
-    AT_END.append(lambda: print(f"calls: {here}"))
+    AT_END.append(lambda: print(f"calls: {num_calls}"))
 
 
 AT_END: list[Callable[[], None]] = []

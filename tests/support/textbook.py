@@ -47,9 +47,9 @@ def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: T
             if support["form"] == "stop_gradient":
                 rows.append((p_S.exp() * (p_S.detach() - q_S)).sum())
             else:
-                rows.append(words(p_S, q_S, name, loss).sum())
+                rows.append(divergence_terms(p_S, q_S, name, loss).sum())
         return torch.stack(rows)
-    total_T = words(p_TV, q_TV, name, loss).sum(-1)
+    total_T = divergence_terms(p_TV, q_TV, name, loss).sum(-1)
     if "entropy_aware" in loss:
         entropy_T = -(q_TV.exp() * q_TV).sum(-1)
         unsure_T = (entropy_T > loss["entropy_aware"]["threshold"]).double()
@@ -58,7 +58,7 @@ def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: T
     return total_T
 
 
-def words(p: Tensor, q: Tensor, name: str, loss: dict[str, Any]) -> Tensor:
+def divergence_terms(p: Tensor, q: Tensor, name: str, loss: dict[str, Any]) -> Tensor:
     """What each word adds."""
     P, Q = p.exp(), q.exp()
     if name == "reverse_kl":

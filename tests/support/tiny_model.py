@@ -27,8 +27,8 @@ def tiny_tokenizer(
     """One token a byte, the special tokens, and one for each pair of `merges`."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     merged = [first + second for first, second in merges]
-    words = ["<|im_start|>", "<|im_end|>", *bytes_, *extra, *merged]
-    vocabulary = {token: i for i, token in enumerate(words)}
+    tokens = ["<|im_start|>", "<|im_end|>", *bytes_, *extra, *merged]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -512,8 +512,8 @@ def test_single_teachers_of_a_recipe() -> None:
 
 def nodes(tree: Any) -> list[dict[str, Any]]:
     inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    found = [node for item in inner for node in nodes(item)]
-    return [tree, *found] if isinstance(tree, dict) else found
+    inner_nodes = [node for item in inner for node in nodes(item)]
+    return [tree, *inner_nodes] if isinstance(tree, dict) else inner_nodes
 
 
 def test_the_json_schema_is_whole_and_knows_every_key() -> None:

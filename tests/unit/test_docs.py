@@ -67,14 +67,14 @@ FENCE = re.compile(
 
 @cache
 def blocks(language: str) -> list[Block]:
-    found = []
+    code_blocks = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             block = Block(page, line, match["language"], match["comment"] or "", match["text"])
-            found.append(block)
-    return [block for block in found if block.language == language]
+            code_blocks.append(block)
+    return [block for block in code_blocks if block.language == language]
 
 
 @cache
@@ -84,16 +84,16 @@ def prose(page: Path) -> str:
 
 
 def code_spans(text: str) -> list[str]:
-    found = re.findall(r"``(.+?)``|`([^`\n]+)`", text)
-    return [(double or single).strip() for double, single in found]
+    spans = re.findall(r"``(.+?)``|`([^`\n]+)`", text)
+    return [(double or single).strip() for double, single in spans]
 
 
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     level = heading.split(" ")[0]
-    _, _, rest = text.partition(f"\n{heading}\n")
-    assert rest, f"{page} has no {heading!r}"
-    return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.M)[0]
+    _, _, after = text.partition(f"\n{heading}\n")
+    assert after, f"{page} has no {heading!r}"
+    return re.split(rf"^#{{1,{len(level)}}} ", after, maxsplit=1, flags=re.M)[0]
 
 
 def first_column(text: str) -> Iterator[str]:
@@ -135,14 +135,16 @@ FIELD = re.compile(
 )
 
 
-def has_field(here: Any, keys: list[str]) -> bool:
+def has_field(section_type: Any, keys: list[str]) -> bool:
     if not keys:
         return True
     if keys[0].isdecimal():
-        return has_field(field_type(here, 0), keys[1:])
-    sections = [*(sections_by_kind(here).values() or union_members(here) or (here,))]
-    after = [field_type(one, keys[0]) for one in sections]
-    return any(one is not Any and has_field(one, keys[1:]) for one in after)
+        return has_field(field_type(section_type, 0), keys[1:])
+    sections = [
+        *(sections_by_kind(section_type).values() or union_members(section_type) or (section_type,))
+    ]
+    after = [field_type(inner_type, keys[0]) for inner_type in sections]
+    return any(inner_type is not Any and has_field(inner_type, keys[1:]) for inner_type in after)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -166,9 +168,9 @@ def test_jsonl_in_the_docs_is_tasks(tmp_path: Path) -> None:
 
 
 def commands(program: str) -> list[str]:
-    shown = [line for block in blocks("bash") for line in block.text.splitlines()]
-    named = [span for page in PAGES for span in code_spans(prose(page))]
-    return sorted({line for line in (*shown, *named) if line.startswith(f"{program} ")})
+    commands = [line for block in blocks("bash") for line in block.text.splitlines()]
+    spans = [span for page in PAGES for span in code_spans(prose(page))]
+    return sorted({line for line in (*commands, *spans) if line.startswith(f"{program} ")})
 
 
 def recipe_meant_by(target: str) -> Path | None:
@@ -195,10 +197,10 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if "overrides" not in parsed:
         return
     # The reader's own recipe is the quickstart's.
-    own = tmp_path / "mine.toml"
-    own.write_text(next(b.text for b in blocks("toml") if b.page.name == "quickstart.md"))
+    file = tmp_path / "mine.toml"
+    file.write_text(next(b.text for b in blocks("toml") if b.page.name == "quickstart.md"))
     target = parsed.get("recipe") or parsed.get("target") or str(parsed["run"])
-    load_recipe(recipe_meant_by(target) or own, parsed["overrides"] or ())
+    load_recipe(recipe_meant_by(target) or file, parsed["overrides"] or ())
 
 
 def test_make_targets_exist() -> None:
@@ -212,7 +214,7 @@ def test_make_targets_exist() -> None:
 
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -248,10 +250,10 @@ def test_modules_named_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_file_map_is_whole() -> None:
-    named = set(first_column(section("docs/architecture.md", "## File map")))
-    assert all((REPOSITORY / name).exists() for name in named)
+    listed = set(first_column(section("docs/architecture.md", "## File map")))
+    assert all((REPOSITORY / name).exists() for name in listed)
     packages = {path.parent for path in (REPOSITORY / "src" / "courtside").glob("*/__init__.py")}
-    assert {f"src/courtside/{path.name}/" for path in packages} <= named
+    assert {f"src/courtside/{path.name}/" for path in packages} <= listed
 
 
 def test_the_glossary_names_modules_that_exist() -> None:
@@ -265,11 +267,11 @@ def glossary() -> str:
     return (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 
-def test_functions_named_beside_their_file_exist() -> None:
+def test_functions_of_the_docs_exist() -> None:
     text = (REPOSITORY / "docs" / "algorithm.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(?:(\w+)/)?(\w+)\.py: (\w+)`", text)
-    assert len(named) > 5
-    for package, module, function in named:
+    references = re.findall(r"`(?:(\w+)/)?(\w+)\.py: (\w+)`", text)
+    assert len(references) > 5
+    for package, module, function in references:
         path = f"courtside.{package or 'losses'}.{module}"
         assert hasattr(importlib.import_module(path), function), function
 
@@ -278,8 +280,8 @@ def test_the_loop_on_the_page_is_the_loop() -> None:
     loop = (REPOSITORY / "src" / "courtside" / "loop.py").read_text(encoding="utf-8")
     lines = [line.strip() for line in loop.splitlines()]
     text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^```\n(for step in .*?)^```$", text, re.M | re.S)
-    quoted = [line.strip() for line in shown.splitlines()]
+    (loop_code,) = re.findall(r"^```\n(for step in .*?)^```$", text, re.M | re.S)
+    quoted = [line.strip() for line in loop_code.splitlines()]
     assert [line for line in quoted if line not in lines] == []
     body = lines[lines.index(quoted[1]) :]
     assert [line for line in body if not line.startswith("with ")] == quoted[1:]
@@ -339,7 +341,9 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 def test_messages_are_those_of_the_code() -> None:
     sources = sorted((REPOSITORY / "src" / "courtside").rglob("*.py"))
-    said = "\n".join(text for file in sources for text in texts(ast.parse(file.read_text("utf-8"))))
+    strings = "\n".join(
+        text for file in sources for text in texts(ast.parse(file.read_text("utf-8")))
+    )
     messages = list(first_column(section("docs/troubleshooting.md", "## Messages")))
     assert len(messages) > 30
     notes = list(
@@ -347,7 +351,7 @@ def test_messages_are_those_of_the_code() -> None:
     )
     assert len(notes) == 4
     messages += notes
-    assert [message for message in messages if message not in said] == []
+    assert [message for message in messages if message not in strings] == []
 
 
 def test_every_error_has_a_word_on_it() -> None:
@@ -402,17 +406,17 @@ def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_readme_shows_the_example() -> None:
-    [shown] = [block for block in blocks("python") if block.page.name == "README.md"]
+    [block] = [block for block in blocks("python") if block.page.name == "README.md"]
     example = (REPOSITORY / "examples" / "ten_lines.py").read_text(encoding="utf-8")
-    assert shown.text.strip() == example.split('"""', 2)[2].strip()
-    assert len([line for line in shown.text.splitlines() if line.strip()]) == 10
+    assert block.text.strip() == example.split('"""', 2)[2].strip()
+    assert len([line for line in block.text.splitlines() if line.strip()]) == 10
 
 
 def test_python_in_the_docs_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs)
-    others = [block for block in blocks("python") if block.page.name != "README.md"]
-    assert others
-    for block in others:
+    examples = [block for block in blocks("python") if block.page.name != "README.md"]
+    assert examples
+    for block in examples:
         exec(compile(block.text, str(block), "exec"), {})
 
 
@@ -422,12 +426,12 @@ def test_every_file_and_column_of_a_run_is_described(runs: Path) -> None:
     folder = runs / "runs" / "mine"
     files = " ".join(first_column(section("docs/concepts.md", "## The run folder")))
     row: dict[str, Any] = {}
-    for one in (folder, runs / "runs" / "hinted"):
-        for path in one.iterdir():
+    for run_folder in (folder, runs / "runs" / "hinted"):
+        for path in run_folder.iterdir():
             assert path.name.startswith(".") or path.name in files, path.name
-        row |= courtside.RunFolder.read(one).metrics()[0]
+        row |= courtside.RunFolder.read(run_folder).metrics()[0]
     described = set(first_column(section("docs/concepts.md", "### Columns of `metrics.jsonl`")))
-    patterns = [re.sub(r"NAME|PHASE", r"[\\w/]+", one) for one in described]
+    patterns = [re.sub(r"NAME|PHASE", r"[\\w/]+", run_folder) for run_folder in described]
     for column in row:
         assert any(re.fullmatch(pattern, column) for pattern in patterns), column
     assert all(any(re.fullmatch(p, c) for c in row) for p in patterns if "accuracy" not in p)
@@ -437,8 +441,12 @@ def test_every_file_and_column_of_a_run_is_described(runs: Path) -> None:
     assert columns == set(
         first_column(section("docs/concepts.md", "### Columns of a trajectories file"))
     )
-    spoken = {key for one in courtside.RunFolder.read(folder).evaluations() for key in one.metrics}
-    assert {"kl_estimate", "forward_kl_estimate"} <= spoken
+    metrics = {
+        key
+        for run_folder in courtside.RunFolder.read(folder).evaluations()
+        for key in run_folder.metrics
+    }
+    assert {"kl_estimate", "forward_kl_estimate"} <= metrics
 
 
 def test_ten_lines(
@@ -458,9 +466,9 @@ def test_ten_lines(
     )
     arguments = (f"student.model={tiny_folder}", *small)
     run_example("ten_lines.py", *arguments, at=tmp_path, with_=monkeypatch)
-    said = capsys.readouterr().out
-    assert "student 0: " in said and "teacher 0: " in said
-    assert "student 1: " in said and "The teacher disliked token" in said
+    output = capsys.readouterr().out
+    assert "student 0: " in output and "teacher 0: " in output
+    assert "student 1: " in output and "The teacher disliked token" in output
 
 
 def test_own_tasks(
@@ -471,8 +479,8 @@ def test_own_tasks(
 ) -> None:
     arguments = ("--model", str(tiny_folder), "--steps", "1")
     run_example("own_tasks.py", *arguments, at=tmp_path, with_=monkeypatch)
-    said = capsys.readouterr().out
-    assert re.search(r"step 0: KL \d", said) and "student 1: " in said
+    output = capsys.readouterr().out
+    assert re.search(r"step 0: KL \d", output) and "student 1: " in output
 
 
 @pytest.mark.filterwarnings("ignore:.*without a tail")
@@ -480,9 +488,9 @@ def test_losses_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_example("losses_alone.py", at=tmp_path, with_=monkeypatch)
-    said = capsys.readouterr().out
-    assert "naive: the student ends with 0.368" in said
-    assert "tail: the student ends with 1.000" in said
+    output = capsys.readouterr().out
+    assert "naive: the student ends with 0.368" in output
+    assert "tail: the student ends with 1.000" in output
 
 
 def run_example(name: str, *arguments: str, at: Path, with_: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def test_what_a_grader_may_return(user_folder: Path, name: str, expected: Grade)
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("mine:", "must be 'module:function'"),
         ("mine.py:half", "names a file"),
@@ -227,14 +227,14 @@ def test_what_a_grader_may_return(user_folder: Path, name: str, expected: Grade)
         ("mine:three_parameters", "called as grade(response, task)"),
     ],
 )
-def test_graders_that_cannot_be_called(user_folder: Path, path: str, words: str) -> None:
+def test_graders_that_cannot_be_called(user_folder: Path, path: str, message: str) -> None:
     with pytest.raises(TaskError, match="grader") as caught:
         require_gradable(make_task(grader=path))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("count", "outside of [0, 1]"),
         ("negative", "outside of [0, 1]"),
@@ -247,10 +247,10 @@ def test_graders_that_cannot_be_called(user_folder: Path, path: str, words: str)
         ("wrong_feedback", "`feedback` is no text"),
     ],
 )
-def test_results_that_are_no_grade(user_folder: Path, name: str, words: str) -> None:
+def test_results_that_are_no_grade(user_folder: Path, name: str, message: str) -> None:
     with pytest.raises(RunError) as caught:
         grade(make_task(grader=f"mine:{name}"), "long")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert f"'mine:{name}'" in str(caught.value) and "task t" in str(caught.value)
 
 
@@ -296,7 +296,7 @@ def test_records_and_dicts(user_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "words"),
+    ("name", "changes", "message"),
     [
         ("nothing", {}, "has no function 'nothing'"),
         ("dicts", {"settings": {"m": 2}}, "unexpected keyword argument 'm'"),
@@ -317,11 +317,11 @@ def test_records_and_dicts(user_folder: Path) -> None:
     ],
 )
 def test_task_sources_that_cannot_work(
-    user_folder: Path, name: str, changes: dict[str, Any], words: str
+    user_folder: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TaskError) as caught:
         custom_tasks(name, **changes)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_what_a_task_source_raises_is_its_own(user_folder: Path) -> None:
@@ -349,7 +349,7 @@ def test_its_hints_are_those_of_any_reader(user_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: custom_reader("Nobody"), "has no class 'Nobody'"),
         (lambda: custom_reader("function"), "has no class 'function'"),
@@ -363,11 +363,11 @@ def test_its_hints_are_those_of_any_reader(user_folder: Path) -> None:
     ],
 )
 def test_readers_that_cannot_work(
-    user_folder: Path, call: Callable[[], object], words: str
+    user_folder: Path, call: Callable[[], object], message: str
 ) -> None:
     with pytest.raises((RecipeError, RunError)) as caught:
         call()
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 # ── recipes ──────────────────────────────────────────────────────────────────────────────────────
@@ -384,7 +384,7 @@ def make_recipe(**sections: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("sections", "message"),
     [
         ({"tasks": {"kind": "custom"}}, "tasks.path"),
         ({"tasks": {"kind": "custom", "path": "mine"}}, "must be 'module:function'"),
@@ -398,7 +398,7 @@ def make_recipe(**sections: Any) -> Recipe:
         ({"reader": {"kind": "custom", "path": "a:B"}}, "no loss is taken on = 'hinted_turns'"),
     ],
 )
-def test_sections_that_cannot_work(sections: dict[str, Any], words: str) -> None:
+def test_sections_that_cannot_work(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         make_recipe(**sections)
-    assert words in str(caught.value)
+    assert message in str(caught.value)

@@ -30,7 +30,7 @@ class Recorder(SilentConsole):
     """A console that records its calls and can act on a step."""
 
     def __init__(self, on_step: Any = None) -> None:
-        self.said: list[str] = []
+        self.texts: list[str] = []
         self.phases: list[str] = []
         self.steps = 0
         self.finished = 0
@@ -40,7 +40,7 @@ class Recorder(SilentConsole):
         self.phases.append(name)
 
     def print_line(self, text: str) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
     def step(self, row: Any) -> None:
         self.steps += 1
@@ -97,7 +97,7 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
 
 
 def test_what_a_step_made_is_gone_when_the_next_begins(tiny_folder, tiny_teacher_folder, tmp_path):
-    made: list[weakref.ref[Any]] = []
+    refs: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
     def watched(parts: Any) -> None:
@@ -109,9 +109,9 @@ def test_what_a_step_made_is_gone_when_the_next_begins(tiny_folder, tiny_teacher
 
             def __call__(self, *args: Any) -> Any:
                 gc.collect()
-                alive.append(sum(one() is not None for one in made))
+                alive.append(sum(ref() is not None for ref in refs))
                 scored = real(*args)
-                made.extend(weakref.ref(s.target.hidden_TD) for s in scored)
+                refs.extend(weakref.ref(s.target.hidden_TD) for s in scored)
                 return scored
 
         real = parts.teacher
@@ -121,10 +121,10 @@ def test_what_a_step_made_is_gone_when_the_next_begins(tiny_folder, tiny_teacher
         tiny_folder, tiny_teacher_folder, train={"steps": 2, "prompts_per_step": 2}
     )
     go(recipe, tmp_path / "run", Recorder(), watched)
-    assert len(made) > 2 and alive == [0, 0]
+    assert len(refs) > 2 and alive == [0, 0]
 
 
-def test_trajectories_are_kept_as_often_as_asked(tiny_folder, tiny_teacher_folder, tmp_path):
+def test_trajectories_are_stored_as_often_as_configured(tiny_folder, tiny_teacher_folder, tmp_path):
     run = {"trajectories_every": 3, "checkpoint_every": 5}
     folder = train(small_recipe(tiny_folder, tiny_teacher_folder, run=run), tmp_path / "run")
     assert folder.trajectory_steps() == [0, 3, 4]  # and the last
@@ -154,7 +154,7 @@ def test_a_moving_average_follows_every_step(lora, tiny_folder, tmp_path):
 # ── not finite ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tmp_path):
+def test_a_batch_that_is_not_finite_is_stored(tiny_folder, tiny_teacher_folder, tmp_path):
     """From step 3 on the teacher excludes every word but one."""
     recipe = small_recipe(tiny_folder, tiny_teacher_folder)
     before: list[torch.Tensor] = []
@@ -169,11 +169,11 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
                 head.module = module
                 trained = parts.student.weights.trained.values()
                 before.extend(p.detach().clone() for p in trained)
-                kept.append(parts)
+                batches.append(parts)
 
         console.on_step = act
 
-    kept: list[Any] = []
+    batches: list[Any] = []
     console = Recorder()
     path = tmp_path / "run"
     with pytest.raises(NotFiniteError) as caught:
@@ -183,9 +183,9 @@ def test_a_batch_that_is_not_finite_is_kept(tiny_folder, tiny_teacher_folder, tm
     assert "step 3: the loss 'divergence' is not finite; no weight was changed" in message
     assert str(file) in message and "The last checkpoint is from step 2" in message
     batch = read_trajectories(file, 3)
-    assert len(batch) == 4 and all(one.teacher_logp for one in batch)
-    assert any(math.isinf(logp) for one in batch for logp in one.teacher_logp)
-    after = [p.detach() for p in kept[0].student.weights.trained.values()]
+    assert len(batch) == 4 and all(record.teacher_logp for record in batch)
+    assert any(math.isinf(logp) for record in batch for logp in record.teacher_logp)
+    after = [p.detach() for p in batches[0].student.weights.trained.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert len(RunFolder.read(path).metrics()) == 3
     assert console.finished == 1
@@ -249,7 +249,7 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
     console = Recorder(interrupt)
     with pytest.raises(Interrupted, match=r"stopped after 3 of 5 steps; everything is saved in"):
         train(recipe, tmp_path / "run", console=console)
-    assert any("press Ctrl-C again" in text for text in console.said)
+    assert any("press Ctrl-C again" in text for text in console.texts)
     assert signal.getsignal(signal.SIGINT) is ours
     assert console.finished == 1
     assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step-000003"
@@ -321,7 +321,7 @@ def test_a_run_that_trained_nothing_says_so(tiny_folder, tmp_path):
     console = Recorder()
     folder = train(recipe, tmp_path / "run", console=console)
     (alarm,) = folder.alarms()
-    assert alarm["step"] == 1 and alarm["message"] in console.said
+    assert alarm["step"] == 1 and alarm["message"] in console.texts
     assert "none of the 2 steps trained a single token" in alarm["message"]
     assert "dropped/no_other_hint 4" in alarm["message"]
 
@@ -335,7 +335,7 @@ def test_a_split_without_tasks_is_told_once(tiny_folder, tiny_teacher_folder, tm
         tiny_folder, tiny_teacher_folder, tasks=tasks, train={"steps": 1, "prompts_per_step": 2}
     )
     train(recipe, tmp_path / "run", console=console)
-    assert sum(said.startswith("not evaluated on test tasks") for said in console.said) == 1
+    assert sum(note.startswith("not evaluated on test tasks") for note in console.texts) == 1
 
 
 def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
@@ -345,7 +345,7 @@ def test_a_finished_run_says_so(tiny_folder, tiny_teacher_folder, tmp_path):
     train(recipe, tmp_path / "run")
     console = Recorder()
     train(recipe, tmp_path / "run", console=console)
-    assert console.said == [f"{tmp_path / 'run'}: all 1 steps are done; nothing to train"]
+    assert console.texts == [f"{tmp_path / 'run'}: all 1 steps are done; nothing to train"]
     assert console.steps == 0
 
 
@@ -368,10 +368,10 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
     assert teacher_size > size
     stored = [s.trajectory for step in (0, 1) for s in folder.trajectories(step)]
     length = sum(len(t.token_ids) for t in stored)
-    written = sum(t.num_completion_tokens for t in stored)
+    num_tokens = sum(t.num_completion_tokens for t in stored)
     costs = folder.read_costs()
-    assert costs["rollout"].output_tokens == written
-    assert costs["rollout"].input_tokens == length - written
+    assert costs["rollout"].output_tokens == num_tokens
+    assert costs["rollout"].input_tokens == length - num_tokens
     assert costs["rollout"].flops == 2 * size * length
     assert costs["teacher"].input_tokens == 2 * length  # the teacher and the reference
     assert costs["teacher"].flops == 2 * (teacher_size + size) * length
@@ -380,9 +380,9 @@ def test_costs_are_counted_with_the_size_of_who_did_the_work(
     assert costs["update"].flops == 6 * size * (length - len(stored))
     assert all(cost.seconds > 0 for cost in costs.values())
     # The last evaluation is in them too.
-    asked = [e for e in folder.evaluations()]
-    answered = sum(round(e.metrics["length"] * len(e.scores)) for e in asked)
-    assert costs["evaluate"].output_tokens == answered and len(asked) == 3
+    evaluations = [e for e in folder.evaluations()]
+    answered = sum(round(e.metrics["length"] * len(e.scores)) for e in evaluations)
+    assert costs["evaluate"].output_tokens == answered and len(evaluations) == 3
 
 
 def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folder, tmp_path):
@@ -396,8 +396,8 @@ def test_costs_of_steps_that_are_done_again_stay(tiny_folder, tiny_teacher_folde
     paid = RunFolder.read(tmp_path / "run").read_costs()
     folder = train(recipe, tmp_path / "run")
     once = sum(t.trajectory.num_completion_tokens for s in range(5) for t in folder.trajectories(s))
-    again = sum(t.trajectory.num_completion_tokens for t in folder.trajectories(2))
-    assert folder.read_costs()["rollout"].output_tokens == once + again
+    num_tokens_after = sum(t.trajectory.num_completion_tokens for t in folder.trajectories(2))
+    assert folder.read_costs()["rollout"].output_tokens == once + num_tokens_after
     assert folder.read_costs()["rollout"].seconds > paid["rollout"].seconds
 
 
@@ -421,11 +421,11 @@ def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_
 
     student = {"model": str(tiny_folder), "gradient_checkpointing": recomputes}
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, student=student)
-    with pytest.raises(RunError, match=r"step 3.*from step 2.*micro_batch_tokens") as told:
+    with pytest.raises(RunError, match=r"step 3.*from step 2.*micro_batch_tokens") as error:
         go(recipe, tmp_path / "run", Recorder(), spoil)
-    assert "more" not in str(told.value)
-    assert ("student.gradient_checkpointing = true" in str(told.value)) == (recomputes == "auto")
-    assert "train.optimizer_offload = true" in str(told.value)
+    assert "more" not in str(error.value)
+    assert ("student.gradient_checkpointing = true" in str(error.value)) == (recomputes == "auto")
+    assert "train.optimizer_offload = true" in str(error.value)
     # And it goes on from there with what it was told to change.
     less = {"micro_batch_tokens": 64, "logits_chunk_tokens": 16, "optimizer_offload": True}
     lean = small_recipe(
@@ -448,7 +448,7 @@ def test_a_completion_too_long_for_the_context_is_told_at_the_start(tiny_folder,
     imitate = {"rollout": {"student_fraction": 0.0}, "losses": [{"kind": "cross_entropy"}]}
     with pytest.raises(TaskError, match=r"'long'.*its completion"):
         assemble(small_recipe(tiny_folder, tasks=tasks, **imitate))
-    kept = assemble(
+    reloaded = assemble(
         small_recipe(tiny_folder, tasks=tasks | {"overlong_prompts": "drop"}, **imitate)
     )
-    assert kept.tasks.num_dropped == 1
+    assert reloaded.tasks.num_dropped == 1

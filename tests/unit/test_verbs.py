@@ -207,8 +207,8 @@ def test_evaluating_a_run_gives_what_it_recorded(kind, request):
 
 def test_how_many_and_which_tasks_can_be_chosen(full_run):
     recipe = RunFolder.read(full_run).recipe()
-    (one,) = evaluate_student(recipe, run=full_run, split="validation", num_tasks=3, step=2)
-    assert (one.split, one.step, len(one.scores)) == ("validation", 2, 3)
+    (evaluation,) = evaluate_student(recipe, run=full_run, split="validation", num_tasks=3, step=2)
+    assert (evaluation.split, evaluation.step, len(evaluation.scores)) == ("validation", 2, 3)
 
 
 def test_a_student_that_is_not_the_runs_is_refused(lora_run, tiny_folder, tiny_teacher_folder):
