@@ -59,7 +59,7 @@ def gradients(inputs: Inputs) -> float:
     return float(loss.detach())
 
 
-def matmuls(inputs: Inputs) -> float:
+def matmuls(inputs: Inputs, *, num_rows: int = ROWS) -> float:
     """The four matmuls of a divergence and nothing else, no loss. The floor of time."""
     import torch
 
@@ -67,9 +67,9 @@ def matmuls(inputs: Inputs) -> float:
         gradient_VD, gradient_TD = (
             torch.zeros_like(tensor) for tensor in (inputs.weight_VD, inputs.hidden_TD)
         )
-        buffers = [inputs.hidden_TD.new_empty(ROWS, VOCAB_SIZE) for _ in range(2)]
-        for start in range(0, len(inputs.hidden_TD), ROWS):
-            rows = slice(start, start + ROWS)
+        buffers = [inputs.hidden_TD.new_empty(num_rows, len(inputs.weight_VD)) for _ in range(2)]
+        for start in range(0, len(inputs.hidden_TD), num_rows):
+            rows = slice(start, start + num_rows)
             hidden_ND, teacher_ND = inputs.hidden_TD[rows], inputs.teacher_hidden_TD[rows]
             logits_NV, of_teacher_NV = (buffer[: len(hidden_ND)] for buffer in buffers)
             torch.mm(hidden_ND, inputs.weight_VD.T, out=logits_NV)
@@ -109,7 +109,7 @@ def _courtside(inputs: Inputs, loss: Any) -> float:
 
     num_tokens = len(inputs.ids_T)
     # Any log-probs will do: they change the numbers of the sampled loss, not its memory.
-    logp_T = torch.full((num_tokens,), -math.log(VOCAB_SIZE))
+    logp_T = torch.full((num_tokens,), -math.log(len(inputs.weight_VD)))
     rows = TokenBatch(
         hidden_ND=inputs.hidden_TD,
         ids_N=inputs.ids_T,
@@ -242,7 +242,12 @@ def run_all(args: argparse.Namespace) -> None:
         "load_after": os.getloadavg()[0],
         "seed": SEED,
         "num_threads": args.threads,
-        "shape": {"tokens": args.tokens, "hidden": HIDDEN, "words": VOCAB_SIZE, "dtype": "float32"},
+        "shape": {
+            "tokens": args.tokens,
+            "hidden": HIDDEN,
+            "vocab_size": VOCAB_SIZE,
+            "dtype": "float32",
+        },
         "rows": rows,
         "ratios": ratios,
         "problems": problems,

@@ -36,11 +36,7 @@ def test_ratios_and_work_that_is_not_the_same(driver: Any) -> None:
     assert driver.ratios_of(rows[1:])["plain"].keys() == {"time_over_full", "memory_over_full"}
 
 
-def test_the_matmuls_are_four_and_ours_is_what_plain_logits_give(
-    driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "WORDS", 40)
-    monkeypatch.setattr(driver, "ROWS", 4)
+def test_the_matmuls_are_four_and_ours_is_what_plain_logits_give(driver: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden_TD, teacher_TD = torch.randn(2, 6, 8, generator=draw)
     weight_VD, teacher_VD = torch.randn(2, 40, 8, generator=draw)
@@ -49,12 +45,12 @@ def test_the_matmuls_are_four_and_ours_is_what_plain_logits_give(
         teacher_VD=teacher_VD, ids_T=torch.zeros(6, dtype=torch.long),
     )  # fmt: skip
 
-    def run(variant: str) -> tuple[float, Any]:
+    def run(variant: str, **options: Any) -> tuple[float, Any]:
         leaves = replace(inputs, hidden_TD=hidden_TD.clone().requires_grad_(),
                       weight_VD=weight_VD.clone().requires_grad_())  # fmt: skip
-        return driver.RUN[variant](leaves), leaves
+        return driver.RUN[variant](leaves, **options), leaves
 
-    _, matmuls = run("matmuls")
+    _, matmuls = run("matmuls", num_rows=4)
     logits_TV = hidden_TD @ weight_VD.T
     torch.testing.assert_close(matmuls.hidden_TD.grad, logits_TV @ weight_VD)
     torch.testing.assert_close(matmuls.weight_VD.grad, logits_TV.T @ hidden_TD)

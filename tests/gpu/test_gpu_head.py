@@ -43,7 +43,11 @@ TOP_64 = [
     DivergenceSpec(name="reverse_kl", support=Support(k=64, of=of, form="tail"))
     for of in ("teacher", "joint")
 ]
-KINDS = [*FULL, *ENDS, ON_SUPPORT[0], ON_SUPPORT[-1], *TOP_64]
+KINDS = [
+    divergence
+    for divergence in (*FULL, *ENDS, ON_SUPPORT[0], ON_SUPPORT[-1], *TOP_64)
+    if divergence.support is not None or divergence.closed_form is not None
+]
 FEW = [FULL[0], FULL[1], FULL[2], TOP_64[0]]
 HEADS: dict[str, dict[str, Any]] = {
     "scaled": {"scale": 1.7, "bias": True},
