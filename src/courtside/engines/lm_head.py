@@ -75,7 +75,15 @@ class LMHead:
         weight, bias = self.parameters()
         logits_NV = self.linear(hidden_ND.to(weight.dtype), weight, bias)
         low = self.low_rank()
-        return logits_NV if low is None else _add_low_rank(logits_NV, hidden_ND, low)
+        if low is None:
+            return logits_NV
+        # In the dtype of the model's other adapters, rounded once.
+        dtype = logits_NV.dtype
+        if not torch.is_autocast_enabled(logits_NV.device.type):
+            dtype = torch.promote_types(dtype, low.up_VR.dtype)
+        # Cast explicitly: autocast would cache a weight that was first cast without a graph.
+        reduced_NR = F.linear(hidden_ND.to(dtype), low.down_RD.to(dtype)) * low.scale
+        return torch.addmm(logits_NV.to(dtype), reduced_NR, low.up_VR.to(dtype).t())
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = self.raw_logits(hidden_ND)
@@ -85,17 +93,6 @@ class LMHead:
         if self.softcap is not None:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         return logits_NV
-
-
-def _add_low_rank(logits_NV: Tensor, hidden_ND: Tensor, low: LowRank) -> Tensor:
-    """In the dtype of the model's other adapters, rounded once."""
-    dtype = logits_NV.dtype
-    if not torch.is_autocast_enabled(logits_NV.device.type):
-        dtype = torch.promote_types(dtype, low.up_VR.dtype)
-    # Cast explicitly: autocast would cache a weight that was first cast without a graph.
-    down_RD, up_VR = low.down_RD.to(dtype), low.up_VR.to(dtype)
-    reduced_NR = F.linear(hidden_ND.to(dtype), down_RD) * low.scale
-    return torch.addmm(logits_NV.to(dtype), reduced_NR, up_VR.t())
 
 
 def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:

@@ -235,12 +235,9 @@ def _prune(model: Any, keep: tuple[int, ...]) -> None:
 # ── the built-in model ───────────────────────────────────────────────────────────────────────────
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
-
-
 def _builtin_model() -> Path | str:
-    target = cache_folder() / f"smollm2-135m-{GGUF_SHA256[:12]}"
+    cache = Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
+    target = cache / f"smollm2-135m-{GGUF_SHA256[:12]}"
     if (target / "sums.json").is_file():
         _verify(target)
         return target

@@ -179,27 +179,18 @@ def find_prefix_groups(
         first, groups = end - 1, list[PrefixGroup]()
         while stack[-1].num_tokens > common:
             closed = stack.pop()
-            closed.inner_groups += groups
-            first = closed.first
-            members = [
-                i for i in order[first:end] if closed.num_tokens >= min_fraction * len(rows[i])
-            ]
-            groups = _choose_groups(members, closed, min_tokens)
+            first, num_tokens = closed.first, closed.num_tokens
+            members = [i for i in order[first:end] if num_tokens >= min_fraction * len(rows[i])]
+            outer = PrefixGroup(members=tuple(sorted(members)), num_tokens=num_tokens)
+            groups = closed.inner_groups + groups
+            if num_tokens >= min_tokens and len(members) > 1:
+                # One group of all members or the groups among them, whichever saves more tokens.
+                saved_inside = sum(group.saved_tokens for group in groups)
+                groups = [outer] if outer.saved_tokens > saved_inside else groups
         if stack[-1].num_tokens < common:
             stack.append(_OpenPrefix(common, first))
         stack[-1].inner_groups += groups
     return stack[0].inner_groups
-
-
-def _choose_groups(
-    members: Sequence[int], closed: _OpenPrefix, min_tokens: int
-) -> list[PrefixGroup]:
-    """One group of all members or the groups among them, whichever saves more tokens."""
-    if closed.num_tokens < min_tokens or len(members) < 2:
-        return closed.inner_groups
-    outer = PrefixGroup(members=tuple(sorted(members)), num_tokens=closed.num_tokens)
-    inner_saved = sum(group.saved_tokens for group in closed.inner_groups)
-    return [outer] if outer.saved_tokens > inner_saved else closed.inner_groups
 
 
 def _common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -22,7 +22,7 @@ from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, KVCachePool
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.steps import DecodeStep, PrefillStep
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.attention import cache_mask, new_positions
+from courtside.engines.patches.attention import new_positions
 from courtside.types import Sample
 
 PREFILL_STEP = 32
@@ -102,9 +102,11 @@ class ContinuousBatchingSession:
                 if sampling.stop:
                     self._stop_at_strings(step, running, buffer, is_active)
                 finished = {row: running.pop(row) for row in list(running) if not is_active[row]}
-                if finished:
-                    self._finish(step, finished, buffer)
-                    free += finished
+                outputs = step.outputs(list(finished))
+                for (row, i), (ids, logps) in zip(finished.items(), outputs, strict=True):
+                    buffer.extend(i, ids, logps)
+                    self.length[row] += len(buffer.ids[i]) - 1  # the last token is not cached
+                free += finished
                 is_worth_it = len(free) * REFILL_FRACTION >= self.num_rows or not running
                 if waiting and is_worth_it:
                     count = min(len(free), len(waiting))
@@ -123,12 +125,6 @@ class ContinuousBatchingSession:
         length_B = torch.tensor([self.length[row] for row in rows], device=device)
         self.cache.length_B[torch.tensor(rows, device=device)] = length_B
         step.start(rows, hidden_BD, [requests[i].seed for i in assigned.values()])
-
-    def _finish(self, step: DecodeStep, finished: Mapping[int, int], buffer: SampleBuffer) -> None:
-        outputs = step.outputs(list(finished))
-        for (row, index), (ids, logps) in zip(finished.items(), outputs, strict=True):
-            buffer.extend(index, ids, logps)
-            self.length[row] += len(buffer.ids[index]) - 1  # the last token is not cached
 
     def _stop_at_strings(
         self,
@@ -204,9 +200,7 @@ class ContinuousBatchingSession:
         return _get_or_make(
             cache.prefill_steps,
             key,
-            lambda: PrefillStep(
-                self.model, cache, num_tokens=num_tokens, width=width, graphs=self.pool.graphs
-            ),
+            lambda: PrefillStep(cache, num_tokens=num_tokens, width=width, graphs=self.pool.graphs),
         )
 
     def _prefill_eagerly(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
@@ -216,16 +210,10 @@ class ContinuousBatchingSession:
             [self.length[row] for row in prompts], ids_BN.shape[1],
             capacity=cache.row_capacity, device=device,
         )  # fmt: skip
-        with cache.prefill(torch.tensor(list(prompts), device=device), position_BN, width):
-            out = self.model.base_model(
-                input_ids=ids_BN,
-                attention_mask=cache_mask(self.model, position_BN, width),
-                position_ids=position_BN,
-                past_key_values=cache.hf_cache,
-                use_cache=True,
-            )
+        row_B = torch.tensor(list(prompts), device=device)
+        hidden_BND = cache.prefill(row_B, ids_BN, position_BN, width)
         last_B = torch.tensor([len(ids) - 1 for ids in prompts.values()], device=device)
-        hidden_BD = out.last_hidden_state[torch.arange(len(prompts), device=device), last_B]
+        hidden_BD = hidden_BND[torch.arange(len(prompts), device=device), last_B]
         return dict(zip(prompts, hidden_BD, strict=True))
 
     def _copy_prompts(

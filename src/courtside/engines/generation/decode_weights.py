@@ -154,16 +154,13 @@ def _group_by_input(
     for parent in model.modules():
         for names in FUSED_PROJECTIONS:
             group: Any = tuple(getattr(parent, name, None) for name in names)
-            is_new = all(m in trace.inputs and m not in grouped for m in group)
-            if is_new and _can_fuse(group, trace):
+            if not all(m in trace.inputs and m not in grouped for m in group):
+                continue
+            kinds = {(m.bias is None, m.weight.dtype, m.weight.device) for m in group}
+            if len(kinds) == 1 and trace.share_input(group):
                 groups.append(group)
                 grouped.update(group)
     return groups + [(module,) for module in linear if module not in grouped]
-
-
-def _can_fuse(group: Sequence[nn.Linear], trace: Trace) -> bool:
-    is_uniform = len({(m.bias is None, m.weight.dtype, m.weight.device) for m in group}) == 1
-    return is_uniform and trace.share_input(group)
 
 
 def _is_plain_adapter(module: Any, trace: Trace) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.generation.cuda_graphs import CudaGraphs
 from courtside.engines.generation.steps import DecodeStep, PrefillStep
+from courtside.engines.patches.attention import cache_mask
 from courtside.engines.patches.layer_ops import append_kv
 
 ROW_STEP = 8
@@ -94,14 +94,25 @@ class KVCache:
         self.decode_steps: OrderedDict[Any, DecodeStep] = OrderedDict()
         self.prefill_steps: OrderedDict[Any, PrefillStep] = OrderedDict()
 
-    @contextmanager
-    def prefill(self, row_B: Tensor | None, position_BN: Tensor, width: int) -> Iterator[None]:
-        """Forward passes in here write keys and values to these positions."""
+    def prefill(
+        self, row_B: Tensor | None, ids_BN: Tensor, position_BN: Tensor, width: int
+    ) -> Tensor:
+        """Last hidden states [B, N, D] of new tokens of rows (None: all of them), whose keys and
+        values are cached at these positions. They attend to the first `width` positions at most."""
+        model = self._pool.model
         self.prefill_target = row_B, position_BN, width
         try:
-            yield
+            out = model.base_model(
+                input_ids=ids_BN,
+                attention_mask=cache_mask(model, position_BN, width),
+                position_ids=position_BN,
+                past_key_values=self.hf_cache,
+                use_cache=True,
+            )
         finally:
             self.prefill_target = None
+        hidden_BND: Tensor = out.last_hidden_state
+        return hidden_BND
 
     def allocate(self, index: int, states: Tensor, dtype: torch.dtype) -> Tensor:
         shape = (self.num_rows, states.shape[1], self.row_capacity, states.shape[3])

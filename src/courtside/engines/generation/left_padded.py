@@ -23,7 +23,13 @@ class LeftPaddedBatch:
         """The prompt of each row of the batch."""
         unique = list(dict.fromkeys(prompts))
         self._ids_UL, mask_UL = pad_left(unique, pad_id, self.device)
-        self._cache: Any = _preallocated_cache(model.config, self._ids_UL.shape[1] + max_new_tokens)
+        capacity = self._ids_UL.shape[1] + max_new_tokens
+        self._cache: Any = DynamicCache(config=model.config)
+        # Sliding-window and other special layers stay as they are.
+        self._cache.layers = [
+            _PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer
+            for layer in self._cache.layers
+        ]
         index = {prompt: i for i, prompt in enumerate(unique)}
         self._unique_B = torch.tensor([index[prompt] for prompt in prompts], device=self.device)
         self._mask_UL = mask_UL
@@ -102,13 +108,3 @@ class _PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         self.buffers = [buffer[indices] for buffer in self.buffers]
         self._slice()
-
-
-def _preallocated_cache(config: Any, capacity: int) -> DynamicCache:
-    cache = DynamicCache(config=config)
-    # Sliding-window and other special layers stay as they are.
-    cache.layers = [
-        _PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer
-        for layer in cache.layers
-    ]
-    return cache

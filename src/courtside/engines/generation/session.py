@@ -7,9 +7,9 @@ forward passes run over the first rows of the buffers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,41 +61,29 @@ def decode(
     return buffer.samples()
 
 
-@dataclass(slots=True, kw_only=True)
-class _PassTarget:
-    """Where the current forward pass writes. A record of its own: layers that knew their session,
-    which holds them, would keep their buffers until the garbage collector runs."""
-
-    num_rows: int
-    capacity: int = 0
-    first_row: int = 0
-    width: int = 0
-    """Positions that the rows of the pass attend to."""
-    position_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
-
-
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of all rows; new ones are written to `target.position_BN`."""
+    """Keys and values of all rows; new ones go to the session's `position_BN`."""
 
-    def __init__(self, target: _PassTarget):
+    def __init__(self, session: CachedSession):
         super().__init__()
-        self.target = target
+        # Weak: a cycle would leave the buffers to the garbage collector.
+        self.session = weakref.proxy(session)
         self.is_initialized = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         key_states, value_states = cast_attention_inputs(key_states, value_states)
-        target = self.target
+        session = self.session
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
             self.is_initialized = True
-        rows = slice(target.first_row, target.first_row + key_states.shape[0])
-        position = target.position_BN[:, None, :, None]
+        rows = slice(session.first_row, session.first_row + key_states.shape[0])
+        position = session.position_BN[:, None, :, None]
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             buffer[rows].scatter_(2, position.expand(-1, new.shape[1], -1, new.shape[3]), new)
-        return self.keys[rows, :, : target.width], self.values[rows, :, : target.width]
+        return self.keys[rows, :, : session.width], self.values[rows, :, : session.width]
 
     def grow(self) -> None:
         if self.is_initialized:
@@ -105,8 +93,8 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
     def _allocate(self, states: Tensor) -> Tensor:
         # Zeros, not empty: a masked position is multiplied by 0, and 0 · NaN is NaN.
-        shape = (self.target.num_rows, states.shape[1], self.target.capacity, states.shape[3])
-        return states.new_zeros(shape)
+        num_rows, capacity = len(self.session.order), self.session.capacity
+        return states.new_zeros(num_rows, states.shape[1], capacity, states.shape[3])
 
     def swap_rows(self, row: int, other: int) -> None:
         if self.is_initialized:
@@ -132,14 +120,19 @@ class CachedSession:
     ):
         self.model, self.head, self.make_buffer = model, head, make_buffer
         self.autocast_context = autocast_context
-        self.target = _PassTarget(num_rows=num_rows)
         self.device = model.device
         self.length = [0] * num_rows
         """Cached tokens by row."""
         self.order = list(range(num_rows))
         """The row at each index of the buffers."""
         num_layers = model.config.get_text_config().num_hidden_layers
-        self.cache = Cache(layers=[_Layer(self.target) for _ in range(num_layers)])
+        self.cache = Cache(layers=[_Layer(self) for _ in range(num_layers)])
+        self.capacity = 0
+        """Positions of each row of the buffers."""
+        self.first_row, self.width = 0, 0
+        self.position_BN = torch.zeros(0, 0, dtype=torch.long)
+        """Of the current pass: its first row, how many positions it attends to, and those of its
+        new tokens."""
 
     @torch.no_grad()
     def sample(
@@ -219,16 +212,15 @@ class CachedSession:
     ) -> Tensor:
         """Hidden states of new tokens of `rows`, which are neighbors in the buffers from
         `first_row` on. `lengths`: new tokens of each row without padding; None: all of them."""
-        num_new, target = ids_BN.shape[1], self.target
-        position_BN, width = new_positions(
+        num_new, self.first_row = ids_BN.shape[1], first_row
+        self.position_BN, self.width = new_positions(
             [self.length[row] for row in rows], num_new,
-            capacity=target.capacity, device=self.device,
+            capacity=self.capacity, device=self.device,
         )  # fmt: skip
-        target.first_row, target.width, target.position_BN = first_row, width, position_BN
         out = self.model.base_model(
             input_ids=ids_BN,
-            attention_mask=cache_mask(self.model, position_BN, width),
-            position_ids=position_BN,
+            attention_mask=cache_mask(self.model, self.position_BN, self.width),
+            position_ids=self.position_BN,
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -238,9 +230,9 @@ class CachedSession:
         return hidden_BND
 
     def _grow(self, capacity: int) -> None:
-        if capacity > self.target.capacity:
+        if capacity > self.capacity:
             # By at least half: many small growths would copy everything again and again.
-            self.target.capacity = max(capacity, self.target.capacity * 3 // 2, MIN_CAPACITY)
+            self.capacity = max(capacity, self.capacity * 3 // 2, MIN_CAPACITY)
             for layer in self.cache.layers:
                 layer.grow()
 

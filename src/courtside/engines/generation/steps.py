@@ -18,7 +18,7 @@ from courtside.engines.forward.batching import tensor_on
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.attention import DECODE_ATTENTION, RowLengths, cache_mask
+from courtside.engines.patches.attention import DECODE_ATTENTION, RowLengths
 from courtside.engines.patches.patch import apply_patches, patch_attention
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class DecodeStep:
         self.eos_E = torch.tensor(sorted(eos), device=self.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         """Keeps models from building one; decode attention masks by length."""
+        self._state = [
+            self.ids_B1, self.length_B, self.count_B, self.active_B, self.sampled_BN, self.logp_BN,
+        ]  # fmt: skip
+        """What a step advances."""
         self._graph = StepGraph(graphs)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -88,12 +92,14 @@ class DecodeStep:
     def run(self) -> list[bool]:
         """A few tokens for every active row; returns which rows are still active."""
         for _ in range(STEPS_PER_SYNC):
-            self._graph.run(self._step, self._state())
+            self._graph.run(self._step, self._state)
         is_active: list[bool] = self.active_B.tolist()
         return is_active
 
     def outputs(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """Token ids and log-probs of each row so far."""
+        if not rows:
+            return []
         row_B = torch.tensor(rows, device=self.device)
         counts = self.count_B[row_B].tolist()
         longest = max(counts)
@@ -126,27 +132,16 @@ class DecodeStep:
         self.count_B.add_(self.active_B)
         self.active_B.logical_and_(~self._is_eos(ids_B) & (self.count_B < last))
 
-    def _state(self) -> list[Tensor]:
-        return [
-            self.ids_B1, self.length_B, self.count_B, self.active_B, self.sampled_BN, self.logp_BN,
-        ]  # fmt: skip
-
 
 class PrefillStep:
     """Prefill of up to `num_tokens` tokens per row. All rows of the KV cache take part, so that the
     shape stays: rows without a prompt write to their last position only, which must be free."""
 
     def __init__(
-        self,
-        model: Any,
-        cache: KVCache,
-        *,
-        num_tokens: int,
-        width: int,
-        graphs: CudaGraphs | None = None,
+        self, cache: KVCache, *, num_tokens: int, width: int, graphs: CudaGraphs | None = None
     ):
         """`width`: cached positions that tokens attend to at most."""
-        self.model, self.num_tokens, self.width = model, num_tokens, width
+        self.num_tokens, self.width = num_tokens, width
         shape, device = (cache.num_rows, 2 + num_tokens), cache.length_B.device
         self.inputs_RT = torch.zeros(shape, dtype=torch.long, device=device)
         """Of each row: its cached length, the index of its last new token, and the new tokens."""
@@ -170,15 +165,7 @@ class PrefillStep:
         length_R1, last_R1, ids_RN = self.inputs_RT.split([1, 1, self.num_tokens], dim=1)
         ahead_N = torch.arange(self.num_tokens, device=ids_RN.device)
         position_RN = (length_R1 + ahead_N).clamp(max=cache.row_capacity - 1)
-        with cache.prefill(None, position_RN, self.width):
-            out = self.model.base_model(
-                input_ids=ids_RN,
-                attention_mask=cache_mask(self.model, position_RN, self.width),
-                position_ids=position_RN,
-                past_key_values=cache.hf_cache,
-                use_cache=True,
-            )
-        hidden_RND = out.last_hidden_state
+        hidden_RND = cache.prefill(None, ids_RN, position_RN, self.width)
         last_R1D = last_R1[:, :, None].expand(-1, -1, hidden_RND.shape[-1])
         hidden_RD = hidden_RND.gather(1, last_R1D)[:, 0]
         if self.hidden_RD is None:

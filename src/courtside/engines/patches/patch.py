@@ -80,22 +80,17 @@ def _key(patch: Patch) -> tuple[int, str]:
 
 def _current(patch: Patch) -> Any:
     """MISSING where the class provides the attribute and the instance does not."""
-    if _is_property(patch):
+    of_class = inspect.getattr_static(type(patch.target), patch.attribute, None)
+    if inspect.isdatadescriptor(of_class):
         return getattr(patch.target, patch.attribute)
     return vars(patch.target).get(patch.attribute, MISSING)
 
 
 def _assign(patch: Patch, value: Any) -> None:
-    if _is_property(patch):
-        setattr(patch.target, patch.attribute, value)
-    elif value is MISSING:
-        del vars(patch.target)[patch.attribute]
+    if value is MISSING:
+        delattr(patch.target, patch.attribute)
     else:
-        vars(patch.target)[patch.attribute] = value
-
-
-def _is_property(patch: Patch) -> bool:
-    return inspect.isdatadescriptor(inspect.getattr_static(type(patch.target), patch.attribute, 0))
+        setattr(patch.target, patch.attribute, value)
 
 
 def _summary() -> str:
