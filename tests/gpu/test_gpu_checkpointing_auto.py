@@ -25,7 +25,7 @@ LENGTH = 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep enough for what a layer needs for itself to be little beside what all keep."""
+    """Deep enough that one layer's temporary memory is small against all saved activations."""
     return save_qwen3(tmp_path_factory.mktemp("deep"), layers=8, size=128)
 
 

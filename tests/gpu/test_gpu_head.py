@@ -198,7 +198,7 @@ def test_real_vocabularies(
 
 
 def exact_like(case: Case) -> Case:
-    """Inputs of float32 whose products have few digits: no tokens of a support change places."""
+    """Inputs of float32 whose products have few digits: the order of a support does not change."""
 
     def rounded(side: Any) -> Any:
         hidden_ND = (side.hidden_ND * 8).round() / 8
@@ -252,8 +252,8 @@ def test_a_frozen_head_gives_the_same_gradient_by_hidden_states(device: torch.de
     assert torch.equal(frozen.hidden_gradient_ND, trained.hidden_gradient_ND)
 
 
-def selected(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
-    """Ids; the logits beside them are looked at here."""
+def select_top_ids(values_NV: Tensor, k: int, num_warps: int) -> Tensor:
+    """Ids of the top k; their logits are compared here."""
     layout = {"lanes": 32 * num_warps, "width": 8}
     errors = allocate_top_k(len(values_NV), k, values_NV.device)
     errors.ids_NK.fill_(-1)
@@ -282,11 +282,11 @@ def test_the_most_likely_tokens_are_those_of_a_stable_sort(
     values_NV[2] = math.nan
     values_NV[3] = torch.arange(vocab_size, device=device).to(dtype)
     values_NV[4] += 1000
-    ours_NK = selected(values_NV, k, 8 if large else 1)
+    ours_NK = select_top_ids(values_NV, k, 8 if large else 1)
     filled_NV = values_NV.double().nan_to_num(nan=math.inf)
     right_NK = filled_NV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(ours_NK, right_NK)
-    second_NK = selected(values_NV, k, 8 if large else 1)
+    second_NK = select_top_ids(values_NV, k, 8 if large else 1)
     assert torch.equal(ours_NK, second_NK)
 
 

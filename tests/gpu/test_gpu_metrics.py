@@ -1,4 +1,4 @@
-"""Sums run on the device: nothing is read back before somebody asks."""
+"""Metrics are summed on the device: the host waits only when it needs their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from courtside.training.metrics import MetricAccumulator
 
 
 @contextmanager
-def no_waiting(device: torch.device) -> Iterator[None]:
+def forbid_synchronization(device: torch.device) -> Iterator[None]:
     """An error where the host would wait for the GPU."""
     if device.type != "cuda":
         yield
@@ -24,11 +24,11 @@ def no_waiting(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_nothing_waits_before_it_is_read(device: torch.device) -> None:
+def test_the_host_does_not_wait_before_means_are_computed(device: torch.device) -> None:
     values_N = torch.randn(4096).to(device)
     on_N = values_N > 0.5
     metrics = MetricAccumulator()
-    with no_waiting(device):
+    with forbid_synchronization(device):
         for _ in range(3):
             metrics.mean("mean", values_N, where=on_N)
             metrics.mean("all", values_N)

@@ -50,10 +50,10 @@ def make_trajectory(parts: Runtime, number: int) -> Trajectory:
         return tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(count))
 
     def answer() -> Turn:
-        words = ids(draw.randint(3, 25))
-        logps = tuple(draw.uniform(-7, -4) for _ in words)
-        return Turn(role="assistant", text="", token_ids=words,
-                    completion_mask=(True,) * len(words), sampler_logp=logps)  # fmt: skip
+        token_ids = ids(draw.randint(3, 25))
+        logps = tuple(draw.uniform(-7, -4) for _ in token_ids)
+        return Turn(role="assistant", text="", token_ids=token_ids,
+                    completion_mask=(True,) * len(token_ids), sampler_logp=logps)  # fmt: skip
 
     task = Task(
         id=f"task{number % 3}",
@@ -157,10 +157,10 @@ def test_gradients_in_bfloat16(
         patched.setattr(DivergenceSpec, "closed_form", None)
         plain = compute_gradients(parts, scored)
     error, usual = (
-        relative_error(flatten_gradients(found), flatten_gradients(right))
-        for found in (ours, plain)
+        relative_error(flatten_gradients(gradients), flatten_gradients(right))
+        for gradients in (ours, plain)
     )
-    # Which 20 words of a random teacher are the likeliest is itself a matter of rounding.
+    # Which 20 tokens of a random teacher are the likeliest is itself a matter of rounding.
     inherent = 0.25 if losses == "top k" else 0.1
     assert error < max(1.5 * usual, 5e-3) and usual < inherent, (error, usual)
 
@@ -183,12 +183,12 @@ def test_a_whole_step(
         copy.grad = right[name] * clip
     rate = update.metrics["learning_rate"]
     torch.optim.AdamW(copies.values(), lr=rate, **settings).step()
-    moved = {name: p.detach().cpu().double() - before[name] for name, p in weights.items()}
+    changes = {name: p.detach().cpu().double() - before[name] for name, p in weights.items()}
     expected = {name: copy.detach() - before[name] for name, copy in copies.items()}
     # Adam divides by the gradient's size: where that is all rounding, the sign may be too.
-    assert relative_error(flatten_gradients(moved), flatten_gradients(expected)) < 0.05
+    assert relative_error(flatten_gradients(changes), flatten_gradients(expected)) < 0.05
     assert update.metrics["grad_norm"] == pytest.approx(
         float(flatten_gradients(right).norm()), rel=1e-3
     )
-    found = torch.tensor([x for s in scored for x in update.student_logp[s.trajectory.id]])
-    assert bool(found.isfinite().all())
+    student_logp = torch.tensor([x for s in scored for x in update.student_logp[s.trajectory.id]])
+    assert bool(student_logp.isfinite().all())

@@ -1,4 +1,4 @@
-"""The head makes the model's own logits, whatever stands between hidden states and words."""
+"""The LM head computes the model's logits: with bias, scale, soft cap and adapter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def built(family: str, **options: Any) -> Any:
+def build_model(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
     return getattr(transformers, f"{family}ForCausalLM")(config).eval().double()
 
 
 @torch.no_grad()
-def both(model: Any, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
+def logits_of_head_and_model(model: Any, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[3, 77, 140, 9, 250]])
     hidden_LD = model.base_model(input_ids=ids).last_hidden_state[0]
     return find_lm_head(model, vocab_size=vocab_size)(hidden_LD), model(input_ids=ids).logits[0]
@@ -48,30 +48,30 @@ def both(model: Any, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_logits_are_the_models_own(family: str, options: dict[str, Any]) -> None:
-    model = built(family, **options)
+    model = build_model(family, **options)
     if model.get_output_embeddings().bias is not None:
         nn.init.normal_(model.get_output_embeddings().bias)
-    ours_LV, theirs_LV = both(model)
-    torch.testing.assert_close(ours_LV, theirs_LV.to(ours_LV.dtype), rtol=1e-6, atol=1e-6)
-    fewer_LV, _ = both(model, vocab_size=200)
+    ours_LV, model_LV = logits_of_head_and_model(model)
+    torch.testing.assert_close(ours_LV, model_LV.to(ours_LV.dtype), rtol=1e-6, atol=1e-6)
+    fewer_LV, _ = logits_of_head_and_model(model, vocab_size=200)
     torch.testing.assert_close(fewer_LV, ours_LV[:, :200], rtol=1e-6, atol=1e-6)
 
 
-def test_the_soft_cap_is_felt() -> None:
+def test_the_soft_cap_changes_the_logits() -> None:
     """Else the comparison above could pass without it."""
-    model = built("Gemma2", head_dim=8, final_logit_softcapping=1.5)
-    capped_LV, _ = both(model)
+    model = build_model("Gemma2", head_dim=8, final_logit_softcapping=1.5)
+    capped_LV, _ = logits_of_head_and_model(model)
     model.config.final_logit_softcapping = None
-    free_LV, _ = both(model)
+    free_LV, _ = logits_of_head_and_model(model)
     assert float(capped_LV.abs().max()) <= 1.5 < float(free_LV.abs().max())
 
 
 def test_a_model_that_does_more_is_refused() -> None:
     model = tiny_model()
-    theirs = model.forward
+    original = model.forward
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
-        out = theirs(*args, **kwargs)
+        out = original(*args, **kwargs)
         out.logits = out.logits.flip(-1)
         return out
 
@@ -80,8 +80,8 @@ def test_a_model_that_does_more_is_refused() -> None:
         find_lm_head(model)
 
 
-def test_a_scale_that_the_config_does_not_tell_is_refused() -> None:
-    model = built("Granite", logits_scaling=8.0)
+def test_a_scale_that_is_missing_in_the_config_is_refused() -> None:
+    model = build_model("Granite", logits_scaling=8.0)
     hidden = type(model.config)(**{**SIZES, "logits_scaling": 1.0})
     model.config.get_text_config = lambda: hidden
     with pytest.raises(ModelError, match="GraniteForCausalLM does more"):
@@ -104,29 +104,29 @@ def test_half_precision_weights_give_float32_logits() -> None:
         assert head(hidden_LD).dtype == torch.float32
 
 
-def adapted(**options: Any) -> Any:
+def build_lora_model(**options: Any) -> Any:
     torch.manual_seed(1)
     settings = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    return get_peft_model(built("Llama", **options), settings)
+    return get_peft_model(build_model("Llama", **options), settings)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_on_the_head_is_in_the_logits_while_it_is_on(tied: bool) -> None:
-    peft = adapted(tie_word_embeddings=tied).double()
+    peft = build_lora_model(tie_word_embeddings=tied).double()
     model = peft.base_model.model
-    on_LV, theirs_LV = both(model)
-    torch.testing.assert_close(on_LV, theirs_LV)
-    fewer_LV, _ = both(model, vocab_size=200)
+    on_LV, model_LV = logits_of_head_and_model(model)
+    torch.testing.assert_close(on_LV, model_LV)
+    fewer_LV, _ = logits_of_head_and_model(model, vocab_size=200)
     torch.testing.assert_close(fewer_LV, on_LV[:, :200])
     with peft.disable_adapter():
-        off_LV, theirs_LV = both(model)
-    torch.testing.assert_close(off_LV, theirs_LV)
+        off_LV, model_LV = logits_of_head_and_model(model)
+    torch.testing.assert_close(off_LV, model_LV)
     assert float((on_LV - off_LV).abs().max()) > 0.1
 
 
-def test_a_head_as_it_was_keeps_its_adapter() -> None:
-    peft = adapted().double()
+def test_a_fixed_head_ignores_later_adapter_changes() -> None:
+    peft = build_lora_model().double()
     head = find_lm_head(peft.base_model.model)
     hidden_ND = torch.randn(3, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -135,21 +135,21 @@ def test_a_head_as_it_was_keeps_its_adapter() -> None:
             off = head(hidden_ND)
             without = head.with_current_adapter()
         assert head.adapter is not None
-        own = head.adapter.up_VR.data
-        head.adapter.up_VR.data = torch.zeros_like(own)
+        up_VR = head.adapter.up_VR.data
+        head.adapter.up_VR.data = torch.zeros_like(up_VR)
         nothing = head.with_current_adapter()
-        head.adapter.up_VR.data = own
+        head.adapter.up_VR.data = up_VR
         assert torch.equal(head(hidden_ND), on) and not torch.equal(on, off)
         assert torch.equal(without(hidden_ND), off)
         torch.testing.assert_close(nothing(hidden_ND), off)
     assert not nothing(hidden_ND).requires_grad
-    plain = find_lm_head(built("Llama"))
+    plain = find_lm_head(build_model("Llama"))
     assert plain.with_current_adapter() is plain
 
 
 def test_autocast_does_not_take_the_adapters_gradient_away() -> None:
-    """Weights that were first rounded without a graph must not be kept so."""
-    model = adapted().base_model.model.float()
+    """Weights that were first cast without a graph must not stay cached so."""
+    model = build_lora_model().base_model.model.float()
     head = find_lm_head(model)
     hidden_ND = torch.randn(3, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -164,12 +164,14 @@ def test_autocast_does_not_take_the_adapters_gradient_away() -> None:
     assert float(adapter.down_RD.grad.abs().max()) > 0
 
 
-def test_a_cut_head_never_draws_the_words_behind_the_cut(
+def test_tokens_beyond_vocab_size_are_never_sampled(
     make_engine: Callable[..., LocalEngine],
 ) -> None:
     from courtside.engines.base import SampleRequest, Sampling
 
     engine = make_engine(tiny_model(vocab_size=300), vocab_size=20, eos=(1,))
     requests = [SampleRequest(prompt_ids=(5, 6, 7), seed=seed) for seed in range(20)]
-    drawn = {i for s in engine.sample(requests, Sampling(max_new_tokens=8)) for i in s.token_ids}
-    assert len(drawn) > 10 and max(drawn) < 20
+    sampled_ids = {
+        i for s in engine.sample(requests, Sampling(max_new_tokens=8)) for i in s.token_ids
+    }
+    assert len(sampled_ids) > 10 and max(sampled_ids) < 20

@@ -1,4 +1,4 @@
-"""Names to models: what is loaded is what was meant, and everything else is said at once."""
+"""Models by name: complete and intact ones are loaded, all others refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tiny_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
-def settings(folder: Path, **changes: Any) -> None:
+def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -109,17 +109,21 @@ def private_kib(model: Any, file: Path) -> list[int]:
     return [anonymous[span] for address in addresses for span in anonymous if address in span]
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="memory is read off Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").is_file(), reason="needs /proc/self/smaps of Linux"
+)
 def test_a_frozen_model_stays_memory_mapped(tmp_path: Path) -> None:
     file = save_tiny(tmp_path / "large", vocab_size=100_000).resolve() / "model.safetensors"
     before, model = digest(file.read_bytes()), load(file.parent)
     logits(model)
-    read = private_kib(model, file)
-    assert len(read) == len(list(model.parameters())), "every tensor lies in the file"
-    assert max(read) < file.stat().st_size / 1024 / 20, "nothing was copied"
+    private = private_kib(model, file)
+    assert len(private) == len(list(model.parameters())), "every tensor is mapped from the file"
+    assert max(private) < file.stat().st_size / 1024 / 20, "nothing was copied"
     for parameter in model.parameters():
         parameter.data.mul_(2.0)
-    assert min(private_kib(model, file)) > 0.9 * file.stat().st_size / 1024, "who writes has a copy"
+    assert min(private_kib(model, file)) > 0.9 * file.stat().st_size / 1024, (
+        "training copies a page when it writes"
+    )
     assert digest(file.read_bytes()) == before
 
 
@@ -152,7 +156,7 @@ def test_a_truncated_file_is_refused(folder: Path) -> None:
 def test_missing_weights_are_never_initialized(
     folder: Path, changes: dict[str, int], missing: str
 ) -> None:
-    settings(folder, **changes)
+    edit_config(folder, **changes)
     with pytest.raises(ModelError, match=missing):
         load(folder)
 
@@ -166,13 +170,13 @@ def test_an_invalid_config_is_refused(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("changes", [{"hidden_size": "big"}, {"layer_types": ["full_attention"]}])
 def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict[str, Any]) -> None:
-    settings(folder, **changes)
+    edit_config(folder, **changes)
     with pytest.raises(ModelError, match="cannot be loaded"):
         load(folder)
 
 
 def test_a_model_of_an_unknown_kind_is_refused(folder: Path) -> None:
-    settings(folder, model_type="never-heard-of")
+    edit_config(folder, model_type="never-heard-of")
     with pytest.raises(ModelError, match="never-heard-of"):
         load(folder)
 
@@ -328,21 +332,21 @@ def test_checksums_are_verified_once_per_state_of_a_file(
 ) -> None:
     stand_in(monkeypatch)
     weights = Path(resolve_model("smollm2-135m")) / "model.safetensors"
-    read: list[str] = []
+    hashed: list[str] = []
     real = loading._sha256
 
     def watched(path: Path) -> str:
-        read.append(path.name)
+        hashed.append(path.name)
         return real(path)
 
     monkeypatch.setattr(loading, "_sha256", watched)
     resolve_model("smollm2-135m")
-    assert sorted(read) == ["config.json", "model.safetensors"]
+    assert sorted(hashed) == ["config.json", "model.safetensors"]
     resolve_model("smollm2-135m")
-    assert len(read) == 2, "nothing changed"
+    assert len(hashed) == 2, "nothing changed"
     os.utime(weights, ns=(1, 1))
     resolve_model("smollm2-135m")
-    assert read[2:] == ["model.safetensors"], "another time, the same content"
+    assert hashed[2:] == ["model.safetensors"], "another time, the same content"
     about = weights.stat()
     weights.write_bytes(b"CONVERTED")
     with pytest.raises(ModelError, match="damaged"):
