@@ -242,12 +242,12 @@ preference.py
 + worse_N - reference_worse_N
 
 ../training/metrics.py
-- (value_N * weight_N).sum() / value_term.denominator
-+ value_N.sum() / value_term.denominator
+- (value_N * weight_N).sum() / term.denominator
++ value_N.sum() / term.denominator
 + (value_N * weight_N).mean()
 + (value_N * weight_N).sum() / value_N.numel()
 + (value_N * weight_N).sum() / weight_N.sum()
-+ (value_N * weight_N).sum() * value_term.denominator
++ (value_N * weight_N).sum() * term.denominator
 
 ../training/head.py
 - * (loss.weight / term.denominator)

@@ -36,7 +36,7 @@ NAME = re.compile(r"step-(\d+)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     num_steps: int
-    """Optimiser steps done: the next one has this number."""
+    """Optimizer steps done: the next one has this number."""
     tensors: Tensors
 
 
@@ -53,19 +53,17 @@ def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
             save_file(
                 {name: t.detach().contiguous().cpu() for name, t in group_tensors.items()}, file
             )
-            sums[file.name] = _sync_and_sum(file)
-        about: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "num_steps": num_steps,
-            "sums": sums,
-        }
-        about["sum"] = _sum_of_tree(about)
+            _sync(file)
+            sums[file.name] = _checksum(file)
+        about: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "num_steps": num_steps}
+        about |= {"sums": sums}
+        about |= {"sum": _checksum_of_json(about)}
         (work / "checkpoint.json").write_text(json.dumps(about, indent=1))
-        _sync_and_sum(work / "checkpoint.json")
+        _sync(work / "checkpoint.json")
         if target.exists():  # the same step, saved again after a resume
             _delete(target)
         work.rename(target)
-        _sync_folder(folder)
+        _sync(folder)
         _prune(folder, keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(work, ignore_errors=True)
@@ -110,7 +108,7 @@ def at(folder: Path, num_steps: int) -> Path:
 def load(path: Path) -> Checkpoint:
     try:
         about = json.loads((path / "checkpoint.json").read_bytes())
-        if about.pop("sum") != _sum_of_tree(about):
+        if about.pop("sum") != _checksum_of_json(about):
             raise CheckpointError(_damaged(path, "the checksum of checkpoint.json is wrong"))
         if about["schema_version"] > SCHEMA_VERSION:
             raise CheckpointError(
@@ -118,7 +116,7 @@ def load(path: Path) -> Checkpoint:
                 f"reads {SCHEMA_VERSION}). Update courtside"
             )
         for name, expected in about["sums"].items():
-            if _sum(path / name) != expected:
+            if _checksum(path / name) != expected:
                 raise CheckpointError(_damaged(path, f"the checksum of {name} is wrong"))
         tensors = {
             name.removesuffix(".safetensors"): load_file(path / name) for name in about["sums"]
@@ -135,15 +133,12 @@ def optimizer_tensors(
     return {
         f"{name}/{key}": torch.as_tensor(value)
         for name, parameter in trained.items()
-        for key, value in _state(optimizer, parameter).items()
+        for key, value in (
+            optimizer.state_tensors(parameter)
+            if isinstance(optimizer, OffloadedAdamW)
+            else optimizer.state.get(parameter, {})
+        ).items()
     }
-
-
-def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    if isinstance(optimizer, OffloadedAdamW):
-        return optimizer.state_tensors(parameter)
-    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return state
 
 
 def restore_optimizer(
@@ -160,18 +155,9 @@ def restore_optimizer(
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.load_state_tensors(parameter, state)
         else:
-            optimizer.state[parameter].update(_on_device(optimizer, parameter, state))
-
-
-def _on_device(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    # Adam's step counter lives on the CPU unless the optimizer is fused.
-    fused = optimizer.param_groups[0].get("fused")
-    return {
-        key: tensor.to(parameter.device if key != "step" or fused else torch.device("cpu"))
-        for key, tensor in state.items()
-    }
+            # All of it: the step counter of a fused AdamW is on the device of the parameter.
+            state = {key: tensor.to(parameter.device) for key, tensor in state.items()}
+            optimizer.state[parameter].update(state)
 
 
 def _damaged(path: Path, reason: str) -> str:
@@ -211,22 +197,17 @@ def _delete(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _sync_and_sum(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _sum(path)
-
-
-def _sum(path: Path) -> str:
+def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sum_of_tree(tree: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+def _checksum_of_json(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

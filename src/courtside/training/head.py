@@ -41,18 +41,26 @@ TargetName = Literal["teacher", "reference", "extrapolated"]
 FORWARD_KL = DivergenceSpec(name="forward_kl")
 
 
-class GroupLoss(NamedTuple):
-    """Losses of positions with the same divergence, or with none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionGroup:
+    """Positions with the same divergence, or with none."""
 
-    batch: TokenBatch
+    positions_M: Tensor | None
+    """Their indices, in order, on their device; None: all."""
     term: LossTerm | None
     """The divergence."""
-    sampled: tuple[tuple[LossTerm, SampledTokenLoss], ...]
+    target: TargetName | None
+    """Whose logits are needed."""
+    sampled: tuple[LossTerm, ...]
     """Losses of the sampled tokens that train here, on some positions at least."""
     is_first: bool
     """Whether no earlier group has these positions."""
-    has_teacher: bool
-    """Whether the target is the teacher as it is."""
+
+
+class GroupLoss(NamedTuple):
+    group: PositionGroup
+    batch: TokenBatch
+    sampled: tuple[SampledTokenLoss, ...]
     loss: HeadLoss
 
 
@@ -73,11 +81,10 @@ def backward_through_head(
     plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     cast_weights = {} if cast_weights is None else cast_weights
     head_gradient = _head_gradient(head)
-    groups = _group_positions(batch, terms)
     losses = []
-    for group in groups:
+    for group in _group_positions(batch, terms):
         members = batch if group.positions_M is None else batch.select(group.positions_M)
-        sampled = tuple((term, members.sampled_loss(term)) for term in group.sampled)
+        sampled = tuple(members.sampled_loss(term) for term in group.sampled)
         run = partial(
             fused_linear_divergence,
             _project(head, members.hidden_ND, cast_weights),
@@ -85,29 +92,15 @@ def backward_through_head(
             head_gradient=head_gradient,
             plan=plan,
         )
-        loss = _run_group(members, group.term, [loss for _, loss in sampled], run)
-        has_teacher = group.target == "teacher"
-        losses.append(GroupLoss(members, group.term, sampled, group.is_first, has_teacher, loss))
-    return *_scatter(batch, groups, losses), losses
+        loss = _run_group(members, group.term, sampled, run)
+        losses.append(GroupLoss(group, members, sampled, loss))
+    return *_scatter(batch, losses), losses
 
 
 # ── groups of positions ──────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Positions with the same divergence, or with none; see `GroupLoss`."""
-
-    positions_M: Tensor | None
-    """Their indices, in order, on their device; None: all."""
-    term: LossTerm | None
-    target: TargetName | None
-    """Whose logits are needed."""
-    sampled: tuple[LossTerm, ...]
-    is_first: bool
-
-
-def _group_positions(batch: TokenBatch, terms: Sequence[LossTerm]) -> list[_Group]:
+def _group_positions(batch: TokenBatch, terms: Sequence[LossTerm]) -> list[PositionGroup]:
     # One copy to the host: asked one by one, each answer would synchronize with the GPU.
     on_TN = torch.stack([batch.weight_CN[term.name] > 0 for term in terms]).cpu().numpy()
     nowhere_N = np.zeros_like(on_TN[0])
@@ -138,7 +131,7 @@ def _group_positions(batch: TokenBatch, terms: Sequence[LossTerm]) -> list[_Grou
                 if is_first and term.loss.kind != "divergence" and (term_on_N & members_N).any()
             )
             groups.append(
-                _Group(
+                PositionGroup(
                     positions_M=_positions(members_N, batch.hidden_ND.device),
                     term=divergence,
                     target=target_name,
@@ -159,12 +152,10 @@ def _positions(on_N: Mask, device: torch.device) -> Tensor | None:
 def _run_group(
     batch: TokenBatch,
     term: LossTerm | None,
-    sampled: Sequence[SampledTokenLoss],
+    sampled: tuple[SampledTokenLoss, ...],
     run: Callable[[HeadLossSpec], HeadLoss],
 ) -> HeadLoss:
-    spec = HeadLossSpec(
-        ids_N=batch.ids_N, temperature_N=batch.temperature_N, sampled=tuple(sampled)
-    )
+    spec = HeadLossSpec(ids_N=batch.ids_N, temperature_N=batch.temperature_N, sampled=sampled)
     if term is None:
         return run(spec)
     loss = term.loss
@@ -188,9 +179,7 @@ def _run_group(
     )
 
 
-def _scatter(
-    batch: TokenBatch, groups: Sequence[_Group], losses: Sequence[GroupLoss]
-) -> tuple[Tensor, Tensor]:
+def _scatter(batch: TokenBatch, losses: Sequence[GroupLoss]) -> tuple[Tensor, Tensor]:
     """Gradients and log-probs of all groups in the order of the batch."""
     dtype = batch.temperature_N.dtype
     if len(losses) == 1:
@@ -198,7 +187,7 @@ def _scatter(
         return loss.hidden_gradient_ND, loss.statistics.student_logp_N.to(dtype)
     gradient_ND = torch.zeros_like(batch.hidden_ND)
     logp_N = torch.empty_like(batch.temperature_N)
-    for group, (*_, loss) in zip(groups, losses, strict=True):
+    for group, *_, loss in losses:
         positions_M = slice(None) if group.positions_M is None else group.positions_M
         logp_N[positions_M] = loss.statistics.student_logp_N.to(dtype)
         if group.positions_M is None:
@@ -241,7 +230,7 @@ def _cast(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | No
     return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
-def _target(batch: TokenBatch, group: _Group, cast_weights: CastWeights) -> Target | None:
+def _target(batch: TokenBatch, group: PositionGroup, cast_weights: CastWeights) -> Target | None:
     def project(hidden_ND: Tensor | None, head: LMHead | None) -> Projection:
         assert hidden_ND is not None and head is not None, "no loss trains where no target is"
         return _project(head, hidden_ND, cast_weights)

@@ -92,9 +92,10 @@ def _copy_to_host(scalars: dict[tuple[Kind, str], Tensor]) -> dict[tuple[Kind, s
 @torch.no_grad()
 def record_losses(groups: Iterable[GroupLoss], metrics: MetricAccumulator) -> None:
     """Values of all loss terms, and metrics, which count every position once."""
-    for batch, term, sampled, is_first, has_teacher, loss in groups:
+    for group, batch, sampled, loss in groups:
         statistics, divergence = loss.statistics, loss.divergence
-        if is_first:
+        has_teacher = group.target == "teacher"
+        if group.is_first:
             record_token_metrics(batch, statistics.student_logp_N, metrics)
             if has_teacher:
                 metrics.mean("entropy/student", statistics.student_entropy_N)
@@ -103,15 +104,15 @@ def record_losses(groups: Iterable[GroupLoss], metrics: MetricAccumulator) -> No
                 metrics.mean("kl", statistics.reverse_kl_N)
                 metrics.mean("entropy/teacher", statistics.teacher_entropy_N)
         values = [
-            (sampled_term, token_loss.per_token(statistics.student_logp_N, statistics.reverse_kl_N))
-            for sampled_term, token_loss in sampled
-            if sampled_term.loss.kind != "preference"  # whose value is of pairs: see `preference`
+            (term, token_loss.per_token(statistics.student_logp_N, statistics.reverse_kl_N))
+            for term, token_loss in zip(group.sampled, sampled, strict=True)
+            if term.loss.kind != "preference"  # whose value is of pairs: see `preference`
         ]
-        if term is not None and divergence is not None:
-            values.append((term, divergence.value_N))
-        for value_term, value_N in values:
-            weight_N = batch.weight_CN[value_term.name]
-            metrics.add_loss(value_term.name, (value_N * weight_N).sum() / value_term.denominator)
+        if group.term is not None and divergence is not None:
+            values.append((group.term, divergence.value_N))
+        for term, value_N in values:
+            weight_N = batch.weight_CN[term.name]
+            metrics.add_loss(term.name, (value_N * weight_N).sum() / term.denominator)
         if divergence is not None and divergence.overlap_N is not None:
             assert divergence.student_mass_N is not None and divergence.teacher_mass_N is not None
             metrics.mean("topk_mass/student", divergence.student_mass_N)
