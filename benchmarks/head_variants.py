@@ -79,7 +79,7 @@ def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, An
     """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
     `torch.topk`."""
     from courtside.losses.fused import triton_backend
-    from courtside.losses.fused.topk_select import (
+    from courtside.losses.fused.topk_kernels import (
         allocate_group_maxima,
         allocate_top_k,
         num_select_warps,

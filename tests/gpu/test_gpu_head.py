@@ -29,7 +29,7 @@ from courtside.losses.fused.linear_divergence import (
     choose_backend,
     fused_linear_divergence,
 )
-from courtside.losses.fused.topk_select import allocate_group_maxima, allocate_top_k, select_top_k
+from courtside.losses.fused.topk_kernels import allocate_group_maxima, allocate_top_k, select_top_k
 from courtside.losses.fused.types import DivergenceSpec, Support
 
 pytestmark = [

@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 from courtside.engines.kernels import layers, layers_autograd, prefix_gather
 from courtside.engines.kernels.layers_autograd import BACKWARD_REGISTERS
 from courtside.losses.fused.kernels import FORMS, PER_ROW, vocabulary_kernel
-from courtside.losses.fused.topk_select import select_kernel
-from courtside.losses.fused.topk_support import JOINT, support_kernel
+from courtside.losses.fused.topk_kernels import JOINT, select_kernel, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEW = [

@@ -21,7 +21,7 @@ def test_the_list_covers_every_loss_file() -> None:
     folder = mutants.PACKAGE / "losses"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
     # Kernels are compared with the torch backend.
-    kernels = {"kernels", "topk_select", "topk_support", "triton_backend"}
+    kernels = {"kernels", "topk_kernels", "triton_backend"}
     without = {f"fused/{name}.py" for name in (*kernels, "__init__")}
     without |= {"__init__.py", "divergences/__init__.py"}
     losses = {m.file for m in mutants.MUTATIONS if not m.file.startswith("../")}

@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="kernels need Triton: pip install triton")
-from courtside.losses.fused.topk_select import (  # noqa: E402
+from courtside.losses.fused.topk_kernels import (  # noqa: E402
     allocate_group_maxima,
     allocate_top_k,
     num_select_warps,

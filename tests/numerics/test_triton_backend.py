@@ -55,7 +55,7 @@ triton = pytest.importorskip("triton", reason="kernels need Triton: pip install 
 # `conftest.py` sees to it; a kernel that nobody interprets would be tested by nobody.
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
 from courtside.losses.fused import triton_backend  # noqa: E402
-from courtside.losses.fused.topk_select import num_select_warps  # noqa: E402
+from courtside.losses.fused.topk_kernels import num_select_warps  # noqa: E402
 from courtside.losses.fused.triton_backend import Tiling, TritonVocabularyPass  # noqa: E402
 
 pytestmark = [

@@ -164,7 +164,7 @@ def _write_gradient(
     TEACHER_CAPPED: tl.constexpr, VOCAB_SIZE: tl.constexpr, LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """weight·g − pull·π, and `at_word` more at the sampled token, over the student's logits."""
+    """weight·g − pull·π, and `at_token` more at the sampled token, over the student's logits."""
     offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCK: tl.constexpr = LANES * WIDTH
     TILES: tl.constexpr = VOCAB_SIZE // BLOCK
@@ -227,7 +227,7 @@ def vocabulary_kernel(
 ):  # fmt: skip
     """One row. `outputs` [13, rows] is `OUTPUTS`; shares of a mixture are in log2; `weights` of the
     form NONE are Σ_S h of a support. GROUP_MAXIMA: store the largest of each WIDTH logits, too, for
-    `topk_select`."""
+    `topk_kernels`."""
     n = tl.program_id(0)
     row = student + n.to(tl.int64) * student_stride
     teacher_row = teacher + n.to(tl.int64) * teacher_stride

@@ -21,15 +21,16 @@ from triton.errors import TritonError
 
 from courtside.errors import RunError
 from courtside.losses.fused.kernels import FORMS, JSD, LN2, LOG2E, NONE, OUTPUTS, vocabulary_kernel
-from courtside.losses.fused.topk_select import (
+from courtside.losses.fused.topk_kernels import (
     TopKBuffers,
     allocate_group_maxima,
     allocate_top_k,
+    has_support_kernel,
     num_select_warps,
+    reverse_kl_on_support,
     select_top_k,
     select_top_k_by_sorting,
 )
-from courtside.losses.fused.topk_support import has_support_kernel, reverse_kl_on_support
 from courtside.losses.fused.torch_backend import support_divergence
 from courtside.losses.fused.types import (
     DivergenceSpec,
@@ -68,8 +69,8 @@ class TritonVocabularyPass:
         tiling: Tiling = TILING,
         top_k_kernels: bool = True,
     ):
-        """`top_k_kernels`: a top-k support is selected and differentiated by kernels
-        (`topk_select`, `topk_support`); False: by `torch.topk` and torch operations on [N, K]."""
+        """`top_k_kernels`: a top-k support is selected and differentiated by `topk_kernels`; False:
+        by `torch.topk` and torch operations on [N, K]."""
         self.spec, self.rows = spec, rows
         self.chunk = _Launch(
             student=student,
@@ -343,20 +344,11 @@ class _SupportPass:
         self, coefficient_N: Tensor
     ) -> tuple[DivergenceStats, Tensor, Tensor]:
         """(statistics, Σ_S h weighted, the gradient by the logits of the tokens of S)."""
-        chunk, dtype = self.chunk, self.chunk.temperature_N.dtype
+        chunk, weight_N = self.chunk, self.weight_N.contiguous()
+        sides, tops = (chunk.student, self.teacher), (self.student_top, self.teacher_top)
+        per_row = (chunk.ids_N, chunk.temperature_N, weight_N, coefficient_N, chunk.outputs)
         with _launching(coefficient_N.device):
-            return reverse_kl_on_support(
-                (chunk.student, self.teacher),
-                (self.student_top, self.teacher_top),
-                self.divergence,
-                (
-                    chunk.ids_N,
-                    chunk.temperature_N,
-                    self.weight_N.to(dtype).contiguous(),
-                    coefficient_N,
-                    chunk.outputs,
-                ),
-            )
+            return reverse_kl_on_support(sides, tops, self.divergence, per_row)
 
     def _differentiate(self, coefficient_N: Tensor) -> tuple[DivergenceStats, Tensor, Tensor]:
         """The same in torch: every divergence in every form."""
