@@ -1,4 +1,4 @@
-"""What a user can ask for, from Python or the command line. Heavy imports happen inside."""
+"""The public functions: train, evaluate, export and re-score. Heavy imports are inside them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from courtside.runtime import Runtime
 
 
-def train(recipe: Recipe, folder: Path | str, *, console: RunConsole | None = None) -> RunFolder:
-    """Run a recipe in a folder, or go on with the run that is there. Returns it, read-only."""
+def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = None) -> RunFolder:
+    """Train into a run folder, or resume the run in it. Returns the folder, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
     from courtside.report.console import SilentConsole
@@ -26,7 +26,7 @@ def train(recipe: Recipe, folder: Path | str, *, console: RunConsole | None = No
     from courtside.run import Run
 
     path = Path(folder)
-    _forget_failed_start(path, recipe)
+    _discard_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
         run = Run(parts, opened, console or SilentConsole())
@@ -38,14 +38,17 @@ def train(recipe: Recipe, folder: Path | str, *, console: RunConsole | None = No
 def evaluate_student(
     recipe: Recipe,
     *,
-    run: Path | None = None,
+    run: str | Path | None = None,
     step: int | None = None,
     split: Split = "test",
     num_tasks: int | None = None,
     teacher: bool = False,
     console: RunConsole | None = None,
 ) -> list[Evaluation]:
-    """Measure the student of a recipe, untrained or as a checkpoint of `run` has it."""
+    """Evaluate the student of a recipe: untrained, or at `step` of `run` (the last checkpoint).
+
+    `teacher`: evaluate the teacher with its context, too.
+    """
     from courtside.assemble import assemble
 
     if recipe.tasks.is_recorded:
@@ -57,7 +60,7 @@ def evaluate_student(
     if run is None:
         parts, num_steps = assemble(recipe), 0
     else:
-        parts, num_steps = _trained_parts(recipe, run, _checkpoint(run, step))
+        parts, num_steps = _restore_run(recipe, run, _find_checkpoint(run, step))
     if teacher and (recipe.teacher is None or not parts.evaluator.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     evaluations = []
@@ -72,21 +75,27 @@ def evaluate_student(
     return evaluations
 
 
-def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = False) -> Path:
-    """Write a checkpoint as a model folder, ready for `vllm serve` or `from_pretrained`."""
+def export(
+    run: str | Path, to: str | Path, *, step: int | None = None, adapter: bool = False
+) -> Path:
+    """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`.
+
+    `adapter`: only the LoRA adapter, not the merged weights.
+    """
     from courtside.engines.loading import load_tokenizer, merge_adapter
     from courtside.report.folder.folder import RunFolder
     from courtside.run import copy_tensors
     from courtside.training import checkpoints
     from courtside.training.weights import StudentWeights
 
+    to = Path(to)
     config = RunFolder.read(run).recipe().student
     if adapter and config.lora is None:
         raise UserError("--adapter: this run trained all weights and has no adapter. Leave it out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to}: exists and is not an empty folder. Name a new folder")
-    saved = checkpoints.load(_checkpoint(run, step))
-    # The student alone: its teacher and tasks may be gone by now.
+    saved = checkpoints.load(_find_checkpoint(run, step))
+    # The student alone: the teacher and the tasks may no longer exist.
     weights = StudentWeights(config, seed=0)
     copy_tensors({name: p.data for name, p in weights.trained.items()}, saved.tensors["weights"])
     model: Any = weights.model
@@ -95,7 +104,7 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
     elif weights.adapter is not None:
         # In float32: a merge in bfloat16 would round the adapter away.
         model = merge_adapter(weights.adapter.float())
-    # A head with an adapter would take its base, the whole embedding, along.
+    # With an adapted head, the whole embedding would be saved too.
     options: dict[str, Any] = {"save_embedding_layers": False} if adapter else {}
     model.save_pretrained(to, safe_serialization=True, **options)
     load_tokenizer(config.model, trust_remote_code=config.trust_remote_code).save_pretrained(to)
@@ -103,15 +112,16 @@ def export(run: Path, to: Path, *, step: int | None = None, adapter: bool = Fals
 
 
 def rescore(
-    run: Path,
+    run: str | Path,
     overrides: Sequence[str] = (),
     *,
     steps: Sequence[int] | None = None,
     console: RunConsole | None = None,
 ) -> list[dict[str, float | int | None]]:
-    """Stored trajectories under another teacher, context or loss, without rolling out again.
+    """Losses and metrics of stored trajectories with another teacher, context or loss.
 
-    The student is as the run's last checkpoint has it; no weight is changed.
+    `overrides` change the run's recipe; `steps`: which stored steps (all). The student is that of
+    the last checkpoint, and nothing is trained. Returns a row for each step.
     """
     from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
@@ -123,8 +133,8 @@ def rescore(
     missing = sorted(set(steps or ()) - set(stored))
     if missing or not stored:
         raise UserError(f"{run}: no trajectories of steps {missing}; there are {stored}")
-    recipe = load_recipe(run / "recipe.toml", overrides)
-    parts, _ = _trained_parts(recipe, run, checkpoints.latest(folder.checkpoints))
+    recipe = load_recipe(folder.path / "recipe.toml", overrides)
+    parts, _ = _restore_run(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
         if console:
@@ -133,8 +143,8 @@ def rescore(
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher(trajectories, reading.hints)
         metrics = MetricAccumulator()
-        chosen = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
-        parts.student.accumulate(step, scored, chosen, metrics)
+        terms = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+        parts.student.accumulate(step, scored, terms, metrics)
         parts.student.optimizer.zero_grad(set_to_none=True)
         rows.append(
             {
@@ -148,7 +158,7 @@ def rescore(
     return rows
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
+def _find_checkpoint(run: str | Path, step: int | None) -> Path:
     from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
 
@@ -159,16 +169,16 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     return path
 
 
-def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[Runtime, int]:
-    """A recipe's parts with a run's numbers in them, and how many steps are behind those."""
+def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tuple[Runtime, int]:
+    """The assembled recipe with a checkpoint's weights, and the checkpoint's number of steps."""
     from courtside.assemble import assemble
     from courtside.report.folder.folder import RunFolder
     from courtside.run import model_tensors, restore
     from courtside.training import checkpoints
 
-    own = RunFolder.read(run).recipe().student
+    trained = RunFolder.read(run).recipe().student
     for field in ("model", "adapter", "lora", "keep_layers"):
-        if getattr(recipe.student, field) != getattr(own, field):
+        if getattr(recipe.student, field) != getattr(trained, field):
             raise UserError(
                 f"student.{field}: {run} trained another student. Override other sections only"
             )
@@ -185,8 +195,8 @@ def _trained_parts(recipe: Recipe, run: Path, checkpoint: Path | None) -> tuple[
     return parts, saved.num_steps
 
 
-def _forget_failed_start(path: Path, recipe: Recipe) -> None:
-    """A start that trained nothing must not hold its folder against a corrected recipe."""
+def _discard_failed_start(path: Path, recipe: Recipe) -> None:
+    """A start that trained nothing must not block its folder for a corrected recipe."""
     from courtside.report.folder import toml
     from courtside.report.folder.files import replace_file
     from courtside.report.folder.folder import RunFolder
@@ -206,7 +216,7 @@ def _forget_failed_start(path: Path, recipe: Recipe) -> None:
         try:
             refuse_other_recipe(path, folder.recipe(), recipe)
         except RecipeError:
-            folder.rewind(-1)  # also what was measured before the first step
+            folder.rewind(-1)  # also evaluations before the first step
             folder.write_costs({})
-            # Last, and never without one: a folder with other files and no recipe is a stranger's.
+            # Last, and replaced: a folder with files and without a recipe is refused.
             replace_file(path / RECIPE, toml.dumps(dump_recipe(recipe)).encode())

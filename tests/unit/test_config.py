@@ -459,7 +459,7 @@ def test_python_values_are_as_good_as_toml() -> None:
     assert recipe.tasks.path == Path("some/tasks.jsonl")
     assert recipe.rollout.stop == ("END",)
     assert recipe.train == TrainConfig(steps=7)
-    with pytest.raises(RecipeError, match="of type object has no place in a recipe"):
+    with pytest.raises(RecipeError, match="of type object is not allowed in a recipe"):
         parse_recipe(tree(seed=object()))
 
 

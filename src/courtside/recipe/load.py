@@ -1,6 +1,6 @@
-"""Recipes from TOML files, overrides and plain trees. Knows nothing of what a recipe means.
+"""Recipes from TOML files, overrides and plain trees.
 
-Types are taken at their word: `steps = "5"` or `seed = true` is a mistake, not a 5 or a 1.
+Types are strict: `steps = "5"` or `seed = true` is an error, not 5 or 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from courtside.recipe import Recipe
 from courtside.recipe.error_messages import describe_problems
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe and apply overrides, each `section.key=value`.
 
-    Values are TOML, and bare words are strings; an entry of a list goes by its index, as in
-    `losses.0.weight=2`; `section.key=null` removes a key (its default holds) or an entry.
+    Values are TOML, or strings without quotes; entries of lists are addressed by index, as in
+    `losses.0.weight=2`; `section.key=null` removes a key or an entry.
     """
-    tree = read_tree(path)
+    tree = read_tree(Path(path))
     for override in overrides:
         _apply_override(tree, override)
     return parse_recipe(tree, name=str(path))
 
 
 def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
-    """Validate a plain tree; all problems are listed at once, each with its field."""
-    # In JSON a list may be a tuple and a string a path, so that all other types can be strict.
+    """Validate a plain tree; a RecipeError lists all problems, each with its field."""
+    # From JSON, strict validation still accepts a list for a tuple and a string for a path.
     text = json.dumps(tree, default=_to_plain)
     try:
         return Recipe.model_validate_json(text, strict=True)
@@ -66,7 +66,7 @@ def _to_plain(value: Any) -> Any:
             return value.model_dump(mode="json", exclude_unset=True)
         case date() | time():
             return value.isoformat()
-    raise RecipeError(f"{value!r} of type {type(value).__name__} has no place in a recipe")
+    raise RecipeError(f"{value!r} of type {type(value).__name__} is not allowed in a recipe")
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -84,11 +84,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node[last] = _parse_value(text)
         return
     _child(node, last, where=".".join(parents), override=override)
-    place = last if isinstance(node, dict) else int(last)
+    key_or_index = last if isinstance(node, dict) else int(last)
     if remove:
-        del node[place]
+        del node[key_or_index]
     else:
-        node[place] = _parse_value(text)
+        node[key_or_index] = _parse_value(text)
 
 
 def _child(node: Any, name: str, *, where: str, override: str) -> Any:
@@ -116,5 +116,5 @@ def _parse_value(text: str) -> Any:
         tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # A line break in the text could smuggle in more keys; then it is a string.
+    # A line break in the text could add keys; then it is a string.
     return tree["value"] if tree.keys() == {"value"} else text

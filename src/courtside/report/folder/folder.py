@@ -89,6 +89,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
+        """Open the folder of a run read-only, also while it is training."""
         path = Path(path)
         if not (path / RECIPE).is_file():
             raise UserError(
@@ -116,6 +117,7 @@ class RunFolder:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
     def recipe(self) -> Recipe:
+        """The recipe of the run, with all defaults."""
         path = self._file(RECIPE)
         try:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -124,6 +126,7 @@ class RunFolder:
         return parse_recipe(tree, name=str(path))
 
     def metrics(self) -> list[Row]:
+        """One row per step; docs/metrics.md describes the keys."""
         return read_lines(self._file("metrics.jsonl"))
 
     def evaluations(self) -> list[Evaluation]:
@@ -131,6 +134,7 @@ class RunFolder:
         return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path)]
 
     def alarms(self) -> list[Row]:
+        """Rows with `step` and `message`."""
         return read_lines(self._file("alarms.jsonl"))
 
     def environment(self) -> dict[str, Any]:
@@ -139,6 +143,7 @@ class RunFolder:
         return tree
 
     def read_costs(self) -> dict[str, PhaseCost]:
+        """Seconds, tokens and FLOPs by phase."""
         return {phase: PhaseCost(**cost) for phase, cost in self._json("costs.json").items()}
 
     def trajectory_steps(self) -> list[int]:
