@@ -99,7 +99,7 @@ class Parts:
             self.weights = StudentWeights(recipe.student, seed=SEED)
         self.tokenizer = byte_tokenizer()
         self.renderer = ChatTemplate(self.tokenizer, name=model, eos_ids={END})
-        self.turns = IncrementalTemplate(self.renderer)
+        self.template = IncrementalTemplate(self.renderer)
         self.random = random.Random(SEED)
         self.renew()
         head, pad_id = self.engine.head, self.engine.pad_id
@@ -131,11 +131,11 @@ class Parts:
     def trajectory(self, number: int, num_tokens: int) -> Trajectory:
         """One question and one answer, so many tokens together."""
         task = Task(id=str(number), split="train", messages=(user_message("Go."),))
-        prompt = self.turns.prompt_turn(task)
+        prompt = self.template.prompt_turn(task)
         ids = self.ids(num_tokens - len(prompt.token_ids))
         answer = Sample(token_ids=ids, logp=(-9.0,) * len(ids), stop="length", text="")
         return Trajectory(
-            id=str(number), task=task, turns=(prompt, self.turns.assistant_turn(answer)),
+            id=str(number), task=task, turns=(prompt, self.template.assistant_turn(answer)),
             source="student", policy_version=0, temperature=1.0, stop="length",
         )  # fmt: skip
 
@@ -221,12 +221,12 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
         Task(id=str(row), split="train", messages=(user_message(f"Go {row:04}."),))
         for row in range(rows)
     ]
-    observation = parts.turns.environment_turn((user_message(OBSERVED),), add_end_of_turn=True)
-    length = len(parts.turns.prompt_turn(tasks[0]).token_ids)
+    observation = parts.template.environment_turn((user_message(OBSERVED),), add_end_of_turn=True)
+    length = len(parts.template.prompt_turn(tasks[0]).token_ids)
     length += turns * (new + len(observation.token_ids))
     rollout = EpisodeRollout(
         engine=parts.engine,
-        template=parts.turns,
+        template=parts.template,
         config=RolloutConfig(
             samples_per_prompt=1,
             max_new_tokens=new,
@@ -253,7 +253,7 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
 
 
 def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
-    trajectory = episode(parts.turns, tokens, turns)
+    trajectory = episode(parts.template, tokens, turns)
     assistant_turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
     hinted_turns = [
         assistant_turns[(2 * n + 1) * len(assistant_turns) // (2 * hints)] for n in range(hints)
@@ -263,7 +263,7 @@ def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
         for turn in hinted_turns
     ]
     rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
-    score = parts.scoring(HintScorer(parts.engine, parts.turns, rules))
+    score = parts.scoring(HintScorer(parts.engine, parts.template, rules))
 
     def call() -> None:
         (scored,) = score([trajectory], hint_list)

@@ -103,7 +103,7 @@ class Job:
             self.weights.model, tokenizer, name=args.model, autocast=self.weights.autocast
         )
         renderer = ChatTemplate(tokenizer, name=args.model, eos_ids=self.engine.eos_ids)
-        turns = IncrementalTemplate(renderer)
+        template = IncrementalTemplate(renderer)
         self.student = Student(
             self.weights, recipe, vocab_size=self.engine.head.vocab_size, pad_id=self.engine.pad_id
         )
@@ -113,11 +113,11 @@ class Job:
             engine=self.engine,
             renderer=renderer,
             want="hidden",
-            hints=HintScorer(self.engine, turns, recipe.hints),
+            hints=HintScorer(self.engine, template, recipe.hints),
             defers_hints=self.scored_before is None,
         )
         self.scoring = TeacherStage(teacher, None, hinted=True)
-        self.trajectory = episode(turns, args.tokens, args.turns)
+        self.trajectory = episode(template, args.tokens, args.turns)
         assistant_turns = [
             i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"
         ]
@@ -138,7 +138,7 @@ class Job:
         return scored
 
 
-def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Trajectory:
+def episode(template: IncrementalTemplate, num_tokens: int, num_turns: int) -> Trajectory:
     """About so many tokens, in so many turns of the assistant, by the real renderer."""
     draw = random.Random(SEED)
 
@@ -146,9 +146,9 @@ def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Traj
         return "".join(draw.choice("abcdefghij klmnopqrs tuvwxyz .,") for _ in range(size))
 
     task = Task(id="long", split="train", messages=(Message(role="user", content=text(40)),))
-    episode_turns = [turns.prompt_turn(task)]
+    episode_turns = [template.prompt_turn(task)]
     frame = len(
-        turns.environment_turn(
+        template.environment_turn(
             (Message(role="tool", content="x"),), add_end_of_turn=False
         ).token_ids
     )
@@ -158,14 +158,14 @@ def episode(turns: IncrementalTemplate, num_tokens: int, num_turns: int) -> Traj
         raise SystemExit(f"--tokens {num_tokens}: too few for {num_turns} turns")
     for number in range(num_turns):
         reply = text(size - 1)
-        ids = (*turns.renderer.tokenizer(reply, add_special_tokens=False)["input_ids"], 1)
+        ids = (*template.renderer.tokenizer(reply, add_special_tokens=False)["input_ids"], 1)
         logp = tuple(draw.uniform(-6, -1) for _ in ids)
         episode_turns.append(
-            turns.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=reply))
+            template.assistant_turn(Sample(token_ids=ids, logp=logp, stop="eos", text=reply))
         )
         if number + 1 < num_turns:
             observation = (Message(role="tool", content=text(each - size - frame)),)
-            episode_turns.append(turns.environment_turn(observation, add_end_of_turn=False))
+            episode_turns.append(template.environment_turn(observation, add_end_of_turn=False))
     return Trajectory(
         id="episode", task=task, turns=tuple(episode_turns), source="student", policy_version=0,
         temperature=1.0, stop="done", grade=Grade(score=1.0, passed=True, feedback=""),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit.chat.templates import FAMILIES, MERGES, turns_for
+from unit.chat.templates import FAMILIES, MERGES, template_of_family
 
 from courtside.chat.hint_splicing import (
     SEPARATORS,
@@ -45,9 +45,9 @@ prompts = st.tuples(
 ).map(lambda parts: (*parts[0], parts[1]))
 
 
-def drawn(turns: IncrementalTemplate, answer: Answer) -> Sample:
+def drawn(template: IncrementalTemplate, answer: Answer) -> Sample:
     text, by_letter, ended = answer
-    renderer = turns.renderer
+    renderer = template.renderer
     ids = [
         token
         for piece in (text if by_letter else [text])
@@ -61,21 +61,21 @@ def drawn(turns: IncrementalTemplate, answer: Answer) -> Sample:
 
 
 def played(
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     prompt: tuple[Message, ...],
     talk: list[tuple[Answer, list[Message]]],
     last: Answer,
 ) -> tuple[Trajectory, list[list[Message]]]:
     """A trajectory, and for each of its turns the messages that it is made of."""
     task = Task(id="t", split="train", messages=prompt)
-    built, said = [turns.prompt_turn(task)], [list(prompt)]
+    built, said = [template.prompt_turn(task)], [list(prompt)]
     for answer, following in [*talk, (last, [])]:
-        turn = turns.assistant_turn(drawn(turns, answer))
+        turn = template.assistant_turn(drawn(template, answer))
         built.append(turn)
         said.append([Message(role="assistant", content=answer[0])])
         if following:
-            closing = not turns.is_ended(turn.token_ids)
-            built.append(turns.environment_turn(following, add_end_of_turn=closing))
+            closing = not template.is_ended(turn.token_ids)
+            built.append(template.environment_turn(following, add_end_of_turn=closing))
             said.append(following)
     trajectory = Trajectory(
         id="e",
@@ -124,7 +124,7 @@ def with_hint(
 
 
 def check(
-    turns: IncrementalTemplate,
+    template: IncrementalTemplate,
     trajectory: Trajectory,
     said: list[list[Message]],
     hint: Hint,
@@ -151,27 +151,29 @@ def check(
         above = trajectory.turns[hint.turn - 1]
         assert twig.splice <= len(trunk) - num_target - above.num_generation_prompt_tokens
     # Only the template writes special tokens: the hint brings those of its own message, or none.
-    special = set(turns.renderer.tokenizer.all_special_ids)
+    special = set(template.renderer.tokenizer.all_special_ids)
     opened = sum(i in special for i in sequence) - sum(i in special for i in trunk)
     assert opened <= 4 if place == "before_turn" else opened <= (4 if place == "system" else 0)
     # The template's own render, where it renders the trunk as it was read and written.
-    tokenizer = turns.renderer.tokenizer
+    tokenizer = template.renderer.tokenizer
     plain = [m for part in said[: hint.turn + 1] for m in part]
-    end = () if turns.is_ended(target.token_ids) else (min(turns.renderer.eos_ids),)
-    if tokenizer.decode(trunk + end) != text_of(turns.renderer, plain):
+    end = () if template.is_ended(target.token_ids) else (min(template.renderer.eos_ids),)
+    if tokenizer.decode(trunk + end) != text_of(template.renderer, plain):
         return False
     thought = any("</think>" in m.content for m in plain[:-1])
     if (
-        turns.note
-        and "thinking" in turns.note
+        template.note
+        and "thinking" in template.note
         and thought
         and (place, role) == ("before_turn", "user")
     ):
         return False  # a question more: the template forgets the thinking above it, a branch not
-    texts = [text_of(turns.renderer, c) for c in with_hint(said, hint, place, role)]
+    texts = [text_of(template.renderer, c) for c in with_hint(said, hint, place, role)]
     assert tokenizer.decode(sequence + end) in texts
     natural = [tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
-    whole = tuple(tokenizer(text_of(turns.renderer, plain), add_special_tokens=False)["input_ids"])
+    whole = tuple(
+        tokenizer(text_of(template.renderer, plain), add_special_tokens=False)["input_ids"]
+    )
     if whole == trunk + end and not any(f"<|{w}" in hint.text for w in ("im", "eot")):
         assert sequence + end in natural
     return True
@@ -183,12 +185,12 @@ def fuzz(
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(turns=choose, prompt=prompts, talk=rounds, last=answers, data=st.data())
+    @given(template=choose, prompt=prompts, talk=rounds, last=answers, data=st.data())
     def run(
-        turns: IncrementalTemplate, prompt: Any, talk: Any, last: Any, data: st.DataObject
+        template: IncrementalTemplate, prompt: Any, talk: Any, last: Any, data: st.DataObject
     ) -> None:
-        trajectory, said = played(turns, prompt, talk, last)
-        outcomes[body(turns, trajectory, said, data)] += 1
+        trajectory, said = played(template, prompt, talk, last)
+        outcomes[body(template, trajectory, said, data)] += 1
 
     run()
     return outcomes
@@ -202,21 +204,23 @@ def hint_for(trajectory: Trajectory, data: st.DataObject) -> Hint:
 
 def one_branch(place: HintPlacement) -> Callable[..., str]:
     def body(
-        turns: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+        template: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
     ) -> str:
         hint = hint_for(trajectory, data)
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
         try:
-            twig = splice_hint(trajectory, hint, turns, place=place, role=role, max_tokens=60)
+            twig = splice_hint(trajectory, hint, template, place=place, role=role, max_tokens=60)
         except SpliceError as error:
             return error.reason
-        same = check(turns, trajectory, said, hint, twig, place=place, role=role)
+        same = check(template, trajectory, said, hint, twig, place=place, role=role)
         return "compared" if same else "spliced"
 
     return body
 
 
-every = st.builds(turns_for, st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(MERGES)))
+every = st.builds(
+    template_of_family, st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(MERGES))
+)
 
 
 @pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
@@ -230,7 +234,7 @@ def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> Non
 
 def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
     def body(
-        turns: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+        template: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
     ) -> str:
         own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
         chosen = data.draw(st.lists(st.sampled_from(own), unique=True))
@@ -241,16 +245,16 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
         options: Any = {"role": role, "max_tokens": 60}
         try:
-            whole = splice_hints_cumulatively(trajectory, several, turns, **options)
+            whole = splice_hints_cumulatively(trajectory, several, template, **options)
         except SpliceError as error:
             with pytest.raises(SpliceError) as again:
-                splice_hint(trajectory, error.hint, turns, place="before_turn", **options)
+                splice_hint(trajectory, error.hint, template, place="before_turn", **options)
             assert again.value.reason == error.reason
             return error.reason
         # Each hint adds what it adds on its own, where it adds it on its own.
         expected, shift = list(trajectory.token_ids), 0
         for hint in sorted(several, key=lambda h: h.turn):
-            twig = splice_hint(trajectory, hint, turns, place="before_turn", **options)
+            twig = splice_hint(trajectory, hint, template, place="before_turn", **options)
             target = trajectory.turns[hint.turn]
             end = sum(len(turn.token_ids) for turn in trajectory.turns[: hint.turn + 1])
             expected[twig.splice + shift : end + shift] = twig.token_ids

@@ -103,11 +103,11 @@ def tokenizer_for(template: str, merges: str = "bytes") -> PreTrainedTokenizerFa
 
 
 @cache
-def turns_for(family: str, merges: str = "bytes") -> IncrementalTemplate:
-    return turns_of(FAMILIES[family], merges, end=ENDS.get(family, "<|im_end|>"))
+def template_of_family(family: str, merges: str = "bytes") -> IncrementalTemplate:
+    return make_template(FAMILIES[family], merges, end=ENDS.get(family, "<|im_end|>"))
 
 
-def turns_of(
+def make_template(
     template: str, merges: str = "bytes", *, end: str = "<|im_end|>"
 ) -> IncrementalTemplate:
     tokenizer = tokenizer_for(template, merges)

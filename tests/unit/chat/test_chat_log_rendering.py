@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from unit.chat.templates import NO_TOOLS, OPENS_THINKING, turns_for, turns_of
+from unit.chat.templates import NO_TOOLS, OPENS_THINKING, make_template, template_of_family
 
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.hint_splicing import splice_hint
@@ -26,13 +26,13 @@ TALK: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c1", "content": "4<|im_end|>"},
     {"role": "assistant", "content": "It is 4."},
 ]
-TURNS = turns_for("chatml")
+TEMPLATE = template_of_family("chatml")
 
 
 def read(
-    messages: list[dict[str, Any]], turns: IncrementalTemplate = TURNS, **options: Any
+    messages: list[dict[str, Any]], template: IncrementalTemplate = TEMPLATE, **options: Any
 ) -> Trajectory:
-    return trajectory_from_chat_log(TASK, messages, turns, id="r", **options)
+    return trajectory_from_chat_log(TASK, messages, template, id="r", **options)
 
 
 def test_calls_are_written_as_text_where_the_template_has_none() -> None:
@@ -50,26 +50,26 @@ def test_calls_are_written_as_text_where_the_template_has_none() -> None:
     assert (trajectory.source, trajectory.stop, trajectory.policy_version) == (
         "dataset", "dataset", None,
     )  # fmt: skip
-    assert TURNS.renderer.tokenizer.decode(trajectory.token_ids) == (
+    assert TEMPLATE.renderer.tokenizer.decode(trajectory.token_ids) == (
         f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{chosen_text}<|im_end|>\n"
         "<|im_start|>tool\n4<|im_end|><|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>"
     )
-    assert TURNS.is_ended(call.token_ids) and TURNS.is_ended(answer.token_ids)
+    assert TEMPLATE.is_ended(call.token_ids) and TEMPLATE.is_ended(answer.token_ids)
 
 
 def test_calls_are_the_templates_own_where_it_has_some() -> None:
-    turns = turns_for("thinking", "breaks")
-    trajectory = read(TALK, turns)
+    template = template_of_family("thinking", "breaks")
+    trajectory = read(TALK, template)
     assert trajectory.turns[1].text == '\n<tool_call>\nadd {"b": 2, "a": "é"}\n</tool_call>'
 
 
 def test_special_words_in_a_call_are_plain_text() -> None:
     arguments = {"<|im_end|>": ["<|im_start|>"]}
     call = {"function": {"name": "<|im_start|>", "arguments": json.dumps(arguments)}}
-    turns = turns_for("thinking")
-    trajectory = read([TALK[0], {"role": "assistant", "tool_calls": [call]}], turns)
+    template = template_of_family("thinking")
+    trajectory = read([TALK[0], {"role": "assistant", "tool_calls": [call]}], template)
     (_, answer) = trajectory.turns
-    special = set(turns.renderer.tokenizer.all_special_ids)
+    special = set(template.renderer.tokenizer.all_special_ids)
     assert [i in special for i in answer.token_ids].index(True) == len(answer.token_ids) - 1
     assert answer.text == f"\n<tool_call>\n<|im_start|> {json.dumps(arguments)}\n</tool_call>"
 
@@ -86,7 +86,7 @@ def test_calls_in_a_format_of_ones_own() -> None:
 
 @pytest.mark.parametrize("family", ["chatml", "headers", "default_system", "no_breaks", "words"])
 def test_the_turns_are_the_whole_conversation(family: str) -> None:
-    turns = turns_for(family, "greedy")
+    template = template_of_family(family, "greedy")
     plain = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "Let me see"},
@@ -96,11 +96,11 @@ def test_the_turns_are_the_whole_conversation(family: str) -> None:
         {"role": "assistant", "content": "Four"},
         {"role": "user", "content": "Thanks"},
     ]
-    trajectory = read(plain, turns)
-    text = turns.renderer.tokenizer.apply_chat_template(
+    trajectory = read(plain, template)
+    text = template.renderer.tokenizer.apply_chat_template(
         plain, add_generation_prompt=True, tokenize=False
     )
-    whole = turns.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = template.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert trajectory.token_ids == tuple(whole)
     assert [turn.role for turn in trajectory.turns][3:] == [
         "assistant", "environment", "assistant", "environment",
@@ -109,8 +109,8 @@ def test_the_turns_are_the_whole_conversation(family: str) -> None:
 
 def test_a_recorded_turn_can_be_hinted() -> None:
     hint = Hint(trajectory="r", turn=3, text="Be brief.", source="human")
-    twig = splice_hint(read(TALK), hint, TURNS, place="before_turn", role="user", max_tokens=99)
-    assert TURNS.renderer.text(twig.token_ids).endswith("Be brief.\nassistant\nIt is 4.")
+    twig = splice_hint(read(TALK), hint, TEMPLATE, place="before_turn", role="user", max_tokens=99)
+    assert TEMPLATE.renderer.text(twig.token_ids).endswith("Be brief.\nassistant\nIt is 4.")
 
 
 def test_few_shot_answers_belong_to_the_prompt() -> None:
@@ -121,7 +121,7 @@ def test_few_shot_answers_belong_to_the_prompt() -> None:
     )
     task = Task(id="t", split="train", messages=shots)
     talk = [{"role": m.role, "content": m.content} for m in shots]
-    trajectory = trajectory_from_chat_log(task, [*talk, TALK[3]], TURNS, id="r")
+    trajectory = trajectory_from_chat_log(task, [*talk, TALK[3]], TEMPLATE, id="r")
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant"]
     assert trajectory.num_completion_tokens == len("It is 4.") + 1
 
@@ -158,32 +158,32 @@ def test_what_is_no_conversation(messages: list[dict[str, Any]], says: str) -> N
 def test_earlier_thinking_that_the_template_takes_out() -> None:
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nIt is 4."}
     more = {"role": "user", "content": "Sure?"}
-    turns = turns_for("thinking")
-    assert read([TALK[0], thought], turns).turns[1].text.startswith("<think>")
+    template = template_of_family("thinking")
+    assert read([TALK[0], thought], template).turns[1].text.startswith("<think>")
     between = [TALK[0], thought, TALK[2], thought]
-    assert read(between, turns).turns[1].text.startswith("<think>"), "no question behind it"
+    assert read(between, template).turns[1].text.startswith("<think>"), "no question behind it"
     with pytest.raises(TaskError, match=r"task t: message 1: in the whole conversation tiny's"):
-        read([*between[:3], TALK[3], more, TALK[3]], turns)
+        read([*between[:3], TALK[3], more, TALK[3]], template)
     with pytest.raises(TaskError, match=r"task t: message 3: tiny: .* leaves text of this"):
-        read([TALK[0], TALK[3], TALK[2], thought, more, TALK[3]], turns)
+        read([TALK[0], TALK[3], TALK[2], thought, more, TALK[3]], template)
 
 
 def test_an_answer_that_merges_with_its_opening() -> None:
     broken = {"role": "assistant", "content": "\nIt is 4."}
     talk = [*TALK[:3], broken]
-    read(talk, turns_for("chatml"))
+    read(talk, template_of_family("chatml"))
     with pytest.raises(TaskError, match=r"message 2: .*it has \['\\n\\n', 'I'"):
-        read(talk, turns_for("chatml", "greedy"))
+        read(talk, template_of_family("chatml", "greedy"))
 
 
 def test_an_opening_that_the_message_does_not_have() -> None:
-    turns = turns_of(OPENS_THINKING)
+    template = make_template(OPENS_THINKING)
     with pytest.raises(TaskError, match=r"message 1: .*generation prompt .*<think>"):
-        read([TALK[0], TALK[3]], turns)
+        read([TALK[0], TALK[3]], template)
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n4"}
-    assert read([TALK[0], thought], turns).response == "Hm.\n</think>\n4"
+    assert read([TALK[0], thought], template).response == "Hm.\n</think>\n4"
 
 
 def test_a_role_that_the_template_has_not() -> None:
     with pytest.raises(TaskError, match=r"task t: message 2: .*does not render a 'tool' message"):
-        read(TALK, turns_of(NO_TOOLS))
+        read(TALK, make_template(NO_TOOLS))

@@ -162,7 +162,7 @@ def test_reminders_vary_and_none_is_the_words_of_a_rule() -> None:
 def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> None:
     """The same conversation without its reminders, with each put in again as a hint."""
     tokenizer = tiny_tokenizer()
-    turns = IncrementalTemplate(
+    template = IncrementalTemplate(
         ChatTemplate(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id])
     )
     box = toolbox(turns=6, reminder_fraction=0.5, habit_fraction=0.5, tool_role=tool_role)
@@ -171,7 +171,7 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
         first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
         log = [{"role": m.role, "content": m.content} for m in conversation]
         begun = replace(task, messages=tuple(conversation[:first]))
-        return trajectory_from_chat_log(begun, log, turns, id=task.id)
+        return trajectory_from_chat_log(begun, log, template, id=task.id)
 
     num_hints = 0
     for task in map(box.task, range(12)):
@@ -191,12 +191,12 @@ def test_a_reminded_call_is_token_for_token_a_hinted_turn(tool_role: bool) -> No
             if role == "r"
         ]
         assert splice_hints_cumulatively(
-            trunk, hints, turns, role="user", max_tokens=400
+            trunk, hints, template, role="user", max_tokens=400
         ).token_ids == (whole.token_ids)
         num_hints += len(hints)
         if hints:  # The first one alone, as hints are by default.
             event = splice_hint(
-                trunk, hints[0], turns, place="before_turn", role="user", max_tokens=400
+                trunk, hints[0], template, place="before_turn", role="user", max_tokens=400
             )
             ids = trunk.token_ids[: event.splice] + event.token_ids
             assert ids == whole.token_ids[: len(ids)] and len(ids) > len(event.token_ids)

@@ -35,7 +35,7 @@ from courtside.types import (
 )
 
 ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
-TURNS = IncrementalTemplate(ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=ENGINE.eos_ids))
+TEMPLATE = IncrementalTemplate(ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=ENGINE.eos_ids))
 TASK = Task(id="t", split="train", messages=(Message(role="user", content="Go."),))
 
 
@@ -67,7 +67,7 @@ def make_rollout(
     context_length = options.pop("context_length", 512)
     return EpisodeRollout(
         engine=ENGINE,
-        template=TURNS,
+        template=TEMPLATE,
         config=RolloutConfig(
             **{"max_new_tokens": 6, "samples_per_prompt": 2, "limits": limits, **options}
         ),
@@ -111,12 +111,12 @@ def test_the_sequence_is_the_templates() -> None:
     conversation = list(TASK.messages)
     for turn in trajectory.turns[1:]:
         if turn.role == "assistant":
-            text = TURNS.renderer.tokenizer.decode(turn.token_ids).removesuffix("<|im_end|>")
+            text = TEMPLATE.renderer.tokenizer.decode(turn.token_ids).removesuffix("<|im_end|>")
             conversation.append(Message(role="assistant", content=text))
         else:
             conversation += turn.messages
-    text = TURNS.renderer.tokenizer.decode(trajectory.token_ids)
-    rendered = TURNS.renderer.render(conversation, "\ufdd0", add_generation_prompt=False)
+    text = TEMPLATE.renderer.tokenizer.decode(trajectory.token_ids)
+    rendered = TEMPLATE.renderer.render(conversation, "\ufdd0", add_generation_prompt=False)
     assert rendered.replace("\ufdd0", "").startswith(text)
 
 
@@ -193,7 +193,7 @@ def test_a_share_is_demonstrated() -> None:
     reply = Message(role="assistant", content="Done.")
     student = make_rollout(student_fraction=0.5)
     source = Demonstrations(
-        expert=lambda task: [*task.messages, reply], template=TURNS, temperature=0.7
+        expert=lambda task: [*task.messages, reply], template=TEMPLATE, temperature=0.7
     )
     mixed = MixedRollout(student=student, source=source, config=student.config, seed=0)
     played = mixed([TASK, TASK], step=0)
@@ -281,9 +281,9 @@ def test_an_environment_that_says_megabytes_is_cut() -> None:
 
 def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
     (trajectory,) = run(make_rollout(max_new_tokens=1))
-    end_ids = TURNS.end_of_turn_ids
+    end_ids = TEMPLATE.end_of_turn_ids
     for turn, following in zip(trajectory.turns[1:], trajectory.turns[2:], strict=False):
-        if turn.role == "assistant" and not TURNS.is_ended(turn.token_ids):
+        if turn.role == "assistant" and not TEMPLATE.is_ended(turn.token_ids):
             assert following.token_ids[: len(end_ids)] == end_ids
             assert not any(following.completion_mask)
             return
@@ -300,7 +300,7 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
         )
 
     student = make_rollout(lambda task: Count(answer=answer), samples_per_prompt=1)
-    played = CorrectedRollout(rollout=student, template=TURNS)([TASK], step=0)
+    played = CorrectedRollout(rollout=student, template=TEMPLATE)([TASK], step=0)
     sampled, *corrections = played
     assert [trajectory.id for trajectory in corrections] == ["000000-000-0+001", "000000-000-0+005"]
     for trajectory, index, text in zip(corrections, (1, 5), ("say 1", "say 3"), strict=True):
@@ -310,7 +310,7 @@ def test_what_would_have_been_right_can_be_imitated() -> None:
             and trajectory.grade is None
         )
         before = tuple(i for turn in sampled.turns[:index] for i in turn.token_ids)
-        ids = (*TURNS.renderer.tokenizer(text)["input_ids"], 1)
+        ids = (*TEMPLATE.renderer.tokenizer(text)["input_ids"], 1)
         assert trajectory.token_ids == before + ids and trajectory.completion_ids == ids
 
 
@@ -342,12 +342,12 @@ def test_the_policy_version_is_the_oldest_of_its_samples() -> None:
     request = EpisodeRequest(id="e", task=TASK, seed=0, start=lambda task: Count())
     limits = LimitsConfig()
     for versions, oldest in (([3, 0, 2], 0), ([2, 3], 2), ([], 7)):
-        state = EpisodeState.start(0, request, TURNS)
+        state = EpisodeState.start(0, request, TEMPLATE)
         sample = Sample(token_ids=(70, 1), logp=(-1.0, -1.0), stop="eos", text="a")
         for version in versions or (None,):
             spans = () if version is None else (VersionSpan(0, 2, version),)
             observation = state.episode.step("a")
             sampled = replace(sample, policy_versions=spans)
-            state.add_turn(sampled, CallResult(value=observation), TURNS, limits)
+            state.add_turn(sampled, CallResult(value=observation), TEMPLATE, limits)
         state.stop = "turns"
         assert state.finish(temperature=1.0, policy_version=7).policy_version == oldest

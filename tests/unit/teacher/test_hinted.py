@@ -27,7 +27,7 @@ MODEL = tiny_model()
 TOKENIZER = tiny_tokenizer()
 ENGINE = LocalEngine(MODEL, TOKENIZER, name="tiny")
 RENDERER = ChatTemplate(TOKENIZER, name="tiny", eos_ids=ENGINE.eos_ids)
-TURNS = IncrementalTemplate(RENDERER)
+TEMPLATE = IncrementalTemplate(RENDERER)
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -42,14 +42,14 @@ def trajectory(id: str = "e", *, tags: tuple[str, ...] = ()) -> Trajectory:
         messages=(Message(role="user", content="Weather in Rome?"),),
         tags=tags,
     )
-    turns = [TURNS.prompt_turn(task)]
+    turns = [TEMPLATE.prompt_turn(task)]
     for number, answer in enumerate(("meteo(Rome)", "get_weather(Rome)", "sun")):
         if number:
             said = (Message(role="tool", content=f"Tool not found {number}"),)
-            turns.append(TURNS.environment_turn(said, add_end_of_turn=False))
+            turns.append(TEMPLATE.environment_turn(said, add_end_of_turn=False))
         ids = (*ids_of(answer), 1)
         turns.append(
-            TURNS.assistant_turn(
+            TEMPLATE.assistant_turn(
                 Sample(token_ids=ids, logp=(-1.0,) * len(ids), stop="eos", text=answer)
             )
         )
@@ -82,7 +82,7 @@ def teacher(
         engine=engine,
         renderer=RENDERER,
         want=want,
-        hints=HintScorer(engine, TURNS, HintsConfig(**settings)),
+        hints=HintScorer(engine, TEMPLATE, HintsConfig(**settings)),
         defers_hints=defers_hints,
     )
 
@@ -324,7 +324,7 @@ def test_replies_under_a_hint_are_tried() -> None:
     def judge(**settings: Any) -> Any:
         chosen = HintsConfig(resamples=3, **settings)
         trial = HintTrial(sampling=Sampling(max_new_tokens=4), passes=passes, num_replies=3, seed=0)
-        scorer = HintScorer(ENGINE, TURNS, chosen, trial=trial)
+        scorer = HintScorer(ENGINE, TEMPLATE, chosen, trial=trial)
         return scorer.score([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
     found = judge()
