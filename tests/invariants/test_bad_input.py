@@ -141,12 +141,12 @@ def test_bad_input_is_explained_and_blocks_nothing(name, broken, good, tmp_path)
     folder = tmp_path / "run"
     result = run_cli(broken(name), folder, tmp_path)
     assert result.exit_code == 2, result.output
-    said = " ".join(result.stderr.split())
-    assert said.startswith("error:")
-    assert re.search(MESSAGES[name], said), said
+    message = " ".join(result.stderr.split())
+    assert message.startswith("error:")
+    assert re.search(MESSAGES[name], message), message
     assert "Traceback" not in result.output
-    again = run_cli(good, folder, tmp_path)
-    assert again.exit_code == 0, again.output
+    repeated = run_cli(good, folder, tmp_path)
+    assert repeated.exit_code == 0, repeated.output
     done = RunFolder.read(folder)
     assert len(done.metrics()) == 1
     # What the failed start had measured is not taken for the new recipe's.

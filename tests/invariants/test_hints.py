@@ -36,8 +36,8 @@ def tree(folder: Path, **changes: Any) -> Any:
 
 def scored_batch(parts: Any, hints: Any = None) -> list[Scored]:
     trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
-    found = parts.reader(trajectories).hints
-    return parts.teacher(trajectories, found if hints is None else hints(trajectories, found))
+    proposed = parts.reader(trajectories).hints
+    return parts.teacher(trajectories, proposed if hints is None else hints(trajectories, proposed))
 
 
 def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
@@ -52,10 +52,10 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
             turn = s.trajectory.turns[hint_outcomes.hint.turn]
             opening = s.trajectory.turns[hint_outcomes.hint.turn - 1].num_generation_prompt_tokens
             tokenizer = parts.renderer.tokenizer
-            said = tokenizer(f"<|im_start|>user\n{hint_outcomes.hint.text}<|im_end|>\n")[
+            hint_ids = tokenizer(f"<|im_start|>user\n{hint_outcomes.hint.text}<|im_end|>\n")[
                 "input_ids"
             ]
-            above = s.trajectory.token_ids[: start - opening] + tuple(said)
+            above = s.trajectory.token_ids[: start - opening] + tuple(hint_ids)
             above += s.trajectory.token_ids[start - opening : start]
             with torch.no_grad():
                 hinted = model(input_ids=torch.tensor([above + turn.token_ids])).logits[0]
@@ -67,9 +67,9 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
     return take_gradients(parts.student.weights.trained)
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    for name, value in one.items():
-        assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-6), name
+def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in actual.items():
+        assert torch.allclose(value, expected[name], rtol=1e-3, atol=1e-6), name
 
 
 def test_the_update_is_that_of_the_textbook(roomy_folder: Path) -> None:
@@ -85,18 +85,18 @@ def test_only_the_hinted_turn_moves(roomy_folder: Path) -> None:
     """Another hint elsewhere changes nothing of what this turn contributes."""
     parts = assemble(tree(roomy_folder))
 
-    def first(trajectories: Any, found: Any) -> list[Hint]:
-        return [next(h for h in found if h.trajectory == trajectories[0].id)]
+    def first(trajectories: Any, proposed: Any) -> list[Hint]:
+        return [next(h for h in proposed if h.trajectory == trajectories[0].id)]
 
-    def others(trajectories: Any, found: Any) -> list[Hint]:
-        return [h for h in found if h not in first(trajectories, found)]
+    def all_but_first(trajectories: Any, proposed: Any) -> list[Hint]:
+        return [h for h in proposed if h not in first(trajectories, proposed)]
 
-    def everyone(trajectories: Any, found: Any) -> list[Hint]:
-        return list(found)
+    def everyone(trajectories: Any, proposed: Any) -> list[Hint]:
+        return list(proposed)
 
     sizes = {}
     sums = {}
-    for name, which in (("one", first), ("rest", others), ("all", everyone)):
+    for name, which in (("one", first), ("rest", all_but_first), ("all", everyone)):
         scored = scored_batch(parts, which)
         (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
         sizes[name] = part.denominator
@@ -113,19 +113,19 @@ def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
         {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5, "name": "rl"},
         {"kind": "divergence", "on": "unhinted_turns", "against": "reference", "name": "anchor"},
     ]
-    found = []
+    gradients = []
     for micro in (100_000, 1):
         train_ = {"steps": 3, "prompts_per_step": 2, "micro_batch_tokens": micro}
         parts = assemble(tree(roomy_folder, losses=losses, train=train_))
 
-        def half(trajectories: Any, found: Any) -> list[Hint]:
-            return list(found)[::2]  # so that there are other turns, too
+        def half(trajectories: Any, proposed: Any) -> list[Hint]:
+            return list(proposed)[::2]  # so that there are other turns, too
 
         with torch.no_grad():  # away from the reference, or the anchor has no gradient
             for p in parts.student.weights.trained.values():
                 p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
-        found.append(compute_gradients(parts, scored_batch(parts, half)))
-    close(*found)
+        gradients.append(compute_gradients(parts, scored_batch(parts, half)))
+    close(*gradients)
 
 
 @pytest.mark.parametrize("weights", ["live", "frozen", "ema"])
@@ -150,10 +150,10 @@ def test_a_batch_without_a_mistake_is_no_step(roomy_folder: Path, tmp_path: Path
     run = train(tree(roomy_folder, reader=quiet), tmp_path / "run")
     rows = run.metrics()
     assert len(rows) == 3 and all(row["grad_norm"] == 0 for row in rows)
-    one, other = (e for e in run.evaluations() if e.policy == "student")
-    assert one.scores == other.scores and other.metrics["logp_drop/error_turns"] == pytest.approx(
-        0, abs=1e-5
-    )
+    before, after = (e for e in run.evaluations() if e.policy == "student")
+    assert before.scores == after.scores and after.metrics[
+        "logp_drop/error_turns"
+    ] == pytest.approx(0, abs=1e-5)
 
 
 def test_hints_that_are_all_dropped_are_an_error(roomy_folder: Path, tmp_path: Path) -> None:
@@ -204,11 +204,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(roomy_folder: Path, tmp_path: Pa
 
 def test_stored_episodes_can_be_hinted_again(roomy_folder: Path, tmp_path: Path) -> None:
     train(tree(roomy_folder), tmp_path / "run")
-    again = rescore(tmp_path / "run", ["hints.role=system"])
+    rows = rescore(tmp_path / "run", ["hints.role=system"])
     plain = rescore(tmp_path / "run")
-    assert [row["step"] for row in again] == [0, 1, 2]
-    assert again[0]["loss/divergence"] != plain[0]["loss/divergence"]
-    assert again[0]["without_teacher"] == 0
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["loss/divergence"] != plain[0]["loss/divergence"]
+    assert rows[0]["without_teacher"] == 0
 
 
 def test_suites_are_measured_before_and_after(roomy_folder: Path, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
     }
     run = train(tree(roomy_folder, **changes), tmp_path / "run")
     stored = run.trajectories(step=0)
-    assert all([j.hint.turn for j in one.hints] == [1] for one in stored)
+    assert all([j.hint.turn for j in s.hints] == [1] for s in stored)
     first = sum(
         len(t.trajectory.turns[0].token_ids) + len(t.trajectory.turns[1].token_ids) - 1
         for t in stored

@@ -73,7 +73,7 @@ def some_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
         Hint(trajectory=t.id, turn=turn, text=f"Look again, {n} {turn}.", source="rules",
              bad_span=t.turns[turn].text[:2] or None)
         for n, t in enumerate(trajectories)
-        for turn in [i for i, one in enumerate(t.turns) if one.role == "assistant"][:n]
+        for turn in [i for i, t_turn in enumerate(t.turns) if t_turn.role == "assistant"][:n]
     ]  # fmt: skip
 
 
@@ -86,10 +86,10 @@ def batch_of(parts: Runtime) -> list[Scored]:
 @contextmanager
 def counted(parts: Runtime) -> Iterator[list[int]]:
     """Tokens of every pass through the embedding."""
-    seen: list[int] = []
+    num_tokens: list[int] = []
     embedding = parts.engine.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
-    yield seen
+    hook = embedding.register_forward_hook(lambda _, args, __: num_tokens.append(args[0].numel()))
+    yield num_tokens
     hook.remove()
 
 
@@ -114,11 +114,13 @@ def test_the_update_is_that_of_hints_scored_before(
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-5
     for budget in (1, 300, 10**6):
         live.student.micro_batch_tokens = budget
-        gradients, found = accumulated(live, batch_of(live))
+        gradients, metrics = accumulated(live, batch_of(live))
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
-        assert found == {name: pytest.approx(v, rel=1e-8, abs=1e-10) for name, v in values.items()}
+        assert metrics == {
+            name: pytest.approx(v, rel=1e-8, abs=1e-10) for name, v in values.items()
+        }
 
 
 def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: Path) -> None:
@@ -131,17 +133,17 @@ def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: P
     assert shared.padding_reason is None and shared.unshared_reason is None
     for budget in (None, 10**6):
         live.student.micro_batch_tokens = budget
-        found, counts = [], []
+        results, counts = [], []
         for unshared in (None, "asked for"):
             live.student.passes = replace(shared, unshared_reason=unshared)
-            with counted(live) as seen:
-                found.append(accumulated(live, scored))
-            counts.append(sum(seen))
+            with counted(live) as num_tokens:
+                results.append(accumulated(live, scored))
+            counts.append(sum(num_tokens))
         prompts = {s.trajectory.task.id: len(s.trajectory.turns[0].token_ids) for s in scored}
         assert len(prompts) == 2
         if budget is not None:  # else passes are too small for both to share
             assert counts[1] - counts[0] >= sum(prompts.values())
-        (gradients, values), (separate, expected) = found
+        (gradients, values), (separate, expected) = results
         assert gradients.keys() == separate.keys()
         for name, gradient in separate.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
@@ -152,32 +154,36 @@ def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
     before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}))
     live = prepared(tree(roomy_folder))
     scored, expected = batch_of(live), batch_of(before)
-    kept = [j for s in scored for j in s.hints]
-    assert len(kept) == 6 and all(j.shift is None and j.drop_reason is None for j in kept)
+    hint_outcomes = [j for s in scored for j in s.hints]
+    assert len(hint_outcomes) == 6 and all(
+        j.shift is None and j.drop_reason is None for j in hint_outcomes
+    )
     measured = judge_hints(scored, live.student.step(0, scored))
     spans: list[float | None] = []
-    for one, other in zip(measured, expected, strict=True):
-        assert [j.hint for j in one.hints] == [j.hint for j in other.hints]
-        for ours, theirs in zip(one.hints, other.hints, strict=True):
-            assert ours.shift == pytest.approx(theirs.shift, abs=1e-10)
-            assert ours.bad_span_shift == pytest.approx(theirs.bad_span_shift, abs=1e-10)
-            spans.append(theirs.bad_span_shift)
-        assert (one.target is None) == (other.target is None)
-        if one.target is not None and other.target is not None:
-            assert one.target.token_indices == other.target.token_indices
-            assert one.target.context == other.target.context
-            assert one.target.num_context_tokens == other.target.num_context_tokens
-            torch.testing.assert_close(one.target.logp_T, other.target.logp_T.float())
+    for actual, reference in zip(measured, expected, strict=True):
+        assert [j.hint for j in actual.hints] == [j.hint for j in reference.hints]
+        for outcome, expected_outcome in zip(actual.hints, reference.hints, strict=True):
+            assert outcome.shift == pytest.approx(expected_outcome.shift, abs=1e-10)
+            assert outcome.bad_span_shift == pytest.approx(
+                expected_outcome.bad_span_shift, abs=1e-10
+            )
+            spans.append(expected_outcome.bad_span_shift)
+        assert (actual.target is None) == (reference.target is None)
+        if actual.target is not None and reference.target is not None:
+            assert actual.target.token_indices == reference.target.token_indices
+            assert actual.target.context == reference.target.context
+            assert actual.target.num_context_tokens == reference.target.num_context_tokens
+            torch.testing.assert_close(actual.target.logp_T, reference.target.logp_T.float())
     assert any(shift is not None for shift in spans)
 
 
 def test_every_token_is_read_once(roomy_folder: Path) -> None:
     parts = prepared(tree(roomy_folder))
-    with counted(parts) as seen:
+    with counted(parts) as num_tokens:
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
-        seen.clear()
+        num_tokens.clear()
         scored = parts.teacher(trajectories, some_hints(trajectories))
-        assert not seen, "the teacher's stage reads nothing"
+        assert not num_tokens, "the teacher's stage reads nothing"
         accumulated(parts, scored)
     hinted = [s for s in scored if s.hints]
     trunks = [
@@ -189,7 +195,7 @@ def test_every_token_is_read_once(roomy_folder: Path) -> None:
     tasks = [s.trajectory.task.id for s in hinted]
     assert tasks[0] != tasks[1] == tasks[2], "two of them share their prompt"
     prompt = len(hinted[2].trajectory.turns[0].token_ids)
-    assert sum(seen) == sum(trunks) - prompt + sum(branches)
+    assert sum(num_tokens) == sum(trunks) - prompt + sum(branches)
 
 
 def _turn_of_ids(trajectory: Trajectory) -> list[int]:
@@ -229,9 +235,9 @@ def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: 
     for free, live in ((2**50, True), (0, False)):
         parts = assemble(tree(roomy_folder), free=lambda device, free=free: free)
         assert in_update(parts) == live == (not parts.student.weights.uses_gradient_checkpointing)
-        said = [note for note in parts.notes if "hints are scored before the update" in note]
-        assert len(said) == (not live)
-        assert all("(student.gradient_checkpointing keeps no keys" in note for note in said)
+        notes = [note for note in parts.notes if "hints are scored before the update" in note]
+        assert len(notes) == (not live)
+        assert all("(student.gradient_checkpointing keeps no keys" in note for note in notes)
         scored = batch_of(parts)
         hinted = [s for s in scored if s.has_target]
         assert hinted and all((s.deferred is not None) == live for s in hinted)
@@ -264,26 +270,26 @@ def test_dropout_of_the_model_itself_is_seen(roomy_folder: Path, tmp_path: Path)
 
 
 def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
-    def asked(trajectories: Sequence[Trajectory]) -> list[Hint]:
+    def make_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
         def hint(n: int, turn: int, text: str) -> Hint:
             return Hint(trajectory=trajectories[n].id, turn=turn, text=text, source="rules")
 
         return [hint(0, 1, "Look."), hint(0, 2, "Look."), hint(0, 3, "  "), hint(1, 1, "")]
 
-    found = []
+    results = []
     for hints in ({}, {"min_shift": EVERY}):
         parts = prepared(tree(roomy_folder, hints=hints))
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
-        scored = parts.teacher(trajectories, asked(trajectories))
+        scored = parts.teacher(trajectories, make_hints(trajectories))
         dropped = [[(j.hint.turn, j.drop_reason) for j in s.hints] for s in scored]
         (part,) = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
-        found.append((dropped, part.weight, part.denominator))
+        results.append((dropped, part.weight, part.denominator))
         after = judge_hints(scored, parts.student.step(0, scored))
         assert [[j.shift is None for j in s.hints] for s in after] == [
             [False, True, True], [True], [], []
         ]  # fmt: skip
-    assert found[0] == found[1]
-    assert found[0][0][:2] == [
+    assert results[0] == results[1]
+    assert results[0][0][:2] == [
         [(1, None), (2, "no_assistant_turn"), (3, "empty")], [(1, "empty")]
     ]  # fmt: skip
 
@@ -293,13 +299,13 @@ def test_a_run_records_what_a_run_that_scores_before_does(
 ) -> None:
     live = train(tree(roomy_folder), tmp_path / "live")
     before = train(tree(roomy_folder, hints={"min_shift": EVERY}), tmp_path / "before")
-    for one, other in zip(live.metrics(), before.metrics(), strict=True):
-        assert one.keys() - other.keys() <= {"seconds/teacher"}
-        shared = [k for k in other if k in one and "second" not in k]
-        assert {k: one[k] for k in shared} == pytest.approx(
-            {k: other[k] for k in shared}, rel=1e-3, abs=1e-4
+    for live_row, row in zip(live.metrics(), before.metrics(), strict=True):
+        assert live_row.keys() - row.keys() <= {"seconds/teacher"}
+        shared = [k for k in row if k in live_row and "second" not in k]
+        assert {k: live_row[k] for k in shared} == pytest.approx(
+            {k: row[k] for k in shared}, rel=1e-3, abs=1e-4
         )
-        assert one["hints/shift"] is not None
+        assert live_row["hints/shift"] is not None
     for step in range(3):
         for a, b in zip(live.trajectories(step), before.trajectories(step), strict=True):
             assert (
@@ -322,8 +328,8 @@ def test_stored_trajectories_can_be_scored_again(roomy_folder: Path, tmp_path: P
     train(tree(roomy_folder), tmp_path / "run")
     live = rescore(tmp_path / "run")
     before = rescore(tmp_path / "run", [f"hints.min_shift={EVERY}"])
-    for one, other in zip(live, before, strict=True):
-        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    for actual, expected in zip(live, before, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
@@ -335,13 +341,13 @@ def test_in_bfloat16_the_cut_changes_rounding_only(roomy_folder: Path, lora: Any
         for p in parts.student.weights.trained.values():
             p.add_(0.01 * torch.sin(torch.arange(p.numel())).view_as(p))
     scored = batch_of(parts)
-    found = []
+    gradients = []
     for budget in (1, 10**6):
         parts.student.micro_batch_tokens = budget
-        found.append(accumulated(parts, scored)[0])
-    assert found[0].keys() == found[1].keys() == parts.student.weights.trained.keys()
-    for name, gradient in found[1].items():
-        assert float((found[0][name] - gradient).norm() / gradient.norm()) < 0.1, name
+        gradients.append(accumulated(parts, scored)[0])
+    assert gradients[0].keys() == gradients[1].keys() == parts.student.weights.trained.keys()
+    for name, gradient in gradients[1].items():
+        assert float((gradients[0][name] - gradient).norm() / gradient.norm()) < 0.1, name
 
 
 def test_a_weight_that_branches_use_first_still_trains(roomy_folder: Path) -> None:

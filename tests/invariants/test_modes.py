@@ -60,7 +60,7 @@ def train(parts: Runtime, steps: int) -> list[tuple[list[Trajectory], Update]]:
     return done
 
 
-def words(model: Any, ids: tuple[int, ...], num_last: int) -> torch.Tensor:
+def logp_of_last(model: Any, ids: tuple[int, ...], num_last: int) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, -num_last - 1 : -1]
     return logits.double().log_softmax(-1)
@@ -70,13 +70,13 @@ def held_out_kl(parts: Runtime, teacher: Any, context: str | None = None) -> flo
     """KL(student ‖ teacher) on the student's own answers to prompts it never trained on."""
     tasks = parts.tasks.held_out("test", 12)
     kls = []
-    for one in parts.rollout(tasks, 9999):
-        answer = one.turns[1].token_ids
-        p_TV = words(parts.engine.model, one.token_ids, len(answer))
-        messages = one.task.messages
+    for trajectory in parts.rollout(tasks, 9999):
+        answer = trajectory.turns[1].token_ids
+        p_TV = logp_of_last(parts.engine.model, trajectory.token_ids, len(answer))
+        messages = trajectory.task.messages
         if context:
             messages = insert_context(messages, context, "system")
-        q_TV = words(teacher, parts.renderer.prompt_ids(messages) + answer, len(answer))
+        q_TV = logp_of_last(teacher, parts.renderer.prompt_ids(messages) + answer, len(answer))
         kls.append((p_TV.exp() * (p_TV - q_TV)).sum(-1))
     return float(torch.cat(kls).mean())
 
@@ -120,11 +120,11 @@ def test_self_distillation_makes_a_context_unnecessary(
     weights, lora, share, tiny_folder, short_tasks
 ):
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
-    own: dict[str, Any] = {"kind": "self", "weights": weights}
-    own["context"] = {"kind": "system", "text": CONTEXT}
+    teacher: dict[str, Any] = {"kind": "self", "weights": weights}
+    teacher["context"] = {"kind": "system", "text": CONTEXT}
     if weights == "ema":
-        own["ema_decay"] = 0.9
-    parts = assemble(recipe(tiny_folder, short_tasks, lr=1e-2, student=student, teacher=own))
+        teacher["ema_decay"] = 0.9
+    parts = assemble(recipe(tiny_folder, short_tasks, lr=1e-2, student=student, teacher=teacher))
     weights_then = parts.student.weights.copy()
     before = held_out_kl(parts, weights_then, CONTEXT)
     train(parts, 20)
@@ -142,7 +142,7 @@ def nll(parts: Runtime, text: str = "completion") -> float:
     for task in parts.tasks.held_out("test", 12):
         answer = parts.renderer.completion_ids(task.messages, getattr(task, text))
         ids = parts.renderer.prompt_ids(task.messages) + answer
-        logp_TV = words(parts.engine.model, ids, len(answer))
+        logp_TV = logp_of_last(parts.engine.model, ids, len(answer))
         total -= float(logp_TV[range(len(answer)), list(answer)].sum())
         count += len(answer)
     return total / count
@@ -199,10 +199,10 @@ def test_a_mix_has_the_shares_that_it_says(tiny_folder, tiny_teacher_folder, sho
             ],
         )
     )
-    for (trajectories, update), own in zip(train(parts, 5), [2, 4, 6, 8, 8], strict=True):
+    for (trajectories, update), num_student in zip(train(parts, 5), [2, 4, 6, 8, 8], strict=True):
         by_student = [t for t in trajectories if t.source == "student"]
         by_data = [t for t in trajectories if t.source == "dataset"]
-        assert len(by_student) == 2 * own and len(by_data) == 8 - own
+        assert len(by_student) == 2 * num_student and len(by_data) == 8 - num_student
         assert update.num_tokens["divergence"] == sum(t.num_completion_tokens for t in by_student)
         assert update.num_tokens["cross_entropy"] == sum(t.num_completion_tokens for t in by_data)
 

@@ -54,11 +54,17 @@ def assert_same_run(recipe: Recipe, folder: Path) -> Runtime:
         assert row["grad_norm"] > 0
     for step in local_run.trajectory_steps():
         pairs = zip(remote_run.trajectories(step), local_run.trajectories(step), strict=True)
-        for ours, theirs in pairs:
-            assert ours.trajectory.token_ids == theirs.trajectory.token_ids
-            assert ours.trajectory.policy_version == theirs.trajectory.policy_version == step
-            assert [o.drop_reason for o in ours.hints] == [o.drop_reason for o in theirs.hints]
-            shifts = [[o.shift for o in side.hints] for side in (ours, theirs)]
+        for local_scored, remote_scored in pairs:
+            assert local_scored.trajectory.token_ids == remote_scored.trajectory.token_ids
+            assert (
+                local_scored.trajectory.policy_version
+                == remote_scored.trajectory.policy_version
+                == step
+            )
+            assert [o.drop_reason for o in local_scored.hints] == [
+                o.drop_reason for o in remote_scored.hints
+            ]
+            shifts = [[o.shift for o in side.hints] for side in (local_scored, remote_scored)]
             assert shifts[0] == pytest.approx(shifts[1], abs=1e-3)
     assert remote.engine.version == recipe.train.steps
     assert remote.engine.finished != sorted(remote.engine.finished), "answers come out of order"

@@ -44,7 +44,7 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
         place / "texts.jsonl",
         [{"prompt": f"say {n}", "completion": "yes" * n, "split": "train"} for n in range(1, 8)],
     )
-    own = {"kind": "self", "weights": "ema", "ema_decay": 0.7}
+    average = {"kind": "self", "weights": "ema", "ema_decay": 0.7}
     context = {"kind": "system", "text": "be brief"}
     return {
         "full": small_tree(
@@ -59,7 +59,7 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
         "lora": small_tree(
             tiny_folder,
             student=student | {"lora": {"rank": 4, "dropout": 0.3}},
-            teacher=own | {"context": context},
+            teacher=average | {"context": context},
             rollout=short | {"off_policy_source": "teacher",
                              "student_fraction": {"start": 0.0, "end": 1.0, "steps": 4}},
             losses=[{"kind": "divergence", "on": "student"},
@@ -69,7 +69,7 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
         "average": small_tree(
             tiny_folder,
             tasks={"kind": "jsonl", "path": str(texts), "limit": 3},
-            teacher=own,
+            teacher=average,
             rollout=short | {"student_fraction": 0.5},
             losses=[{"kind": "divergence", "extrapolate": 1.3, "on": "dataset"},
                     {"kind": "policy_gradient", "on": "student", "baseline": True}],
@@ -82,7 +82,7 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
             student=student | {"lora": {"rank": 2, "dropout": 0.5}},
             teacher={"kind": "routes", "routes": {
                 "json": {"kind": "model", "model": str(tiny_teacher_folder)},
-                "lower_case": own | {"context": context},
+                "lower_case": average | {"context": context},
             }},
             rollout=short,
             train={"steps": 4, "prompts_per_step": 3, "learning_rate": 1e-2},
@@ -195,11 +195,11 @@ IN_A_CHECKPOINT = [
 
 def test_killed_inside_checkpoints(recipes, unbroken, server, tmp_path):
     path = tmp_path / "run"
-    for fault, left in IN_A_CHECKPOINT:
+    for fault, num_steps in IN_A_CHECKPOINT:
         code, log = server.run(recipes["full"], path, *fault)
         assert code == -signal.SIGKILL, log
         whole = sorted((path / "checkpoints").glob("step-*"))
-        assert [checkpoints.load(one).num_steps for one in whole] == left, fault
+        assert [checkpoints.load(path).num_steps for path in whole] == num_steps, fault
     code, log = server.run(recipes["full"], path)
     assert code == 0, log
     assert_same(path, unbroken["full"][0])
@@ -318,9 +318,7 @@ def open_place() -> Iterator[Path]:
 # ── what may change ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_run_section_may_change_and_checkpoints_are_kept_as_it_says(
-    recipes, unbroken, server, tmp_path
-):
+def test_the_run_section_may_change_and_checkpoints_follow_it(recipes, unbroken, server, tmp_path):
     path, recipe = tmp_path / "run", recipes["full"]
     code, log = server.run(recipe | {"run": {"checkpoint_every": 3}}, path, "half_line", 8)
     assert code == -signal.SIGKILL, log
@@ -328,8 +326,8 @@ def test_the_run_section_may_change_and_checkpoints_are_kept_as_it_says(
     changed = recipe | {"run": {"checkpoint_every": 1, "keep_checkpoints": 3}}
     code, log = server.run(changed, path)
     assert code == 0, log
-    kept = sorted(p.name for p in (path / "checkpoints").iterdir())
-    assert kept == ["step-000004", "step-000005", "step-000006"]
+    names = sorted(p.name for p in (path / "checkpoints").iterdir())
+    assert names == ["step-000004", "step-000005", "step-000006"]
     assert state(path)["tensors"] == unbroken["full"][0]["tensors"]
 
 

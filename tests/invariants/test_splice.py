@@ -26,26 +26,39 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate, insert_context
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
-WORDS = ["ok", "It is.", "Hi", "tools\n", "{}", " ", "é", "𝄞", "\n\n", "s", "<|im_end|>", "\ufdd0"]
+FRAGMENTS = [
+    "ok",
+    "It is.",
+    "Hi",
+    "tools\n",
+    "{}",
+    " ",
+    "é",
+    "𝄞",
+    "\n\n",
+    "s",
+    "<|im_end|>",
+    "\ufdd0",
+]
 FRAMES = ["<|im_start|>user\n", "<|eot|>", "</tool_response>", "\nassistant:\n", "e\u0301", "<|im_"]
 
-spoken = st.lists(st.sampled_from(WORDS + FRAMES), max_size=4).map("".join)
-messages = st.builds(Message, role=st.sampled_from(["tool", "user", "system"]), content=spoken)
-hints = st.lists(st.sampled_from(WORDS + FRAMES), min_size=1, max_size=5).map("".join)
+contents = st.lists(st.sampled_from(FRAGMENTS + FRAMES), max_size=4).map("".join)
+messages = st.builds(Message, role=st.sampled_from(["tool", "user", "system"]), content=contents)
+hints = st.lists(st.sampled_from(FRAGMENTS + FRAMES), min_size=1, max_size=5).map("".join)
 Answer = tuple[str, bool, bool]
 answers = st.tuples(
-    st.lists(st.sampled_from([*WORDS, "<think>\nHm\n</think>\n\n"]), max_size=3).map("".join),
+    st.lists(st.sampled_from([*FRAGMENTS, "<think>\nHm\n</think>\n\n"]), max_size=3).map("".join),
     st.booleans(),  # letter by letter, or as the tokenizer would
     st.sampled_from([True, True, True, False]),  # with its end token, or cut off
 )
 rounds = st.lists(st.tuples(answers, st.lists(messages, min_size=1, max_size=2)), max_size=5)
 prompts = st.tuples(
-    st.lists(st.builds(Message, role=st.just("system"), content=spoken), max_size=1),
-    st.builds(Message, role=st.just("user"), content=spoken),
+    st.lists(st.builds(Message, role=st.just("system"), content=contents), max_size=1),
+    st.builds(Message, role=st.just("user"), content=contents),
 ).map(lambda parts: (*parts[0], parts[1]))
 
 
-def drawn(template: IncrementalTemplate, answer: Answer) -> Sample:
+def make_sample(template: IncrementalTemplate, answer: Answer) -> Sample:
     text, by_letter, ended = answer
     renderer = template.renderer
     ids = [
@@ -68,15 +81,15 @@ def played(
 ) -> tuple[Trajectory, list[list[Message]]]:
     """A trajectory, and for each of its turns the messages that it is made of."""
     task = Task(id="t", split="train", messages=prompt)
-    built, said = [template.prompt_turn(task)], [list(prompt)]
+    built, turn_messages = [template.prompt_turn(task)], [list(prompt)]
     for answer, following in [*talk, (last, [])]:
-        turn = template.assistant_turn(drawn(template, answer))
+        turn = template.assistant_turn(make_sample(template, answer))
         built.append(turn)
-        said.append([Message(role="assistant", content=answer[0])])
+        turn_messages.append([Message(role="assistant", content=answer[0])])
         if following:
             closing = not template.is_ended(turn.token_ids)
             built.append(template.environment_turn(following, add_end_of_turn=closing))
-            said.append(following)
+            turn_messages.append(following)
     trajectory = Trajectory(
         id="e",
         task=task,
@@ -86,7 +99,7 @@ def played(
         temperature=1.0,
         stop="done",
     )
-    return trajectory, said
+    return trajectory, turn_messages
 
 
 def put_in(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -106,16 +119,16 @@ def text_of(renderer: ChatTemplate, conversation: list[Message]) -> str:
 
 
 def with_hint(
-    said: list[list[Message]], hint: Hint, place: HintPlacement, role: Any
+    turn_messages: list[list[Message]], hint: Hint, place: HintPlacement, role: Any
 ) -> list[list[Message]]:
     """Each conversation that a hint may make of what was said, up to and with its turn."""
-    above, target = said[: hint.turn], said[hint.turn]
+    above, target = turn_messages[: hint.turn], turn_messages[hint.turn]
     before = [m for part in above for m in part]
     if place == "before_turn":
         return [[*before, Message(role=role, content=hint.text), *target]]
     if place == "system":
-        rest = before[len(said[0]) :]
-        return [[*insert_context(said[0], hint.text, "system"), *rest, *target]]
+        later = before[len(turn_messages[0]) :]
+        return [[*insert_context(turn_messages[0], hint.text, "system"), *later, *target]]
     last = before[-1]
     return [
         [*before[:-1], Message(role=last.role, content=last.content + sep + hint.text), *target]
@@ -126,7 +139,7 @@ def with_hint(
 def check(
     template: IncrementalTemplate,
     trajectory: Trajectory,
-    said: list[list[Message]],
+    turn_messages: list[list[Message]],
     hint: Hint,
     twig: Branch,
     *,
@@ -156,7 +169,7 @@ def check(
     assert opened <= 4 if place == "before_turn" else opened <= (4 if place == "system" else 0)
     # The template's own render, where it renders the trunk as it was read and written.
     tokenizer = template.renderer.tokenizer
-    plain = [m for part in said[: hint.turn + 1] for m in part]
+    plain = [m for part in turn_messages[: hint.turn + 1] for m in part]
     end = () if template.is_ended(target.token_ids) else (min(template.renderer.eos_ids),)
     if tokenizer.decode(trunk + end) != text_of(template.renderer, plain):
         return False
@@ -168,7 +181,7 @@ def check(
         and (place, role) == ("before_turn", "user")
     ):
         return False  # a question more: the template forgets the thinking above it, a branch not
-    texts = [text_of(template.renderer, c) for c in with_hint(said, hint, place, role)]
+    texts = [text_of(template.renderer, c) for c in with_hint(turn_messages, hint, place, role)]
     assert tokenizer.decode(sequence + end) in texts
     natural = [tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
     whole = tuple(
@@ -189,22 +202,25 @@ def fuzz(
     def run(
         template: IncrementalTemplate, prompt: Any, talk: Any, last: Any, data: st.DataObject
     ) -> None:
-        trajectory, said = played(template, prompt, talk, last)
-        outcomes[body(template, trajectory, said, data)] += 1
+        trajectory, turn_messages = played(template, prompt, talk, last)
+        outcomes[body(template, trajectory, turn_messages, data)] += 1
 
     run()
     return outcomes
 
 
 def hint_for(trajectory: Trajectory, data: st.DataObject) -> Hint:
-    own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
-    turn = data.draw(st.sampled_from(own))
+    assistant_turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+    turn = data.draw(st.sampled_from(assistant_turns))
     return Hint(trajectory="e", turn=turn, text=data.draw(hints), source="human")
 
 
 def one_branch(place: HintPlacement) -> Callable[..., str]:
     def body(
-        template: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+        template: IncrementalTemplate,
+        trajectory: Trajectory,
+        turn_messages: Any,
+        data: st.DataObject,
     ) -> str:
         hint = hint_for(trajectory, data)
         role: Any = data.draw(st.sampled_from(["user", "system", "tool"]))
@@ -212,7 +228,7 @@ def one_branch(place: HintPlacement) -> Callable[..., str]:
             twig = splice_hint(trajectory, hint, template, place=place, role=role, max_tokens=60)
         except SpliceError as error:
             return error.reason
-        same = check(template, trajectory, said, hint, twig, place=place, role=role)
+        same = check(template, trajectory, turn_messages, hint, twig, place=place, role=role)
         return "compared" if same else "spliced"
 
     return body
@@ -234,10 +250,13 @@ def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> Non
 
 def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
     def body(
-        template: IncrementalTemplate, trajectory: Trajectory, said: Any, data: st.DataObject
+        template: IncrementalTemplate,
+        trajectory: Trajectory,
+        turn_messages: Any,
+        data: st.DataObject,
     ) -> str:
-        own = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
-        chosen = data.draw(st.lists(st.sampled_from(own), unique=True))
+        assistant_turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+        chosen = data.draw(st.lists(st.sampled_from(assistant_turns), unique=True))
         several = [
             Hint(trajectory="e", turn=turn, text=data.draw(hints), source="human")
             for turn in chosen
@@ -247,9 +266,9 @@ def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
         try:
             whole = splice_hints_cumulatively(trajectory, several, template, **options)
         except SpliceError as error:
-            with pytest.raises(SpliceError) as again:
+            with pytest.raises(SpliceError) as caught:
                 splice_hint(trajectory, error.hint, template, place="before_turn", **options)
-            assert again.value.reason == error.reason
+            assert caught.value.reason == error.reason
             return error.reason
         # Each hint adds what it adds on its own, where it adds it on its own.
         expected, shift = list(trajectory.token_ids), 0

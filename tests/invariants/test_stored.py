@@ -56,8 +56,8 @@ def first(roomy_folder: Path, place: Path) -> RunFolder:
 def hints(first: RunFolder, place: Path) -> Path:
     """As a person writes them who looks at the first step: for 1 and 2 turns of two episodes."""
     path = place / "hints.jsonl"
-    one, two = (stored.trajectory for stored in first.trajectories(0)[1:3])
-    for trajectory, turn in ((one, 1), (two, 1), (two, 3)):
+    first_one, two = (stored.trajectory for stored in first.trajectories(0)[1:3])
+    for trajectory, turn in ((first_one, 1), (two, 1), (two, 3)):
         assert trajectory.turns[turn].role == "assistant"
         hint = Hint(trajectory=trajectory.id, turn=turn, text=f"No, {turn}.", source="human")
         append_hint(path, hint)
@@ -82,13 +82,13 @@ def again_recipe(folder: Path, run: RunFolder, hints: Path, **changes: Any) -> R
 
 
 def hinted_turns(stored: list[StoredTrajectory]) -> set[tuple[str, int, str]]:
-    hint_outcomes = [j for one in stored for j in one.hints if j.drop_reason is None]
+    hint_outcomes = [j for s in stored for j in s.hints if j.drop_reason is None]
     return {(j.hint.trajectory, j.hint.turn, j.hint.text) for j in hint_outcomes}
 
 
 def expected_turns(first: RunFolder) -> set[tuple[str, int, str]]:
-    one, two = (stored.trajectory.id for stored in first.trajectories(0)[1:3])
-    return {(one, 1, "No, 1."), (two, 1, "No, 1."), (two, 3, "No, 3.")}
+    first_id, second_id = (stored.trajectory.id for stored in first.trajectories(0)[1:3])
+    return {(first_id, 1, "No, 1."), (second_id, 1, "No, 1."), (second_id, 3, "No, 3.")}
 
 
 def test_exactly_the_hinted_turns_train_in_every_epoch(
@@ -96,12 +96,12 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
 ) -> None:
     recipe = again_recipe(roomy_folder, first, hints, tasks={"select": "hinted"})
     run = train(recipe, tmp_path / "again")
-    played = {one.trajectory.id: one.trajectory for one in first.trajectories(0)}
+    played = {stored.trajectory.id: stored.trajectory for stored in first.trajectories(0)}
     hinted = expected_turns(first)
     sizes = [sum(played[id].turns[turn].completion_mask) for id, turn, _ in hinted]
     for step, row in enumerate(run.metrics()):  # an epoch is a step here
         stored = run.trajectories(step)
-        assert {one.trajectory.id: one.trajectory for one in stored} == {
+        assert {s.trajectory.id: s.trajectory for s in stored} == {
             id: played[id] for id, _, _ in hinted
         }
         assert hinted_turns(stored) == hinted
@@ -109,9 +109,9 @@ def test_exactly_the_hinted_turns_train_in_every_epoch(
         assert row["tokens/divergence"] == sum(sizes)
         assert row["reader/human/proposed"] == row["reader/accepted"] == 3
         looked = {
-            (one.trajectory.id, turn)
-            for one in stored
-            for turn, logp in zip(one.trajectory.turn_of, one.student_logp or (), strict=True)
+            (s.trajectory.id, turn)
+            for s in stored
+            for turn, logp in zip(s.trajectory.turn_of, s.student_logp or (), strict=True)
             if logp == logp
         }
         assert looked == {(id, turn) for id, turn, _ in hinted}
@@ -131,14 +131,14 @@ def test_the_update_is_that_of_the_run_that_sampled_them(
     scored = then.teacher(trajectories, then.reader(trajectories).hints)
     for step in (0, 1):  # the second epoch has another order
         stored = now.rollout(now.tasks.batch(step, 4), step)
-        again = now.teacher(stored, now.reader(stored).hints)
+        rescored = now.teacher(stored, now.reader(stored).hints)
         assert {t.id: t.token_ids for t in stored} == {t.id: t.token_ids for t in trajectories}
-        expected, found = compute_gradients(then, scored), compute_gradients(now, again)
-        assert expected.keys() == found.keys()
+        expected, actual = compute_gradients(then, scored), compute_gradients(now, rescored)
+        assert expected.keys() == actual.keys()
         assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-5
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-8)
-        assert _loss(now, again) == pytest.approx(_loss(then, scored), rel=1e-6)
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-8)
+        assert _loss(now, rescored) == pytest.approx(_loss(then, scored), rel=1e-6)
 
 
 def _loss(parts: Any, scored: list[Scored]) -> float:
@@ -185,14 +185,14 @@ def test_a_resumed_run_is_an_unbroken_one(
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000003")
     cut = train(recipe, tmp_path / "cut")
     for step in range(3):
-        drawn = [one.trajectory.id for one in whole.trajectories(step)]
-        assert [one.trajectory.id for one in cut.trajectories(step)] == drawn
+        ids = [s.trajectory.id for s in whole.trajectories(step)]
+        assert [s.trajectory.id for s in cut.trajectories(step)] == ids
     files = [
         f / "checkpoints" / "step-000003" / "weights.safetensors" for f in (cut.path, whole.path)
     ]
     assert digest(files[0].read_bytes()) == digest(files[1].read_bytes())
-    seen = [one.trajectory.id for step in range(3) for one in whole.trajectories(step)]
-    assert len(seen) == len(set(seen)) == 6  # of eight, in an epoch of four steps
+    ids = [s.trajectory.id for step in range(3) for s in whole.trajectories(step)]
+    assert len(ids) == len(set(ids)) == 6  # of eight, in an epoch of four steps
 
 
 def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(

@@ -18,7 +18,7 @@ from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 
 HintPlacement = Literal["before_turn", "last_message", "system"]
-"""A message of its own above the turn; in the message above it; in the system message."""
+"""A message of its own before the turn; the end of the message before it; the system prompt."""
 
 HintRole = Literal["system", "user", "tool"]
 

@@ -22,7 +22,7 @@ def random_turn(
     trajectories: Sequence[Trajectory],
     seed: int,
 ) -> ReaderOutput:
-    """Each above another turn of its trajectory: one that no hint was meant for, and no other hint
+    """Each before another turn of its trajectory: one that no hint was meant for, and no other hint
     was moved to. Where there is none left, the hint is dropped."""
     relocated: list[Hint] = []
     counts: Counter[str] = Counter()

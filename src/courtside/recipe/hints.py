@@ -13,8 +13,8 @@ class HintsConfig(Section):
     """Where a hint is put, and when it is worth training on."""
 
     position: Literal["before_turn", "last_message", "system"] = "before_turn"
-    """above: a message of its own right above the turn. inside: at the end of the message that the
-    turn answers. system: in the system prompt."""
+    """before_turn: a message of its own right before the turn. last_message: at the end of the
+    message that the turn answers. system: in the system prompt."""
     role: Literal["user", "system", "tool"] | None = None
     """Of the hint's own message, with position = 'before_turn'. Unset: user."""
     min_shift: float | None = None

@@ -45,8 +45,8 @@ def trajectory(id: str = "e", *, tags: tuple[str, ...] = ()) -> Trajectory:
     turns = [TEMPLATE.prompt_turn(task)]
     for number, answer in enumerate(("meteo(Rome)", "get_weather(Rome)", "sun")):
         if number:
-            said = (Message(role="tool", content=f"Tool not found {number}"),)
-            turns.append(TEMPLATE.environment_turn(said, add_end_of_turn=False))
+            result = (Message(role="tool", content=f"Tool not found {number}"),)
+            turns.append(TEMPLATE.environment_turn(result, add_end_of_turn=False))
         ids = (*ids_of(answer), 1)
         turns.append(
             TEMPLATE.assistant_turn(
@@ -111,7 +111,7 @@ FIRST = f"{PROMPT}{OPEN}meteo(Rome)<|im_end|>\n<|im_start|>tool\nTool not found 
 SECOND = f"{FIRST}{OPEN}get_weather(Rome)<|im_end|>\n<|im_start|>tool\nTool not found 2<|im_end|>\n"
 
 
-def told(text: str = "Use weather.", role: str = "user") -> str:
+def hint_text(text: str = "Use weather.", role: str = "user") -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
@@ -119,9 +119,9 @@ def test_a_target_is_the_turn_under_its_hint() -> None:
     targets, hint_outcomes = score_hints(teacher(role="system"), [trajectory()], [hint(3), hint(1)])
     target = targets["e"]
     role = "system"
-    first = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
+    first = naive_logps(f"{PROMPT}{hint_text(role=role)}{OPEN}", "meteo(Rome)")
     # The first hint is nowhere in the context of the second.
-    third = naive_logps(f"{FIRST}{told(role=role)}{OPEN}", "get_weather(Rome)")
+    third = naive_logps(f"{FIRST}{hint_text(role=role)}{OPEN}", "get_weather(Rome)")
     assert target.token_indices == tuple(range(12 + 18))
     assert torch.allclose(target.logp_T, torch.cat([first, third]), atol=1e-4)
     assert target.hidden_TD is not None and target.head is ENGINE.head
@@ -137,8 +137,8 @@ def test_cumulative_hints_stay_in_view() -> None:
     targets, hint_outcomes = score_hints(
         teacher(cumulative=True), [trajectory()], [hint(1), hint(3)]
     )
-    hinted_first = FIRST.replace(PROMPT, PROMPT + told())
-    third = naive_logps(f"{hinted_first}{told()}{OPEN}", "get_weather(Rome)")
+    hinted_first = FIRST.replace(PROMPT, PROMPT + hint_text())
+    third = naive_logps(f"{hinted_first}{hint_text()}{OPEN}", "get_weather(Rome)")
     assert torch.allclose(targets["e"].logp_T[12:], third, atol=1e-4)
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     assert hint_outcomes["e"][1].shift == pytest.approx(float((was - third).sum()), abs=1e-3)
@@ -147,24 +147,24 @@ def test_cumulative_hints_stay_in_view() -> None:
 def test_where_counts_chosen_tokens() -> None:
     targets, _ = score_hints(teacher(), [trajectory()], [hint(5)])
     assert targets["e"].token_indices == tuple(range(30, 34))
-    last = naive_logps(f"{SECOND}{told()}{OPEN}", "sun")
+    last = naive_logps(f"{SECOND}{hint_text()}{OPEN}", "sun")
     assert torch.allclose(targets["e"].logp_T, last, atol=1e-4)
 
 
-def test_a_hint_that_does_too_little_is_dropped_and_kept_for_the_report() -> None:
+def test_a_hint_that_does_too_little_is_dropped_and_stays_in_the_report() -> None:
     hints = [hint(1), hint(3, "Really, use weather."), hint(5, "Hm.")]
     _, hint_outcomes = score_hints(teacher(), [trajectory()], hints)
     shifts = [j.shift for j in hint_outcomes["e"]]
     assert all(shift is not None for shift in shifts)
     middle = sorted(s for s in shifts if s is not None)[1]
-    targets, again = score_hints(teacher(min_shift=middle), [trajectory()], hints)
-    assert [j.drop_reason for j in again["e"]] == [
+    targets, outcomes = score_hints(teacher(min_shift=middle), [trajectory()], hints)
+    assert [j.drop_reason for j in outcomes["e"]] == [
         "shift" if (j.shift or 0) < middle else None for j in hint_outcomes["e"]
     ]
-    kept = {j.hint.turn for j in again["e"] if j.drop_reason is None}
-    assert len(kept) == 2
+    trained_turns = {j.hint.turn for j in outcomes["e"] if j.drop_reason is None}
+    assert len(trained_turns) == 2
     turns = trajectory().turn_of
-    assert {turns[i] for i in targets["e"].token_indices or ()} == kept
+    assert {turns[i] for i in targets["e"].token_indices or ()} == trained_turns
     nothing, all_dropped = score_hints(teacher(min_shift=1e9), [trajectory()], hints)
     assert not nothing and [j.drop_reason for j in all_dropped["e"]] == ["shift"] * 3
 
@@ -200,7 +200,10 @@ def test_hints_can_be_deferred_to_the_update(want: Want, monkeypatch: pytest.Mon
     assert deferred.teacher == target.teacher and deferred.needs_hidden == (want == "hidden")
     assert [b.turn for b in deferred.branches] == [1, 5] and len(deferred.token_indices) == 12 + 4
     assert deferred.bad_tokens == {1: (0, 1, 2, 3, 4), 5: ()}
-    before = [ids_of(f"{PROMPT}{told()}{OPEN}meteo(Rome)"), ids_of(f"{SECOND}{told()}{OPEN}sun")]
+    before = [
+        ids_of(f"{PROMPT}{hint_text()}{OPEN}meteo(Rome)"),
+        ids_of(f"{SECOND}{hint_text()}{OPEN}sun"),
+    ]
     for branch, ids in zip(deferred.branches, before, strict=True):
         assert trajectory().token_ids[: branch.splice] + branch.token_ids == (*ids, 1)
     assert [(j.hint, j.drop_reason) for j in result.hints] == [
@@ -250,12 +253,12 @@ def test_a_turn_without_a_chosen_token_leaves_nothing_to_score() -> None:
 
 
 def test_the_bad_span_is_measured_apart() -> None:
-    named = hint(3, bad_span="get_weather")
+    with_span = hint(3, bad_span="get_weather")
     _, hint_outcomes = score_hints(
-        teacher(), [trajectory()], [named, hint(1, bad_span="no such words")]
+        teacher(), [trajectory()], [with_span, hint(1, bad_span="no such words")]
     )
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
-    now = naive_logps(f"{FIRST}{told()}{OPEN}", "get_weather(Rome)")
+    now = naive_logps(f"{FIRST}{hint_text()}{OPEN}", "get_weather(Rome)")
     assert hint_outcomes["e"][1].bad_span_shift == pytest.approx(
         float((was - now)[:11].sum()), abs=1e-3
     )
@@ -276,9 +279,9 @@ def test_every_place_gives_the_same_turn_another_context(place: str) -> None:
     was = naive_logps(f"{FIRST}{OPEN}", "get_weather(Rome)")
     assert not torch.allclose(targets["e"].logp_T, was, atol=1e-3)
     before = {
-        "before_turn": f"{FIRST}{told()}{OPEN}",
+        "before_turn": f"{FIRST}{hint_text()}{OPEN}",
         "last_message": FIRST.replace("found 1", "found 1\n\nUse weather.") + OPEN,
-        "system": f"{told(role='system')}{FIRST}{OPEN}",
+        "system": f"{hint_text(role='system')}{FIRST}{OPEN}",
     }[place]
     expected = naive_logps(before, "get_weather(Rome)")
     assert torch.allclose(targets["e"].logp_T, expected, atol=1e-4)
@@ -305,7 +308,7 @@ def test_routes_score_their_own() -> None:
     targets, hint_outcomes = score_hints(routed, batch, [hint(1), hint(1, of="f")])
     assert targets.keys() == hint_outcomes.keys() == {"e", "f"}
     for id, role in (("e", "user"), ("f", "system")):
-        expected = naive_logps(f"{PROMPT}{told(role=role)}{OPEN}", "meteo(Rome)")
+        expected = naive_logps(f"{PROMPT}{hint_text(role=role)}{OPEN}", "meteo(Rome)")
         assert torch.allclose(targets[id].logp_T, expected, atol=1e-4)
 
 
@@ -314,11 +317,11 @@ def test_shifts_are_finite() -> None:
     assert all(j.shift is not None and math.isfinite(j.shift) for j in hint_outcomes["e"])
 
 
-def test_replies_under_a_hint_are_tried() -> None:
-    tried: list[tuple[str, int, str]] = []
+def test_replies_under_a_hint_are_checked() -> None:
+    replies: list[tuple[str, int, str]] = []
 
-    def passes(one: Trajectory, turn: int, reply: str) -> bool:
-        tried.append((one.id, turn, reply))
+    def passes(trajectory: Trajectory, turn: int, reply: str) -> bool:
+        replies.append((trajectory.id, turn, reply))
         return turn == 3
 
     def judge(**settings: Any) -> Any:
@@ -327,17 +330,17 @@ def test_replies_under_a_hint_are_tried() -> None:
         scorer = HintScorer(ENGINE, TEMPLATE, chosen, trial=trial)
         return scorer.score([trajectory()], [hint(1), hint(3)], want="logp")["e"]
 
-    found = judge()
-    assert [(j.hint.turn, j.pass_rate, j.drop_reason) for j in found.outcomes] == [
+    scores = judge()
+    assert [(j.hint.turn, j.pass_rate, j.drop_reason) for j in scores.outcomes] == [
         (1, 0, None),
         (3, 1, None),
     ]
-    assert [turn for _, turn, _ in tried] == [1, 1, 1, 3, 3, 3]
+    assert [turn for _, turn, _ in replies] == [1, 1, 1, 3, 3, 3]
     # What was tried is what the model writes behind the hint.
-    ids = ids_of(f"{FIRST}{told()}{OPEN}")
+    ids = ids_of(f"{FIRST}{hint_text()}{OPEN}")
     seeds = [seed_for(0, "hint", "e", 3, n) for n in range(3)]
     requests = [SampleRequest(prompt_ids=ids, seed=seed) for seed in seeds]
     alone = ENGINE.sample(requests, Sampling(max_new_tokens=4))
-    assert [reply for *_, reply in tried[3:]] == [sample.text for sample in alone]
+    assert [reply for *_, reply in replies[3:]] == [sample.text for sample in alone]
     strict = judge(min_pass_rate=0.5)
     assert [j.drop_reason for j in strict.outcomes] == ["not_passed", None] and strict.turns == (3,)

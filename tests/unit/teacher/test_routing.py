@@ -18,10 +18,10 @@ class Stub:
     """A teacher that signs everything with its name."""
 
     def __init__(self, name: str):
-        self.name, self.asked = name, []
+        self.name, self.scored_ids = name, []
 
     def score(self, trajectories: Sequence[Trajectory]) -> dict[str, Target]:
-        self.asked.append([t.id for t in trajectories])
+        self.scored_ids.append([t.id for t in trajectories])
         silent = "silent" in self.name
         return {
             t.id: Target(
@@ -84,7 +84,7 @@ def test_each_trajectory_is_scored_by_its_teacher_in_one_call(
         "b": "maths",
         "d": "code",
     }
-    assert teachers.routes["code"].asked == [["a", "d"]]
+    assert teachers.routes["code"].scored_ids == [["a", "d"]]
 
 
 def test_answers_come_back_in_order_with_their_own_seeds(make_task: Make) -> None:

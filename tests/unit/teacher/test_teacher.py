@@ -24,8 +24,8 @@ BEGIN = "<|im_start|>assistant\n"
 
 
 def context(**options: str) -> Context:
-    made: Context = TypeAdapter(Context).validate_python(options)
-    return made
+    config: Context = TypeAdapter(Context).validate_python(options)
+    return config
 
 
 @pytest.fixture
@@ -149,10 +149,12 @@ def test_hidden_states_and_head_come_only_where_a_loss_needs_them(
 def test_without_feedback_no_teacher_speaks(
     make_teacher: Make, make_trajectory: Make, listener: Any
 ) -> None:
-    told = make_trajectory("a", passed=False, feedback="no")
+    with_feedback = make_trajectory("a", passed=False, feedback="no")
     fine = make_trajectory("b", passed=True, feedback="")
     never_graded = make_trajectory("c")
-    targets = make_teacher(context=context(kind="feedback")).score([told, fine, never_graded])
+    targets = make_teacher(context=context(kind="feedback")).score(
+        [with_feedback, fine, never_graded]
+    )
     assert set(targets) == {"a"}
     assert len(listener.scored) == 1
 
@@ -160,20 +162,20 @@ def test_without_feedback_no_teacher_speaks(
 def test_a_sibling_is_another_passing_answer_to_the_same_task(
     make_teacher: Make, make_trajectory: Make, make_task: Make
 ) -> None:
-    one, two = make_task("one"), make_task("two")
+    first_task, second_task = make_task("one"), make_task("two")
     batch = [
-        make_trajectory("a", one, ids=(40, 1), text="A", passed=False),
-        make_trajectory("b", one, ids=(40, 41, 42, 1), text="B", passed=True),
-        make_trajectory("c", one, ids=(40, 41, 1), text="C", passed=True),
-        make_trajectory("d", one, ids=(50, 51, 1), text="D", passed=True),
-        make_trajectory("e", two, ids=(60, 1), text="E", passed=True),
+        make_trajectory("a", first_task, ids=(40, 1), text="A", passed=False),
+        make_trajectory("b", first_task, ids=(40, 41, 42, 1), text="B", passed=True),
+        make_trajectory("c", first_task, ids=(40, 41, 1), text="C", passed=True),
+        make_trajectory("d", first_task, ids=(50, 51, 1), text="D", passed=True),
+        make_trajectory("e", second_task, ids=(60, 1), text="E", passed=True),
         make_trajectory("f", make_task("three"), ids=(60, 1), text="F", passed=False),
     ]
     teacher = make_teacher(context=context(kind="sibling", template="{text}"))
-    seen = {id: target.context for id, target in teacher.score(batch).items()}
+    contexts = {id: target.context for id, target in teacher.score(batch).items()}
     # The shortest, by id where two are; never the trajectory itself, never another task's.
-    assert seen == {"a": "C", "b": "C", "c": "D", "d": "C"}
-    assert teacher.score(batch[::-1]).keys() == seen.keys()
+    assert contexts == {"a": "C", "b": "C", "c": "D", "d": "C"}
+    assert teacher.score(batch[::-1]).keys() == contexts.keys()
 
 
 def test_an_empty_passing_answer_is_no_context(make_teacher: Make, make_trajectory: Make) -> None:
@@ -232,11 +234,11 @@ def test_its_weights_are_in_place_exactly_while_it_speaks(
             log.append("out")
 
     for name in ("score", "sample"):
-        spoken = getattr(listener, name)
+        method = getattr(listener, name)
 
-        def noted(*args: Any, _spoken: Any = spoken, **kwargs: Any) -> Any:
+        def noted(*args: Any, _method: Any = method, **kwargs: Any) -> Any:
             log.append("speaks")
-            return _spoken(*args, **kwargs)
+            return _method(*args, **kwargs)
 
         setattr(listener, name, noted)
     teacher = make_teacher(weights=weights)

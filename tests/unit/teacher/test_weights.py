@@ -65,7 +65,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Any:
     return make
 
 
-def written(parts: Runtime) -> list[Trajectory]:
+def sample_trajectories(parts: Runtime) -> list[Trajectory]:
     return parts.rollout(parts.tasks.batch(0, 3), 0)
 
 
@@ -89,16 +89,16 @@ def naive(model: Any, parts: Runtime, trajectory: Trajectory) -> Tensor:
 
 
 def agree(
-    found: dict[str, Target],
+    target_by_id: dict[str, Target],
     model: Any,
     parts: Runtime,
     trajectories: Sequence[Trajectory],
     vocab_size: int = 258,
 ) -> None:
     """Log-probs of the tokens and, through the head, of all words."""
-    assert found.keys() == {t.id for t in trajectories}
+    assert target_by_id.keys() == {t.id for t in trajectories}
     for t in trajectories:
-        target, logp_TV = found[t.id], naive(model, parts, t)[:, :vocab_size].log_softmax(-1)
+        target, logp_TV = target_by_id[t.id], naive(model, parts, t)[:, :vocab_size].log_softmax(-1)
         ids_T = torch.tensor(t.completion_ids)
         expected_T = logp_TV.gather(-1, ids_T[:, None]).squeeze(-1)
         torch.testing.assert_close(target.logp_T, expected_T, rtol=0, atol=5e-5)
@@ -128,18 +128,18 @@ def test_a_frozen_teacher_stays_the_model_before_training(
 ) -> None:
     student = {"lora": lora} if lora else {}
     parts = prepare({"kind": "self", "weights": "frozen", "context": CONTEXT}, student=student)
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     before = targets(parts, trajectories)
     agree(before, tiny_model(), parts, trajectories)
     move(parts, 1)
-    own = snapshot(parts)
+    before = snapshot(parts)
     after = targets(parts, trajectories)
     agree(after, tiny_model(), parts, trajectories)
     for id, target in after.items():
         assert torch.equal(target.logp_T, before[id].logp_T), "to the last bit"
         assert torch.equal(target.hidden_TD, before[id].hidden_TD)
-    moved = parts.student.weights.trained
-    assert all(torch.equal(p, own[name]) and p.requires_grad for name, p in moved.items())
+    trained = parts.student.weights.trained
+    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in trained.items())
     assert not torch.equal(
         parts.engine.score(_requests(trajectories))[0].logp_T,
         assemble(parts.recipe).engine.score(_requests(trajectories))[0].logp_T,
@@ -152,7 +152,7 @@ def test_a_live_teacher_is_the_student_of_this_moment(
 ) -> None:
     student = {"lora": lora} if lora else {}
     parts = prepare({"kind": "self", "weights": "live", "context": CONTEXT}, student=student)
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     first = targets(parts, trajectories)
     agree(first, tiny_model(), parts, trajectories)
     move(parts, 1)
@@ -170,7 +170,7 @@ def test_a_moving_average_moves_as_computed_by_hand(
     student = {"lora": lora} if lora else {}
     teacher = {"kind": "self", "weights": "ema", "ema_decay": 0.8, "context": CONTEXT}
     parts = prepare(teacher, student=student)
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     expected_average = snapshot(parts)
     agree(targets(parts, trajectories), tiny_model(), parts, trajectories)
     for seed in range(3):
@@ -182,20 +182,20 @@ def test_a_moving_average_moves_as_computed_by_hand(
             name: 0.8 * value + 0.2 * now[name] for name, value in expected_average.items()
         }
 
-    own = snapshot(parts)
+    before = snapshot(parts)
     places = {name: p.data_ptr() for name, p in parts.student.weights.trained.items()}
-    found = targets(parts, trajectories)
+    target_by_id = targets(parts, trajectories)
     for name, parameter in parts.student.weights.trained.items():
-        assert torch.equal(parameter, own[name]), f"{name} came back changed"
+        assert torch.equal(parameter, before[name]), f"{name} came back changed"
         assert parameter.data_ptr() == places[name]
-    (kept,) = parts.averages.values()
-    for name, tensor in kept.shadow.items():
+    (moving_average,) = parts.averages.values()
+    for name, tensor in moving_average.shadow.items():
         torch.testing.assert_close(tensor, expected_average[name], rtol=1e-6, atol=1e-6)
 
     # The same averages put into the student by hand.
     for name, parameter in parts.student.weights.trained.items():
         parameter.data.copy_(expected_average[name])
-    agree(found, parts.student.weights.model, parts, trajectories)
+    agree(target_by_id, parts.student.weights.model, parts, trajectories)
 
 
 def test_swapped_weights_come_back_even_after_an_error(
@@ -203,9 +203,9 @@ def test_swapped_weights_come_back_even_after_an_error(
 ) -> None:
     teacher = {"kind": "self", "weights": "ema", "context": CONTEXT}
     parts = prepare(teacher, student={"lora": LORA})
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     move(parts, 0)
-    own = snapshot(parts)
+    before = snapshot(parts)
     assert isinstance(parts.teacher.teacher, Teacher)
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -215,7 +215,7 @@ def test_swapped_weights_come_back_even_after_an_error(
     with pytest.raises(ModelError, match="no scores"):
         parts.teacher(trajectories)
     for name, parameter in parts.student.weights.trained.items():
-        assert torch.equal(parameter, own[name])
+        assert torch.equal(parameter, before[name])
 
 
 def test_two_averages_of_one_student_do_not_mix(prepare: Any) -> None:
@@ -239,15 +239,15 @@ def test_two_averages_of_one_student_do_not_mix(prepare: Any) -> None:
 # ── other models ─────────────────────────────────────────────────────────────────────────────────
 
 
-def save(folder: Path, *, seed: int = 1, vocab_size: int = 258, **words: Any) -> str:
+def save(folder: Path, *, seed: int = 1, vocab_size: int = 258, **options: Any) -> str:
     tiny_model(seed=seed, vocab_size=vocab_size, layers=3).save_pretrained(folder)
-    tiny_tokenizer(**words).save_pretrained(folder)
+    tiny_tokenizer(**options).save_pretrained(folder)
     return str(folder)
 
 
 def test_another_model_reads_the_same_tokens(prepare: Any, tiny_teacher_folder: Path) -> None:
     parts = prepare({"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT})
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     move(parts, 0)
     agree(targets(parts, trajectories), tiny_model(seed=1, layers=3), parts, trajectories)
 
@@ -264,8 +264,8 @@ def test_the_same_words_in_another_order_are_another_vocabulary(
     other = save(tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     tree = json.loads(file.read_text())
-    words = tree["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(tree))
     with pytest.raises(ModelError, match="has another vocabulary"):
         prepare({"kind": "model", "model": other})
@@ -280,20 +280,23 @@ def test_padded_heads_are_cut_to_the_words_they_share(
     mine = save(tmp_path / "mine", seed=0, vocab_size=of_student)
     parts = prepare({"kind": "model", "model": other, "context": CONTEXT}, student={"model": mine})
     assert parts.engine.head.vocab_size == shared
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     assert max(i for t in trajectories for i in t.completion_ids) < shared
-    found = targets(parts, trajectories)
+    target_by_id = targets(parts, trajectories)
     teacher_model = tiny_model(seed=1, vocab_size=of_teacher, layers=3)
-    agree(found, teacher_model, parts, trajectories, vocab_size=shared)
+    agree(target_by_id, teacher_model, parts, trajectories, vocab_size=shared)
 
     # KL(student ‖ teacher) over the shared words, against both naive softmaxes.
     update = parts.student.step(0, parts.teacher(trajectories))
     kls = []
     for t in trajectories:
-        mine_TV = _plain(tiny_model(seed=0, vocab_size=of_student, layers=3), t)[:, :shared]
-        theirs_TV = naive(teacher_model, parts, t)[:, :shared]
-        mine_TV, theirs_TV = mine_TV.log_softmax(-1), theirs_TV.log_softmax(-1)
-        kls += (mine_TV.exp() * (mine_TV - theirs_TV)).sum(-1).tolist()
+        student_logp_TV = _plain(tiny_model(seed=0, vocab_size=of_student, layers=3), t)[:, :shared]
+        teacher_logp_TV = naive(teacher_model, parts, t)[:, :shared]
+        student_logp_TV, teacher_logp_TV = (
+            student_logp_TV.log_softmax(-1),
+            teacher_logp_TV.log_softmax(-1),
+        )
+        kls += (student_logp_TV.exp() * (student_logp_TV - teacher_logp_TV)).sum(-1).tolist()
     assert update.components["divergence"] == pytest.approx(sum(kls) / len(kls), rel=1e-4)
 
 
@@ -306,7 +309,7 @@ def test_a_tokenizer_with_more_words_than_a_head_is_refused(prepare: Any, tmp_pa
 def test_eight_bits_stay_close_to_the_model(prepare: Any, tiny_teacher_folder: Path) -> None:
     teacher = {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT}
     exact, quantized = prepare(teacher), prepare({**teacher, "dtype": "int8"})
-    trajectories = written(exact)
+    trajectories = sample_trajectories(exact)
     exact_targets, quantized_targets = (targets(t, trajectories) for t in (exact, quantized))
     gaps = torch.cat(
         [(exact_targets[id].logp_T - quantized_targets[id].logp_T).abs() for id in exact_targets]
@@ -320,7 +323,7 @@ def test_a_4_bit_teacher_scores_as_its_quantized_model_does(
     parts = prepare(
         {"kind": "model", "model": str(tiny_teacher_folder), "context": CONTEXT, "dtype": "nf4"}
     )
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     agree(targets(parts, trajectories), load_4_bits(tiny_teacher_folder), parts, trajectories)
 
 
@@ -362,7 +365,7 @@ def test_one_model_with_and_without_an_adapter_is_two_teachers(
     routes = {"plain": plain, "adapted": {**plain, "adapter": str(tmp_path / "adapter")}}
     for tag, model in models.items():
         parts = prepare({"kind": "routes", "routes": routes, "default": tag})
-        trajectories = written(parts)
+        trajectories = sample_trajectories(parts)
         agree(targets(parts, trajectories), model, parts, trajectories)
 
 
@@ -388,7 +391,7 @@ def test_the_reference_is_the_student_before_training_without_context(prepare: A
         student={"lora": LORA},
         losses=[{"kind": "divergence", "extrapolate": 1.5}],
     )
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     move(parts, 0)
     for s in parts.teacher(trajectories):
         logp_TV = _plain(tiny_model(), s.trajectory)
