@@ -120,11 +120,13 @@ def test_self_distillation_makes_a_context_unnecessary(
     weights, lora, share, tiny_folder, short_tasks
 ):
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
-    teacher: dict[str, Any] = {"kind": "self", "weights": weights}
-    teacher["context"] = {"kind": "system", "text": CONTEXT}
+    teacher_config: dict[str, Any] = {"kind": "self", "weights": weights}
+    teacher_config["context"] = {"kind": "system", "text": CONTEXT}
     if weights == "ema":
-        teacher["ema_decay"] = 0.9
-    parts = assemble(recipe(tiny_folder, short_tasks, lr=1e-2, student=student, teacher=teacher))
+        teacher_config["ema_decay"] = 0.9
+    parts = assemble(
+        recipe(tiny_folder, short_tasks, lr=1e-2, student=student, teacher=teacher_config)
+    )
     weights_then = parts.student.weights.copy()
     before = held_out_kl(parts, weights_then, CONTEXT)
     train(parts, 20)

@@ -199,7 +199,7 @@ def test_killed_inside_checkpoints(recipes, unbroken, server, tmp_path):
         code, log = server.run(recipes["full"], path, *fault)
         assert code == -signal.SIGKILL, log
         whole = sorted((path / "checkpoints").glob("step-*"))
-        assert [checkpoints.load(path).num_steps for path in whole] == num_steps, fault
+        assert [checkpoints.load(p).num_steps for p in whole] == num_steps, fault
     code, log = server.run(recipes["full"], path)
     assert code == 0, log
     assert_same(path, unbroken["full"][0])

@@ -132,14 +132,14 @@ def test_a_frozen_teacher_stays_the_model_before_training(
     before = targets(parts, trajectories)
     agree(before, tiny_model(), parts, trajectories)
     move(parts, 1)
-    before = snapshot(parts)
+    weights = snapshot(parts)
     after = targets(parts, trajectories)
     agree(after, tiny_model(), parts, trajectories)
     for id, target in after.items():
         assert torch.equal(target.logp_T, before[id].logp_T), "to the last bit"
         assert torch.equal(target.hidden_TD, before[id].hidden_TD)
     trained = parts.student.weights.trained
-    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in trained.items())
+    assert all(torch.equal(p, weights[name]) and p.requires_grad for name, p in trained.items())
     assert not torch.equal(
         parts.engine.score(_requests(trajectories))[0].logp_T,
         assemble(parts.recipe).engine.score(_requests(trajectories))[0].logp_T,
