@@ -142,9 +142,11 @@ def test_other_weight_addresses_get_another_graph_and_old_graphs_are_dropped() -
     engine = make_engine(continuous=True)
     sampling = Sampling(max_new_tokens=4)
     before = engine.sample(REQUESTS, sampling)
+    assert engine.sample(REQUESTS, sampling) == before, "by the prefill's graph"
     for parameter in engine.model.parameters():
         parameter.data = parameter.data * 0.5  # a new address, as when weights are swapped in
     after = engine.sample(REQUESTS, sampling)
+    assert engine.sample(REQUESTS, sampling) == after
     (cache,) = engine._kv_pool._caches.values()
     assert len(cache.decode_steps) == 2, "a graph would go on with the old weights"
     assert len(cache.prefill_steps) == 2, "and so would a prefill graph"

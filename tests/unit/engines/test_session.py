@@ -25,17 +25,23 @@ def engine_of(model: Any, **options: Any) -> LocalEngine:
     return LocalEngine(model, tiny_tokenizer(), name="tiny", **options)
 
 
-class EagerPrefillEngine(LocalEngine):
-    """Without prefill graphs: only rows with a prompt take part in a prefill."""
+class PrefillEngine(LocalEngine):
+    """Prefills of a shape run eagerly `num_eager_prefills` times, then by a step over all rows."""
+
+    num_eager_prefills = 0
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         session = super()._continuous_batching(num_rows, row_capacity)
-        session._prefill_step = lambda prompts: None  # type: ignore[method-assign]
+        session.num_eager_prefills = self.num_eager_prefills
         return session
 
 
+class EagerPrefillEngine(PrefillEngine):
+    num_eager_prefills = 10**9
+
+
 CACHED = engine_of(tiny_model())
-BATCHED = engine_of(tiny_model())
+BATCHED = PrefillEngine(tiny_model(), tiny_tokenizer(), name="tiny")
 EAGER_PREFILL = EagerPrefillEngine(tiny_model(), tiny_tokenizer(), name="tiny")
 BATCHED.uses_continuous_batching = True  # as on a GPU; steps run eagerly here
 EAGER_PREFILL.uses_continuous_batching = True

@@ -29,6 +29,9 @@ PREFILL_STEP = 32
 MAX_GRAPH_TOKENS = 8192
 MAX_GRAPH_POSITIONS = 2**17
 """Tokens of a prefill graph, and positions that they attend to: more keep a GPU busy without."""
+NUM_EAGER_PREFILLS = 1
+"""Of a shape, before its graph is captured: warm-up and capture cost three passes over all rows,
+which a rollout with one prompt per row would never earn back."""
 REFILL_FRACTION = 8
 """Waiting requests start once 1/8 of the rows is free: a prefill for few costs as for many."""
 
@@ -49,7 +52,9 @@ class ContinuousBatchingSession:
         row_capacity: int,
         make_buffer: Callable[[int, Sampling], SampleBuffer],
         autocast_context: Callable[[], AbstractContextManager[Any]],
+        num_eager_prefills: int = NUM_EAGER_PREFILLS,
     ):
+        self.num_eager_prefills = num_eager_prefills
         self.model, self.head, self.weights, self.num_rows = model, head, weights, num_rows
         self.make_buffer, self.autocast_context = make_buffer, autocast_context
         self.pool = pool.claim(self)
@@ -184,7 +189,7 @@ class ContinuousBatchingSession:
 
     def _prefill_step(self, prompts: Mapping[int, tuple[int, ...]]) -> PrefillStep | None:
         """A step over all rows, replayed as a graph, where its launches would take longer than its
-        computation; None: elsewhere."""
+        computation; None: elsewhere, and the first time that a shape occurs."""
         cache = self.cache
         num_tokens = round_up(max(map(len, prompts.values())), PREFILL_STEP)
         longest = max(self.length[row] + num_tokens for row in prompts)
@@ -197,6 +202,9 @@ class ContinuousBatchingSession:
         # The last token of a row is cached in its next turn, and the capacity grows before that.
         assert max(self.length) < cache.row_capacity, "the last position of every row is free"
         key = (num_tokens, width, weights_key(self.model), self.weights.key)
+        cache.num_prefills[key] += 1
+        if cache.num_prefills[key] <= self.num_eager_prefills:
+            return None
         return _get_or_make(
             cache.prefill_steps,
             key,

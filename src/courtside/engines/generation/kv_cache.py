@@ -7,7 +7,7 @@ an earlier one had starts without allocating or capturing anything.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -93,6 +93,8 @@ class KVCache:
         self.hf_cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
         self.decode_steps: OrderedDict[Any, DecodeStep] = OrderedDict()
         self.prefill_steps: OrderedDict[Any, PrefillStep] = OrderedDict()
+        self.num_prefills: Counter[Any] = Counter()
+        """By the key that their step has or would have."""
 
     def prefill(
         self, row_B: Tensor | None, ids_BN: Tensor, position_BN: Tensor, width: int
