@@ -2,13 +2,15 @@
 
     python scripts/step_walk.py                          # both cases, this tree
     python scripts/step_walk.py --tree PATH --list       # another tree, every hop
+    python scripts/step_walk.py --device cuda            # the way on a GPU
 
 A hop is a pair (file, other file) of the package such that code of the first calls stage work in
 the second; calls through torch and transformers belong to the innermost file of the package below
 them. A pair counts once, however often and by however many functions it is called. Stage work is a
 function or method: properties, constructors, lambdas, comprehensions and autograd's backward do not
 count, and neither do calls into records, seeds, errors and the recipe, which hold data. The third
-of four steps of a tiny model on a CPU is traced: probes have run, nothing is saved or evaluated.
+of four steps of a tiny model is traced: probes have run, nothing is saved or evaluated. On a GPU,
+kernels that a CUDA graph replays are no calls.
 """
 
 from __future__ import annotations
@@ -96,10 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--list", action="store_true", help="print every hop")
     args = parser.parse_args()
     for case in args.case or CASES:
-        walk = walk_step(args.tree.resolve(), CASES[case])
+        walk = walk_step(args.tree.resolve(), CASES[case], device=args.device)
         print(
             f"{case}: {len(walk.hops)} hops by {walk.num_calls} calls, {walk.num_mutual} pairs of "
             f"files call each other, {walk.num_files} files ran, the chat template ran "
@@ -109,7 +112,7 @@ def main() -> None:
             print(*(f"  {caller} -> {callee}" for caller, callee in walk.hops), sep="\n")
 
 
-def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
+def walk_step(tree: Path, sections: dict[str, Any], *, device: str = "cpu") -> Walk:
     sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
     courtside, loop = (importlib.import_module(name) for name in ("courtside", "courtside.loop"))
     save_tiny, small_recipe = (
@@ -125,6 +128,7 @@ def walk_step(tree: Path, sections: dict[str, Any]) -> Walk:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         models = [save_tiny(Path(folder) / str(seed), seed=seed) for seed in (0, 1)]
         sections = sections | {
+            "student": {"model": str(models[0]), "device": device},
             "train": {"steps": TRACED_STEP + 2, "prompts_per_step": 2, "learning_rate": 1e-3},
             "evaluate": {"num_tasks": 2},
             "run": {"checkpoint_every": 100},
