@@ -93,16 +93,16 @@ def test_each_weight_is_rounded_once_a_step(
     assert num_passes >= 3 and len(linear) >= 14
     assert casts.count == dict.fromkeys(linear, 1)
     monkeypatch.setattr(cpu_patches, "_linear_patches", lambda *_: [])
-    found, counts = [], []
+    autocast_gradients, counts = [], []
     for anew in (False, True):  # noqa: B007  (`micro_batch` looks at it)
         num_passes = 0
         with Casts(linear) as casts:
-            found.append(compute_gradients(parts, scored))
+            autocast_gradients.append(compute_gradients(parts, scored))
         counts.append(set(casts.count.values()))
-    assert counts == [{1}, {num_passes}], "autocast's own, kept and as it would be without"
-    for theirs in found:
-        assert ours.keys() == theirs.keys() == student.weights.trained.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert counts == [{1}, {num_passes}], "autocast's casts, with its cache and without"
+    for gradients in autocast_gradients:
+        assert ours.keys() == gradients.keys() == student.weights.trained.keys()
+        assert all(torch.equal(ours[name], gradients[name]) for name in ours)
 
 
 def test_both_heads_are_rounded_once_a_step(
@@ -125,7 +125,7 @@ def test_both_heads_are_rounded_once_a_step(
 
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside another autocast"])
 @pytest.mark.parametrize("losses", [[{"kind": "divergence"}], CAPPED], ids=["closed", "autograd"])
-def test_a_step_reads_the_weights_of_the_step_before(
+def test_a_step_uses_the_weights_of_the_step_before(
     losses: Any, outer: bool, tiny_folder: Path, tiny_teacher_folder: Path
 ) -> None:
     parts = rounded(tiny_folder, tiny_teacher_folder, losses)
@@ -134,10 +134,10 @@ def test_a_step_reads_the_weights_of_the_step_before(
         before = parts.student.step(0, scored).student_logp
         second = parts.student.step(1, scored)
     fresh = rounded(tiny_folder, tiny_teacher_folder, losses)
-    moved = assemble(parts.recipe).student.weights.trained
+    start = assemble(parts.recipe).student.weights.trained
     fresh.student.step(0, scored)
     for name, parameter in fresh.student.weights.trained.items():
-        assert not torch.equal(parameter, moved[name]), "the first step moved everything"
+        assert not torch.equal(parameter, start[name]), "the first step moved everything"
     expected = fresh.student.step(1, scored)
     assert second.student_logp == expected.student_logp != before
     assert dict(second.metrics) == dict(expected.metrics)

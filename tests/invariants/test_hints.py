@@ -130,7 +130,7 @@ def test_micro_batches_change_nothing(roomy_folder: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["live", "frozen", "ema"])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_every_kind_of_self_reads_hints(
+def test_every_kind_of_self_teacher_scores_hints(
     roomy_folder: Path, tmp_path: Path, weights: str, lora: Any
 ) -> None:
     recipe = tree(
@@ -271,7 +271,7 @@ def test_limits_and_penalties_need_episodes(roomy_folder: Path) -> None:
         small_recipe(roomy_folder, losses=[loss])
 
 
-def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
+def test_costs_count_the_tokens_of_the_forward_passes(roomy_folder: Path, tmp_path: Path) -> None:
     """One hint in the first turn of one trajectory: the update ends there, and skips the others."""
     rule = {"detect": "pattern", "pattern": "^", "hint": "Look."}
     changes: dict[str, Any] = {
@@ -301,7 +301,7 @@ def test_costs_are_of_what_was_read(roomy_folder: Path, tmp_path: Path) -> None:
     assert costs["update"]["input_tokens"] == 0 and costs["teacher"]["input_tokens"] == 0
 
 
-def test_a_student_that_reads_itself_pays_for_it(roomy_folder: Path, tmp_path: Path) -> None:
+def test_a_student_that_is_its_own_reader_pays_for_it(roomy_folder: Path, tmp_path: Path) -> None:
     reader = {
         "kind": "model",
         "max_new_tokens": 8,

@@ -1,4 +1,4 @@
-"""A live student reads its hints in the update's own pass: the same update, for fewer tokens."""
+"""A live student scores its hints in the update's own pass: the same update, for fewer tokens."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_update_is_that_of_hints_scored_before(
         }
 
 
-def test_hints_are_read_off_trajectories_that_share_their_prompt(roomy_folder: Path) -> None:
+def test_hints_branch_off_trajectories_that_share_their_prompt(roomy_folder: Path) -> None:
     """Hinted ones next to others of the same prompt: the same update, for fewer tokens."""
     live = prepared(tree(roomy_folder, losses=LOSSES["top_k"]))
     assert in_update(live)
@@ -177,13 +177,13 @@ def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
     assert any(shift is not None for shift in spans)
 
 
-def test_every_token_is_read_once(roomy_folder: Path) -> None:
+def test_every_token_is_computed_once(roomy_folder: Path) -> None:
     parts = prepared(tree(roomy_folder))
     with counted(parts) as num_tokens:
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         num_tokens.clear()
         scored = parts.teacher(trajectories, some_hints(trajectories))
-        assert not num_tokens, "the teacher's stage reads nothing"
+        assert not num_tokens, "the teacher stage computes nothing"
         accumulated(parts, scored)
     hinted = [s for s in scored if s.hints]
     trunks = [
@@ -262,14 +262,14 @@ def test_models_that_cannot_are_scored_before(
     assert any("hints are scored before the update" in note for note in parts.notes)
 
 
-def test_dropout_of_the_model_itself_is_seen(roomy_folder: Path, tmp_path: Path) -> None:
+def test_dropout_of_the_model_itself_is_detected(roomy_folder: Path, tmp_path: Path) -> None:
     parts = assemble(tree(roomy_folder))
     assert not uses_dropout(parts.engine.model)
     parts.engine.model.config.attention_dropout = 0.1
     assert uses_dropout(parts.engine.model)
 
 
-def test_hints_that_cannot_be_put_in_are_counted(roomy_folder: Path) -> None:
+def test_hints_that_cannot_be_spliced_are_counted(roomy_folder: Path) -> None:
     def make_hints(trajectories: Sequence[Trajectory]) -> list[Hint]:
         def hint(n: int, turn: int, text: str) -> Hint:
             return Hint(trajectory=trajectories[n].id, turn=turn, text=text, source="rules")

@@ -182,7 +182,7 @@ def test_off_policy_divergence(divergence, tiny_folder, tiny_teacher_folder, sho
     assert sum(values[-3:]) < 0.6 * sum(values[:3])
 
 
-def test_a_mix_has_the_shares_that_it_says(tiny_folder, tiny_teacher_folder, short_tasks):
+def test_a_mix_has_the_fractions_of_the_recipe(tiny_folder, tiny_teacher_folder, short_tasks):
     ramp = {"start": 0.25, "end": 1.0, "steps": 3}
     parts = assemble(
         recipe(

@@ -38,12 +38,12 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(4)
     config = tiny_model().config.to_dict()
-    wanted = (
+    fields = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
         "tie_word_embeddings", "initializer_range", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    shape = {name: config[name] for name in wanted}
+    shape = {name: config[name] for name in fields}
     Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -96,18 +96,18 @@ def read_lengths(parts: Runtime, scored: list[Scored]) -> list[int]:
 KINDS = [
     pytest.param((family, checkpointing, lora), id=f"{family}-{how}-{what}")
     for family in ("llama", "qwen3")
-    for how, checkpointing in (("kept", False), ("recomputed", True))
+    for how, checkpointing in (("stored", False), ("recomputed", True))
     for what, lora in (("all weights", None), ("lora", {"rank": 2}))
 ]
 
 
 @pytest.fixture(params=KINDS)
 def student(request: pytest.FixtureRequest, tiny_folder: Path, qwen_folder: Path) -> dict[str, Any]:
-    """Of each family, with layers kept or computed again, all weights or an adapter trained."""
+    """Of each family, with activations stored or recomputed, all weights or an adapter trained."""
     family, checkpointing, lora = request.param
     folder = tiny_folder if family == "llama" else qwen_folder
-    made = {"model": str(folder), "gradient_checkpointing": checkpointing}
-    return made | ({"lora": lora} if lora else {})
+    settings = {"model": str(folder), "gradient_checkpointing": checkpointing}
+    return settings | ({"lora": lora} if lora else {})
 
 
 def test_packed_passes_are_one_sequence_at_a_time(
@@ -130,13 +130,13 @@ def test_packed_passes_are_one_sequence_at_a_time(
     assert_equal_gradients(alone, textbook)
     parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     for budget in (60, 250, 10**6):
-        packed, again, computed = accumulated(parts, scored, budget)
+        packed, packed_logps, computed = accumulated(parts, scored, budget)
         assert_equal_gradients(packed, alone)
-        assert sum(computed) == sum(lengths), "no token is computed that nobody wrote"
+        assert sum(computed) == sum(lengths), "no padding is computed"
         assert len(computed) < len(lengths) and max(computed) <= max(budget, *lengths)
-        assert again.keys() == logps.keys()
+        assert packed_logps.keys() == logps.keys()
         for id, values in logps.items():
-            assert again[id] == pytest.approx(values, abs=1e-6)
+            assert packed_logps[id] == pytest.approx(values, abs=1e-6)
             assert not any(map(math.isnan, values))
 
 
@@ -150,9 +150,9 @@ def test_padded_passes_give_the_same_update(
     parts.student.passes = ForwardPasses(
         model=real.model, pad_id=real.pad_id, padding_reason="asked for"
     )
-    padded, again, more = accumulated(parts, scored, 300)
+    padded, padded_logps, more = accumulated(parts, scored, 300)
     assert_equal_gradients(padded, packed)
-    assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+    assert padded_logps == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
     assert sum(more) > sum(computed)
 
 
@@ -245,10 +245,10 @@ def test_samples_that_share_their_prompt_give_the_same_update(
     counts = {}
     # One sequence a pass, groups cut over passes, all in one.
     for budget in (1, max(lengths) + 10, 10**6):
-        found, again, computed = accumulated(parts, scored, budget)
-        assert_equal_gradients(found, separate)
+        gradients, shared_logps, computed = accumulated(parts, scored, budget)
+        assert_equal_gradients(gradients, separate)
         assert max(computed) <= max(budget, *lengths)
-        assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+        assert shared_logps == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
         counts[budget] = sum(computed)
     assert counts[1] == sum(lengths)
     assert once_a_prompt(scored) < counts[max(lengths) + 10] < sum(lengths)
@@ -264,15 +264,15 @@ def test_in_float32_every_gradient_is_the_same(
     for model in (parts.engine.model, parts.teacher.teacher.engine.model):
         model.float()
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
-    found, _, computed = accumulated(parts, scored, None)
+    shared_gradients, _, computed = accumulated(parts, scored, None)
     assert len(computed) > 1 and sum(computed) == once_a_prompt(scored)
     parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
     separate, _, _ = accumulated(parts, scored, None)
     for name, gradient in separate.items():
-        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+        assert float((shared_gradients[name] - gradient).norm() / gradient.norm()) < 1e-5, name
 
 
-def test_a_teacher_reads_its_own_prompts_once(
+def test_a_teacher_computes_its_own_prompts_once(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     """Its context makes them others than the student's."""
@@ -285,26 +285,30 @@ def test_a_teacher_reads_its_own_prompts_once(
     engine = parts.teacher.teacher.engine
     engine.score_batch_tokens = 10**6
     shared = engine.passes
-    found, counts = [], []
+    scored_by_setting, counts = [], []
     for unshared in (None, "asked for"):
         engine.passes = replace(shared, unshared_reason=unshared)
         computed: list[int] = []
         hook = engine.model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs, seen=computed: seen.append(kwargs["input_ids"].numel()),
+            lambda module, args, kwargs, counts=computed: counts.append(
+                kwargs["input_ids"].numel()
+            ),
             with_kwargs=True,
         )
-        found.append(parts.teacher(trajectories))
+        scored_by_setting.append(parts.teacher(trajectories))
         hook.remove()
         counts.append(sum(computed))
     saved = 0
-    for one, other in zip(*found, strict=True):
-        assert one.target is not None and other.target is not None
-        assert one.target.num_context_tokens > 0
-        torch.testing.assert_close(one.target.logp_T, other.target.logp_T, rtol=1e-9, atol=1e-11)
+    for shared_s, separate_s in zip(*scored_by_setting, strict=True):
+        assert shared_s.target is not None and separate_s.target is not None
+        assert shared_s.target.num_context_tokens > 0
         torch.testing.assert_close(
-            one.target.hidden_TD, other.target.hidden_TD, rtol=1e-9, atol=1e-10
+            shared_s.target.logp_T, separate_s.target.logp_T, rtol=1e-9, atol=1e-11
         )
-        saved += len(one.trajectory.turns[0].token_ids) + one.target.num_context_tokens
+        torch.testing.assert_close(
+            shared_s.target.hidden_TD, separate_s.target.hidden_TD, rtol=1e-9, atol=1e-10
+        )
+        saved += len(shared_s.trajectory.turns[0].token_ids) + shared_s.target.num_context_tokens
     # All have the template and the context in common: that is not more than a prompt of one.
     assert counts[1] - counts[0] == saved * 3 // 4
 
@@ -321,15 +325,15 @@ def test_pairs_share_their_prompt(tiny_folder: Path, tmp_path: Path) -> None:
     )
     double(parts.engine.model)
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 3), 0))
-    found, logps, computed = accumulated(parts, scored, 10**6)
+    gradients, logps, computed = accumulated(parts, scored, 10**6)
     assert sum(computed) == once_a_prompt(scored)
     parts.student.passes = replace(parts.student.passes, unshared_reason="asked for")
-    separate, again, _ = accumulated(parts, scored, 10**6)
-    assert_equal_gradients(found, separate)
-    assert again == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
+    separate, separate_logps, _ = accumulated(parts, scored, 10**6)
+    assert_equal_gradients(gradients, separate)
+    assert separate_logps == {id: pytest.approx(values, abs=1e-6) for id, values in logps.items()}
 
 
-def test_under_dropout_every_sample_has_its_own_draw(
+def test_under_dropout_every_sample_has_its_own_mask(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     student = {"model": str(tiny_folder), "lora": {"rank": 2, "dropout": 0.3}}

@@ -1,4 +1,4 @@
-"""Activations that are kept and activations that are computed again give the same update."""
+"""Stored and recomputed activations (gradient checkpointing) give the same update."""
 
 from __future__ import annotations
 
@@ -55,16 +55,19 @@ def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
         # One pass with several prompts, each shared by its samples.
         train={"prompts_per_step": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
     )
-    (kept, kept_updates), (again, again_updates) = stepped(recipe, PLENTY), stepped(recipe, 0)
+    (stored, stored_updates), (recomputed, recomputed_updates) = (
+        stepped(recipe, PLENTY),
+        stepped(recipe, 0),
+    )
     shares = "dropout" not in student.get("lora", {})
-    assert kept.student.passes.padding_reason is None
-    assert (kept.student.passes.unshared_reason is None) == shares
-    assert kept_updates == again_updates
+    assert stored.student.passes.padding_reason is None
+    assert (stored.student.passes.unshared_reason is None) == shares
+    assert stored_updates == recomputed_updates
     start = assemble(recipe).student.weights.trained
-    theirs = again.student.weights.trained
-    for name, parameter in kept.student.weights.trained.items():
-        assert torch.equal(parameter, theirs[name]), name
-    assert any(not torch.equal(p, theirs[name]) for name, p in start.items())
+    recomputed_weights = recomputed.student.weights.trained
+    for name, parameter in stored.student.weights.trained.items():
+        assert torch.equal(parameter, recomputed_weights[name]), name
+    assert any(not torch.equal(p, recomputed_weights[name]) for name, p in start.items())
 
 
 def test_a_run_goes_on_the_same_whatever_is_free_then(
@@ -87,8 +90,8 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
             def fail(number: int, scored: Any) -> Update:
                 if number == 2:
                     raise KeyboardInterrupt
-                found: Update = step(number, scored)
-                return found
+                update: Update = step(number, scored)
+                return update
 
             student.step = fail
         else:
@@ -98,11 +101,11 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
     monkeypatch.setattr("courtside.assemble.assemble", assembled)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path / "cut")
-    again = train(recipe, tmp_path / "cut")
-    assert losses(again) == losses(whole)
+    resumed = train(recipe, tmp_path / "cut")
+    assert losses(resumed) == losses(whole)
 
 
 def losses(folder: RunFolder) -> list[float]:
-    found = [row["loss"] for row in folder.metrics()]
-    assert len(found) == 3
-    return found
+    values = [row["loss"] for row in folder.metrics()]
+    assert len(values) == 3
+    return values

@@ -229,7 +229,7 @@ def test_killed_from_outside(recipes, unbroken, server, tmp_path):
     assert_same(tmp_path / "run", unbroken["lora"][0])
 
 
-def test_an_interrupt_saves_and_says_how_to_go_on(recipes, unbroken, server, tmp_path):
+def test_an_interrupt_saves_and_explains_how_to_resume(recipes, unbroken, server, tmp_path):
     expected, calls = unbroken["lora"]
     path = tmp_path / "run"
     code, log = server.run(recipes["lora"], path, "at_call", calls * 2 // 3, "SIGINT")
@@ -247,7 +247,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(recipes, unbroken, server, tmp
         assert ours[part] == expected[part]
 
 
-def test_a_finished_run_does_nothing_and_says_so(recipes, unbroken, server, place, tmp_path):
+def test_a_finished_run_does_nothing_and_reports_it(recipes, unbroken, server, place, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(place / "full", path)
     before = contents(path)

@@ -50,7 +50,7 @@ def prepare(tiny_folder: Path, tmp_path: Path) -> Prepare:
     return make
 
 
-def written(parts: Runtime, step: int = 0) -> list[Trajectory]:
+def sample_trajectories(parts: Runtime, step: int = 0) -> list[Trajectory]:
     return parts.rollout(parts.tasks.batch(step, 4), step)
 
 
@@ -68,17 +68,17 @@ def test_sampler_scorer_and_trainer_agree_also_after_steps(
 ) -> None:
     """Token by token with a cache, padded in one pass, and padded with a graph: the same number."""
     parts = prepare(lora=lora, teacher={"kind": "self", "weights": "frozen", "context": SHOUT})
-    seen = []
+    changes = []
     for step in range(3):
-        trajectories = written(parts, step)
+        trajectories = sample_trajectories(parts, step)
         scored = parts.teacher(trajectories)
-        again = rescored(parts, trajectories)
+        rescored_logps = rescored(parts, trajectories)
         update = parts.student.step(step, scored)
-        for t, logp in zip(trajectories, again, strict=True):
+        for t, logp in zip(trajectories, rescored_logps, strict=True):
             assert t.sampler_logp == pytest.approx(logp, abs=2e-5)
             assert update.student_logp[t.id] == pytest.approx(logp, abs=2e-5)
-        seen.append(sum(map(sum, rescored(parts, trajectories))) - sum(map(sum, again)))
-    assert all(abs(moved) > 1e-3 for moved in seen), "the steps did change the numbers"
+        changes.append(sum(map(sum, rescored(parts, trajectories))) - sum(map(sum, rescored_logps)))
+    assert all(abs(change) > 1e-3 for change in changes), "the steps did change the numbers"
 
 
 SHOUT = {"kind": "system", "text": "SHOUT!"}
@@ -89,7 +89,7 @@ def test_a_frozen_teacher_without_context_agrees_with_the_untrained_student(
 ) -> None:
     """The zero of the scale: no context, no training, no gap."""
     parts = prepare(lora={"rank": 2})
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     update = parts.student.step(0, parts.teacher(trajectories))
     assert update.components["divergence"] == pytest.approx(0.0, abs=1e-6)
     for s in parts.teacher(trajectories):
@@ -98,31 +98,37 @@ def test_a_frozen_teacher_without_context_agrees_with_the_untrained_student(
 
 
 @pytest.mark.parametrize("budget", [1, 150, 400])
-def test_memory_budgets_change_neither_what_is_written_nor_what_is_said_of_it(
-    prepare: Prepare, budget: int
-) -> None:
+def test_memory_budgets_change_neither_samples_nor_scores(prepare: Prepare, budget: int) -> None:
     teacher = {"kind": "self", "weights": "live", "context": {"kind": "field", "field": "rule"}}
     wide = prepare(teacher=teacher)
     narrow = prepare(
         teacher=teacher, rollout={"kv_cache_tokens": budget}, train={"micro_batch_tokens": budget}
     )
-    expected, found = wide.teacher(written(wide)), narrow.teacher(written(narrow))
-    for a, b in zip(expected, found, strict=True):
+    expected, narrow_scored = (
+        wide.teacher(sample_trajectories(wide)),
+        narrow.teacher(sample_trajectories(narrow)),
+    )
+    for a, b in zip(expected, narrow_scored, strict=True):
         assert a.trajectory.id == b.trajectory.id
         assert a.trajectory.token_ids == b.trajectory.token_ids
         assert a.trajectory.sampler_logp == pytest.approx(b.trajectory.sampler_logp, abs=2e-5)
         assert a.target is not None and b.target is not None
         torch.testing.assert_close(a.target.logp_T, b.target.logp_T, rtol=0, atol=2e-5)
-    one, other = wide.student.step(0, expected), narrow.student.step(0, found)
-    assert one.loss == pytest.approx(other.loss, rel=1e-4)
-    assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
+    wide_update, narrow_update = (
+        wide.student.step(0, expected),
+        narrow.student.step(0, narrow_scored),
+    )
+    assert wide_update.loss == pytest.approx(narrow_update.loss, rel=1e-4)
+    assert wide_update.metrics["grad_norm"] == pytest.approx(
+        narrow_update.metrics["grad_norm"], rel=1e-3
+    )
 
 
 def test_a_trajectory_scored_alone_is_scored_the_same(prepare: Prepare) -> None:
     parts = prepare(
         teacher={"kind": "self", "weights": "live", "context": {"kind": "field", "field": "rule"}}
     )
-    trajectories = written(parts)
+    trajectories = sample_trajectories(parts)
     together = parts.teacher(trajectories)
     for s in together:
         (alone,) = parts.teacher([s.trajectory])

@@ -240,7 +240,7 @@ every = st.builds(
 
 
 @pytest.mark.parametrize("place", ["before_turn", "last_message", "system"])
-def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> None:
+def test_a_branch_is_the_trunk_with_the_hint_spliced_in(place: HintPlacement) -> None:
     outcomes = fuzz(160, every, one_branch(place))
     total = outcomes.total()
     assert set(outcomes) <= {"compared", "spliced", "merge", "too_long", "empty"}
@@ -248,7 +248,7 @@ def test_a_branch_is_the_trunk_with_the_hint_put_in(place: HintPlacement) -> Non
     assert outcomes["compared"] + outcomes["spliced"] > total * 0.7, outcomes
 
 
-def test_all_hints_at_once_are_the_trunk_with_each_put_in() -> None:
+def test_all_hints_at_once_are_the_trunk_with_each_spliced_in() -> None:
     def body(
         template: IncrementalTemplate,
         trajectory: Trajectory,

@@ -195,7 +195,7 @@ def test_a_resumed_run_is_an_unbroken_one(
     assert len(ids) == len(set(ids)) == 6  # of eight, in an epoch of four steps
 
 
-def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(
+def test_a_run_on_stored_trajectories_can_be_rescored_and_measured(
     roomy_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
     recipe = again_recipe(roomy_folder, first, hints, train={"steps": 2, "prompts_per_step": 3})
@@ -214,7 +214,7 @@ def test_a_run_on_stored_trajectories_can_be_read_again_and_measured(
     assert (run.path / "report.html").is_file() and run.evaluations() == []
 
 
-def test_another_student_of_the_same_words_can_learn_from_them(
+def test_another_student_with_the_same_vocabulary_can_learn_from_them(
     roomy_folder: Path, tiny_teacher_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
     notes = {}
@@ -229,7 +229,7 @@ def test_another_student_of_the_same_words_can_learn_from_them(
     assert hinted_turns(run.trajectories(0)) == expected_turns(first)
 
 
-def test_the_recipe_of_a_run_is_read_back(
+def test_the_recipe_of_a_run_is_loaded_again(
     roomy_folder: Path, first: RunFolder, hints: Path, tmp_path: Path
 ) -> None:
     recipe = again_recipe(roomy_folder, first, hints, tasks={"select": "hinted"})

@@ -101,7 +101,7 @@ def make_pairs(parts: Runtime) -> list[Trajectory]:
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher with the same words and another hidden size, not tied."""
+    """A teacher with the same vocabulary and another hidden size, not tied."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(5)
     config = tiny_model().config.to_dict() | {"hidden_size": 48, "tie_word_embeddings": False}
@@ -115,7 +115,7 @@ def engines_of(parts: Runtime) -> dict[str, Any]:
     if teacher is None:
         return {}
     routes = getattr(teacher, "routes", {"": teacher}).values()
-    return {one.name: one.engine.model for one in routes}
+    return {route.name: route.engine.model for route in routes}
 
 
 def naive_gradients(
@@ -182,8 +182,8 @@ HALF = {"samples_per_prompt": 2, "max_new_tokens": 4, "student_fraction": 0.5}
 
 def check(parts: Runtime, scored: list[Scored], losses: list[dict[str, Any]]) -> Gradients:
     ours, metrics = accumulate(parts, scored)
-    theirs, expected = naive_gradients(parts, scored, losses)
-    assert_equal_gradients(ours, theirs)
+    naive, expected = naive_gradients(parts, scored, losses)
+    assert_equal_gradients(ours, naive)
     if not any(loss["kind"] == "policy_gradient" for loss in losses):
         assert metrics.losses == pytest.approx(expected, rel=1e-9)
     return ours
@@ -245,7 +245,7 @@ def test_preference_is_dpo_over_pairs(budget, tiny_folder):
     assert make_loss_terms(recipe.losses, recipe.loss_names(), scored)[0].denominator == 3
 
 
-def test_a_pair_of_which_the_teacher_knows_one_half(tiny_folder, tiny_teacher_folder):
+def test_a_pair_of_which_the_teacher_scores_one_half(tiny_folder, tiny_teacher_folder):
     losses = [{"kind": "preference", "beta": 0.4}, {"kind": "divergence", "weight": 0.2}]
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=losses,
                           tasks={"kind": "arithmetic"},
@@ -353,10 +353,14 @@ def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_fo
     for swap in (False, True):
         # The same two teachers, with their heads at each other's address.
         first, second = sorted(heads.values(), key=id, reverse=swap)
-        here = {id(heads["wide"]): first, id(heads["plain"]): second}
-        moved = [replace(s, target=replace(s.target, head=here[id(s.target.head)])) for s in scored]
-        trained = find_trained_tokens(make_loss_terms(recipe.losses, recipe.loss_names(), moved))
-        micros = parts.student._micro_batches(moved, trained)
+        swapped = {id(heads["wide"]): first, id(heads["plain"]): second}
+        swapped_scored = [
+            replace(s, target=replace(s.target, head=swapped[id(s.target.head)])) for s in scored
+        ]
+        trained = find_trained_tokens(
+            make_loss_terms(recipe.losses, recipe.loss_names(), swapped_scored)
+        )
+        micros = parts.student._micro_batches(swapped_scored, trained)
         orders.append([[s.trajectory.id for s in micro] for micro in micros])
     assert orders[0] == orders[1]
 

@@ -97,7 +97,7 @@ def test_torch_is_chosen_on_a_cpu() -> None:
     assert choose_backend(torch.empty(2, 2)) == "torch"
 
 
-def test_refusals_say_why() -> None:
+def test_refusals_have_reasons() -> None:
     case = make_case()
     half = case.to(torch.float16)
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):

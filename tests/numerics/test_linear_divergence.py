@@ -180,7 +180,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], ON_SUPPORT[0]], ids=label)
-def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
+def test_a_teacher_of_nan_with_weight_gives_nan(divergence: DivergenceSpec) -> None:
     case = make_case()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = run(case, divergence)
@@ -318,7 +318,7 @@ def test_without_a_teacher_only_the_sampled_tokens_count() -> None:
     assert "teacher_logp_N" not in off
 
 
-def test_nothing_asked_is_a_gradient_of_zero() -> None:
+def test_without_a_loss_the_gradient_is_zero() -> None:
     case = make_case()
     ours = fused_linear_divergence(
         case.student, case.teacher, case.spec(None, sampled=False), plan=SMALL

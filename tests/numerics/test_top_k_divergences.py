@@ -198,7 +198,7 @@ def test_support_overlap_and_mass_by_hand(pair: tuple[Tensor, Tensor], data: st.
             close(share_T[t].item(), len(both) / k)
 
 
-def test_a_student_at_one_e_th_of_the_teachers_mass_can_be_told_from_the_masses() -> None:
+def test_the_naive_bias_shows_in_the_masses_on_the_support() -> None:
     teacher_TK = torch.tensor([[0.5, 0.3, 0.9]], dtype=torch.float64).log()
     keep_TK = torch.tensor([[True, True, False]])
     ratio_T = support_mass(teacher_TK - 1, keep_TK) / support_mass(teacher_TK, keep_TK)
@@ -216,7 +216,7 @@ def test_a_student_at_one_e_th_of_the_teachers_mass_can_be_told_from_the_masses(
         ("forward_kl", "stop_gradient", "renormalized"),
     ],
 )
-def test_forms_with_a_wrong_fixed_point_warn_once_and_say_why(
+def test_forms_with_a_wrong_fixed_point_warn_once_with_the_reason(
     name: str, form: str, says: str
 ) -> None:
     top_k._warn_of_bias.cache_clear()

@@ -226,7 +226,7 @@ def test_a_teacher_of_nan_without_weight_does_not_leak(
 
 
 @pytest.mark.parametrize("divergence", [FULL[0], FULL[2], ON_SUPPORT[0]], ids=label)
-def test_a_teacher_of_nan_with_weight_is_seen(divergence: DivergenceSpec) -> None:
+def test_a_teacher_of_nan_with_weight_gives_nan(divergence: DivergenceSpec) -> None:
     case = small()
     case.teacher.hidden_ND[0] = torch.nan
     ours, _ = run(case, divergence)
@@ -336,7 +336,7 @@ def test_no_rows() -> None:
     assert ours.hidden_gradient_ND.shape == (0, 5) and not into.weight_VD.any()
 
 
-def test_a_token_that_does_not_exist_is_nan_and_reads_nothing() -> None:
+def test_a_token_outside_the_vocabulary_is_nan_and_loads_nothing() -> None:
     case = small()
     case.ids_N[0] = 23
     ours, _ = run(case, FULL[0], sampled=False)
@@ -372,7 +372,7 @@ def test_a_support_of_every_token(of: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, triton.errors.TritonError])
-def test_a_kernel_that_cannot_run_says_so(
+def test_a_kernel_that_cannot_run_is_an_error(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never goes another way in silence."""

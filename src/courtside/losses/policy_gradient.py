@@ -143,7 +143,7 @@ def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -
     """Each reward minus the mean of its group, detached; equal `group_N` means the same prompt.
 
     `scale_by_std` divides by the group's (population) standard deviation. A group of one, or of
-    equal rewards, says nothing about which sample was better: exactly 0 either way.
+    equal rewards, does not tell which sample was better: exactly 0 either way.
     """
     _, member_N = torch.unique(group_N, return_inverse=True)
     rewards_N = rewards_N.detach()

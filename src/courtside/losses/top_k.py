@@ -77,7 +77,7 @@ def top_k_divergence(
     clip: float | None = None,
     **parameters: float,
 ) -> Tensor:
-    """[T], not reduced; gradient to the student only. The module says what each form converges to.
+    """[T], not reduced; gradient to the student only. See above for what each form converges to.
 
     `clip` caps the term of each token of S; the tail counts as one token. The support is a
     constant: no gradient flows through the choice of its tokens.

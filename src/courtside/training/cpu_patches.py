@@ -172,7 +172,7 @@ class _InputCast:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        """The last input (not kept alive), its version, and its cast."""
+        """The last input (a weak reference), its version, and its cast."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.last is None or self.last[0]() is not x or self.last[1] != x._version:

@@ -66,7 +66,7 @@ class Student:
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size.
 
-        Without a token to train on, no weight changes and the update says so.
+        Without a token to train on, no weight changes and the update counts no tokens.
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = learning_rate_at(step, self.recipe)
@@ -180,7 +180,7 @@ class Student:
         batches = self.passes.plan_batches(
             [[forward_ids(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or self.default_pass_tokens,
-            max_shared_tokens=self.micro_batch_tokens,  # a user's limit is kept to
+            max_shared_tokens=self.micro_batch_tokens,  # a user's limit holds
             for_backward=True,
         )
         # Targets of one teacher are neighbors, teachers in the order of their first appearance:

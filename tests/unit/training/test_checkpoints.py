@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back(tmp_path):
+def test_saved_tensors_are_loaded_unchanged(tmp_path):
     path = save(tmp_path / "new" / "checkpoints", 3)
     saved = checkpoints.load(path)
     assert saved.num_steps == 3
@@ -39,7 +39,7 @@ def test_what_is_saved_comes_back(tmp_path):
     assert names(path) == ["checkpoint.json", "optimizer.safetensors", "weights.safetensors"]
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_stay(tmp_path):
     for step in (8, 9, 10, 11):
         save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-000010", "step-000011"]
@@ -166,7 +166,7 @@ def test_nothing_is_pickled(tmp_path):
             json.loads(file.read_bytes()[8 : 8 + size])
 
 
-def test_the_optimizer_comes_back_bit_by_bit():
+def test_the_optimizer_is_restored_bit_by_bit():
     def fresh():
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(4, 4))
@@ -184,8 +184,8 @@ def test_the_optimizer_comes_back_bit_by_bit():
     weights = trained["w"].detach().clone()
     go(trained, optimizer, range(3, 6))
 
-    other, again = fresh()
+    other, restored = fresh()
     other["w"].data.copy_(weights)
-    checkpoints.restore_optimizer(again, other, saved)
-    go(other, again, range(3, 6))
+    checkpoints.restore_optimizer(restored, other, saved)
+    go(other, restored, range(3, 6))
     assert torch.equal(other["w"], trained["w"])

@@ -107,7 +107,7 @@ def test_a_batch_without_a_mistake_changes_no_weight(tiny_folder: Path) -> None:
         check_empty_update(parts.recipe, [], parts.student.step(3, []))
 
 
-def test_mistakes_that_nobody_can_correct_are_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+def test_mistakes_without_a_correction_are_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"\d turns went wrong.*says of none.*`correct`"):
         train(recipe(tiny_folder, settings={"corrects": False}), tmp_path / "run")
 

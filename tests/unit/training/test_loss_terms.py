@@ -205,8 +205,8 @@ def test_an_anchor_trains_all_the_others():
     # A turn whose hint was dropped is one of the others.
     assert part.weight["a"] == (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
     assert part.weight["b"] == (1.0,) * 9 and part.denominator == 14
-    (nobody,) = make_loss_terms([anchor], ["d"], [episode("c")])
-    assert not nobody.weight and nobody.denominator == 0
+    (empty,) = make_loss_terms([anchor], ["d"], [episode("c")])
+    assert not empty.weight and empty.denominator == 0
 
 
 def test_turns_can_count_the_same_however_long_they_are():

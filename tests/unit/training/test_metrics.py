@@ -1,4 +1,4 @@
-"""Sums that run where the numbers are: the same means, and nobody is asked on the way."""
+"""Metrics are accumulated on the device: exact means, without synchronization."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_means_over_a_mask_are_those_over_what_it_picks() -> None:
     assert means["max"] == float(values_N[on_N].max())
 
 
-def test_what_was_never_seen_has_no_mean() -> None:
+def test_a_metric_without_values_has_no_mean() -> None:
     metrics = MetricAccumulator()
     nowhere = torch.zeros(3, dtype=torch.bool)
     metrics.mean("mean", torch.ones(3), where=nowhere)
@@ -117,7 +117,7 @@ def test_large_sums_keep_their_digits() -> None:
     assert metrics.losses["value"] == 10 * 16777217.0, "float32 would lose every 1"
 
 
-def test_nan_and_infinity_are_told() -> None:
+def test_nan_and_infinity_are_reported() -> None:
     metrics = MetricAccumulator()
     metrics.mean("mean", torch.tensor([1.0, math.nan]))
     metrics.add_loss("inf", torch.tensor(math.inf))
@@ -127,7 +127,7 @@ def test_nan_and_infinity_are_told() -> None:
     assert metrics.losses == {"inf": math.inf}
 
 
-def test_a_sum_goes_on_after_it_was_read() -> None:
+def test_accumulation_continues_after_the_values_were_read() -> None:
     metrics = MetricAccumulator()
     metrics.add_loss("loss", torch.tensor(0.25))
     metrics.mean("kl", torch.tensor([1.0]))
@@ -196,7 +196,7 @@ def test_groups_and_metrics_do_not_synchronize(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("chunk", [3, N])
-def test_tokens_without_a_chance_count_as_nothing(chunk: int) -> None:
+def test_excluded_tokens_add_nothing(chunk: int) -> None:
     """Both exclude a token: 0 · log 0 in every sum, in some chunks. The means are without it."""
     batch, head = make_batch(MIX), make_head(0)
     for module in (batch.teacher_head.module, head.module):

@@ -30,8 +30,8 @@ def weights_of(parts: Runtime) -> list[torch.Tensor]:
     return [p.detach().clone() for p in parts.student.weights.trained.values()]
 
 
-def words(model, trajectory) -> torch.Tensor:
-    """Log-probs over all words at the chosen positions, in float64."""
+def token_logps(model, trajectory) -> torch.Tensor:
+    """Log-probs over the vocabulary at the completion tokens, in float64."""
     ids = torch.tensor(trajectory.token_ids)
     at = torch.tensor([i for i, c in enumerate(trajectory.completion_mask) if c])
     with torch.no_grad():
@@ -49,9 +49,9 @@ def test_the_reported_numbers_by_hand(tiny_folder, tiny_teacher_folder):
     )
     parts = assemble(recipe)
     scored = batch_of(parts)
-    p_NV = torch.cat([words(parts.engine.model, s.trajectory) for s in scored])
+    p_NV = torch.cat([token_logps(parts.engine.model, s.trajectory) for s in scored])
     teacher = parts.teacher.teacher.engine.model
-    q_NV = torch.cat([words(teacher, s.trajectory) for s in scored])
+    q_NV = torch.cat([token_logps(teacher, s.trajectory) for s in scored])
     ids_N = torch.tensor([i for s in scored for i in s.trajectory.completion_ids])
     p_N, q_N = p_NV[range(len(ids_N)), ids_N], q_NV[range(len(ids_N)), ids_N]
     mu_N = torch.tensor([x for s in scored for x in s.trajectory.sampler_logp]).double()
@@ -112,7 +112,7 @@ def spoil_student(parts: Runtime, scored: list[Scored]) -> list[Scored]:
 
 
 def spoil_teacher(parts: Runtime, scored: list[Scored]) -> list[Scored]:
-    """Words that the teacher excludes and the student does not."""
+    """Tokens that the teacher excludes and the student does not."""
     target = scored[-1].target
     module = torch.nn.Linear(target.hidden_TD.shape[1], target.head.vocab_size)
     module.bias.data[:] = -math.inf

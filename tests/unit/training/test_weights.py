@@ -107,7 +107,7 @@ def test_without_its_adapter_the_student_is_as_before(tiny_folder):
     assert not torch.allclose(with_adapter, logits(plain))
 
 
-def test_lent_weights_come_back_bit_by_bit_also_after_an_error(tiny_folder):
+def test_swapped_weights_are_restored_bit_by_bit_also_after_an_error(tiny_folder):
     weights = moved_adapter(tiny_folder)
     before = {name: p.detach().clone() for name, p in weights.trained.items()}
     zeros = {name: torch.zeros_like(p) for name, p in weights.trained.items()}
@@ -118,20 +118,20 @@ def test_lent_weights_come_back_bit_by_bit_also_after_an_error(tiny_folder):
     assert all(not tensor.any() for tensor in zeros.values())
 
 
-def test_a_copy_stays_when_the_student_moves(tiny_folder):
+def test_a_copy_does_not_change_with_the_student(tiny_folder):
     weights = StudentWeights(
         StudentConfig(model=str(tiny_folder), gradient_checkpointing=True), seed=0
     )
-    twin = weights.copy()
+    copy = weights.copy()
     before = logits(weights)
     for parameter in weights.trained.values():
         parameter.data += 1.0
     with torch.no_grad():
-        assert torch.equal(twin(input_ids=IDS).logits, before)
-    assert not any(p.requires_grad for p in twin.parameters())
-    assert not twin.is_gradient_checkpointing and weights.model.is_gradient_checkpointing
+        assert torch.equal(copy(input_ids=IDS).logits, before)
+    assert not any(p.requires_grad for p in copy.parameters())
+    assert not copy.is_gradient_checkpointing and weights.model.is_gradient_checkpointing
     # Tied as in the original, so that a moving average moves both.
-    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
 
 
 def test_moving_average_by_hand():
@@ -145,7 +145,7 @@ def test_moving_average_by_hand():
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_a_moving_average_teacher_speaks_with_its_own_weights(lora, tiny_folder):
+def test_a_moving_average_teacher_scores_with_its_own_weights(lora, tiny_folder):
     """At first as the student was; after each step (1 − d) of the way after it."""
     student = {"model": str(tiny_folder)} | ({"lora": lora} if lora else {})
     recipe = small_recipe(
@@ -161,20 +161,20 @@ def test_a_moving_average_teacher_speaks_with_its_own_weights(lora, tiny_folder)
     trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
     first = parts.teacher(trajectories)
     parts.student.step(0, first)
-    again = parts.teacher(trajectories)
-    assert torch.equal(first[0].target.logp_T, again[0].target.logp_T)  # it has not moved yet
+    unchanged = parts.teacher(trajectories)
+    assert torch.equal(first[0].target.logp_T, unchanged[0].target.logp_T)  # it has not moved yet
     for average in parts.averages.values():
         average.update()
     for name, parameter in parts.student.weights.trained.items():
         expected = 0.75 * start[name] + 0.25 * parameter.detach()
         torch.testing.assert_close(average.shadow[name], expected)
-    moved = parts.teacher(trajectories)
-    assert not torch.allclose(first[0].target.logp_T, moved[0].target.logp_T)
+    averaged = parts.teacher(trajectories)
+    assert not torch.allclose(first[0].target.logp_T, averaged[0].target.logp_T)
     parts.student.weights.model.load_state_dict(average.shadow, strict=False)
     (teacher,) = (parts.teacher.teacher,)
     teacher.weights, teacher.engine = _nothing, parts.engine
     with_student = parts.teacher(trajectories)
-    torch.testing.assert_close(moved[0].target.logp_T, with_student[0].target.logp_T)
+    torch.testing.assert_close(averaged[0].target.logp_T, with_student[0].target.logp_T)
 
 
 def _nothing():
@@ -183,7 +183,7 @@ def _nothing():
     return nullcontext()
 
 
-def test_no_gpu_is_said_in_words(tiny_folder, monkeypatch):
+def test_a_missing_gpu_is_explained(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"student\.device = 'cuda', but no GPU"):
         StudentWeights(StudentConfig(model=str(tiny_folder), device="cuda"), seed=0)

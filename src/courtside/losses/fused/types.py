@@ -87,7 +87,7 @@ class RawLogits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """The k most likely tokens instead of the vocabulary; `top_k` says what each form does."""
+    """The k most likely tokens instead of the vocabulary; `top_k` explains the forms."""
 
     k: int
     of: SupportOf
