@@ -21,7 +21,6 @@ disk. Hidden states and the first layer's gradients are compared with those of `
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +33,12 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch._inductor.exc
-from gpu_machine import GIB, about, model_parser, parsed, store
+from gpu_machine import about, measure_call, model_parser, parsed
+from gpu_peaks import free_memory
 from shapes import NAMES, random_engine
 from torch import Tensor
 from torch._dynamo.utils import counters
-from workload import SEED
+from workload import SEED, store
 
 from courtside.engines.forward.forward import ForwardPasses
 from courtside.engines.patches.fused_layers import FusedLayers
@@ -95,7 +95,7 @@ class Job:
         self.model.zero_grad(set_to_none=True)
         torch._dynamo.reset()
         counters.clear()
-        _tidy(self.engine.device)
+        free_memory(self.engine.device.type)
         if name == "liger":
             from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
@@ -133,22 +133,19 @@ class Job:
 
     def _timed(self, passes: ForwardPasses, sequences: Sequences) -> dict[str, Any]:
         device = self.engine.device
-        times = []
-        for number in range(1 + self.args.repeats):
-            if number == 1 and device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            _wait(device)
-            began = time.perf_counter()
-            self.one_pass(passes, sequences)
-            _wait(device)
-            times.append(time.perf_counter() - began)
+        measured = [
+            measure_call(lambda: self.one_pass(passes, sequences), device)[1]
+            for _ in range(1 + self.args.repeats)
+        ]
+        times = [row["seconds"] for row in measured]
+        peaks = [row["peak_gib"] for row in measured[1:] if "peak_gib" in row]
         return {
             "sequences": len(sequences),
             "tokens": sum(map(len, sequences)),
             "first_seconds": times[0],
             "seconds": median(times[1:]),
             "all_seconds": times,
-            "peak_gib": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None,
+            "peak_gib": max(peaks, default=None),
             "graphs_compiled": counters["stats"]["unique_graphs"],
         }
 
@@ -174,17 +171,6 @@ class Job:
         return {
             n: float((x - reference[n]).norm() / reference[n].norm()) for n, x in values.items()
         }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _tidy(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────

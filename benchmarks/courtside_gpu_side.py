@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -93,7 +92,7 @@ class GpuRun(TimedRun):
             num_hints=sum(outcome.drop_reason is None for s in scored for outcome in s.hints),
         )
         # Measuring memory is no part of the next step.
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self.timer.start()
 
 
 def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Recipe:

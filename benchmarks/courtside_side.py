@@ -1,14 +1,13 @@
 """The benchmark's step as courtside does it (see `workload` for the contract).
 
-This is `courtside.loop.train_loop` with a silent screen: what a step records and stores on disk is
-in its time. Only the checkpoint behind the last step is left out, as on the other side.
+This is `courtside.loop.train_loop` without output: what a step records and stores on disk is in
+its time. Only the checkpoint after the last step is left out, as on the other side.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from workload import (
     PhaseClock,
     SideResult,
     StepResult,
+    StepTimer,
     peak_rss,
     prompts_hash,
     side_parser,
@@ -53,22 +53,21 @@ from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 
 class TimedRun(Run):
-    """A run that also notes where the time of each step goes."""
+    """A run that also records the phases of each step."""
 
     def __init__(self, parts: Runtime, folder: RunFolder) -> None:
         self.clock = PhaseClock()
         self.steps: list[StepResult] = []
         self.prompt_ids: list[tuple[int, ...]] = []
         self.load_peak_rss = 0
-        self._since = 0.0
-        self._cpu_since = 0.0
+        self.timer = StepTimer()
         super().__init__(parts, folder, SilentConsole())
 
     def remaining_steps(self) -> Iterator[int]:
         for step in super().remaining_steps():
             if not self.steps:
                 self.load_peak_rss = peak_rss()
-                self._since, self._cpu_since = time.perf_counter(), time.process_time()
+                self.timer.start()
             yield step
 
     @contextmanager
@@ -80,16 +79,13 @@ class TimedRun(Run):
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
         super().record(step, scored, update, counts)
-        now, cpu_now = time.perf_counter(), time.process_time()
-        seconds, self._since = now - self._since, now
-        cpu_seconds, self._cpu_since = cpu_now - self._cpu_since, cpu_now
+        times = self.timer.lap()
         phases = self.clock.take()
-        phases["update"] = seconds - phases["rollout"] - phases["teacher"]
+        phases["update"] = times["seconds"] - phases["rollout"] - phases["teacher"]
         self.prompt_ids = [s.trajectory.turns[0].token_ids for s in scored]
         self.steps.append(
             StepResult(
-                seconds=seconds,
-                cpu_seconds=cpu_seconds,
+                **times,
                 phases=phases,
                 loss=update.loss,
                 num_trained_tokens=update.num_tokens["divergence"],

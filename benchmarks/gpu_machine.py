@@ -1,28 +1,21 @@
-"""What benchmarks on a GPU have in common: options, what results say first, and the clock."""
+"""Shared by benchmarks in one process: options, the header of results, time and memory."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
+import gc
 import os
 import platform
-import shlex
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from workload import SEED
-
-BENCHMARKS = Path(__file__).resolve().parent
-GIB = 2**30
+from workload import BENCHMARKS, GIB, SEED, StepTimer, peak_rss, provenance
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -52,10 +45,7 @@ def header(benchmark: str, device: torch.device) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = None
     return {
-        "benchmark": benchmark,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        **provenance(benchmark),
         "hardware": machine(device),
         "versions": versions,
     }
@@ -70,11 +60,6 @@ def about(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "dtype": "bfloat16" if args.device == "cuda" else "float32",
     }
-
-
-def store(out: Path, result: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.ArgumentParser:
@@ -96,13 +81,44 @@ def parsed(parser: argparse.ArgumentParser, benchmark: str) -> argparse.Namespac
     return args
 
 
-def commit() -> str:
-    git = shutil.which("git")
-    if git is None:
-        return "no git here"
-    command = [git, "-C", str(BENCHMARKS), "describe", "--always", "--dirty", "--abbrev=12"]
-    description = subprocess.run(command, capture_output=True, text=True, check=False)
-    return description.stdout.strip() or "not a checkout"
+def time_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Wall seconds until the device is done."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+    timer = StepTimer()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return timer.lap()["seconds"]
+
+
+def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, float]]:
+    """The result, with wall and CPU seconds and, on a GPU, the peak of memory and its rise."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    timer = StepTimer()
+    result = call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    row = timer.lap()
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+        row |= {"peak_gib": peak / GIB, "memory_gib": (peak - held) / GIB}
+    return result, row
+
+
+def rise_of_rss(call: Callable[[], Any]) -> int:
+    """Bytes that resident memory rises by, at most."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = peak_rss()
+    call()
+    return peak_rss() - before
 
 
 class Clock:

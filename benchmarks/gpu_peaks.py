@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -62,6 +63,12 @@ def hidden_in_graphs() -> int:
 
 def _device_allocs() -> int:
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+
+def free_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def wait_for_go() -> None:

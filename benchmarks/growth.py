@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import BENCHMARKS, header, store
+from gpu_machine import header, rise_of_rss
 from gpu_peaks import hidden_in_graphs
 from growth_jobs import SCALES, Parts, Series, Work, all_series
 from growth_plot import picture
 from opd_step import hardware
-from workload import SEED, peak_rss
+from workload import BENCHMARKS, SEED, store
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3
@@ -118,14 +118,8 @@ def _memory(parts: Parts, series: Series, size: int) -> tuple[dict[str, Any], in
     # The smallest size first, not counted: code, buffers and the optimizer's state get their place.
     series.job(parts, series.sizes[0]).call()
     work = series.job(parts, size)
-    gc.collect()
-    allocator = ctypes.CDLL(None)
-    allocator.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
-    allocator.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = peak_rss()
-    work.call()
-    return _about(work), peak_rss() - before
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    return _about(work), rise_of_rss(work.call)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────

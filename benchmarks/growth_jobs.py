@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from long_episode import HINT, byte_tokenizer, episode
+from long_episode import byte_tokenizer, episode, spread_hints
 from shapes import shape
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import SEED
@@ -33,7 +33,7 @@ from courtside.training import weights as student_weights
 from courtside.training.memory import device_bytes, kv_cache_tokens
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
-from courtside.types import Grade, Hint, Message, Observation, Sample, Task, Trajectory
+from courtside.types import Grade, Message, Observation, Sample, Task, Trajectory
 
 NO_END = -1
 """In place of the end token once the parts are made."""
@@ -254,14 +254,7 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
 
 def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
     trajectory = episode(parts.template, tokens, turns)
-    assistant_turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
-    hinted_turns = [
-        assistant_turns[(2 * n + 1) * len(assistant_turns) // (2 * hints)] for n in range(hints)
-    ]
-    hint_list = [
-        Hint(trajectory=trajectory.id, turn=turn, text=HINT, source="made up")
-        for turn in hinted_turns
-    ]
+    hint_list = spread_hints(trajectory, hints)
     rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
     score = parts.scoring(HintScorer(parts.engine, parts.template, rules))
 

@@ -15,19 +15,17 @@ import argparse
 import json
 import math
 import os
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from opd_step import BENCHMARKS, GIB, commit, hardware, run_process
-from workload import SEED, peak_rss
+from opd_step import hardware, run_process
+from workload import BENCHMARKS, GIB, SEED, peak_rss, provenance, store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,10 +232,7 @@ def run_all(args: argparse.Namespace) -> None:
     ratios = ratios_of(rows)
     print(table(rows, ratios))
     result = {
-        "benchmark": "head_cpu",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        **provenance("head_cpu"),
         "hardware": hardware(),
         "load_after": os.getloadavg()[0],
         "seed": SEED,
@@ -252,8 +247,7 @@ def run_all(args: argparse.Namespace) -> None:
         "ratios": ratios,
         "problems": problems,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, result)
     if problems:
         sys.exit("\n".join(problems))
 

@@ -28,7 +28,6 @@ are left out, and that is said.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from gpu_machine import BENCHMARKS, GIB, Clock, header
+from gpu_machine import Clock, header
+from gpu_peaks import free_memory
 from head_cases import (
     KINDS,
     MORE_KINDS,
@@ -51,7 +51,7 @@ from head_cases import (
     runs,
     too_far,
 )
-from workload import SEED
+from workload import BENCHMARKS, GIB, SEED, store
 
 from courtside.losses.fused.linear_divergence import plan_chunks
 
@@ -111,11 +111,11 @@ def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, An
     plan = plan_chunks(inputs.student, teacher=True, trained=True)
     print(f"  {plan}")
     errors, wrong = checked(inputs, more=name == args.shapes[0])
-    _tidy(clock)
+    free_memory(clock.device.type)
     floors = {name: matmuls(inputs, trained=name == "trained") for name in ("trained", "frozen")}
     rows = []
     for label, (floor, gradients, run) in runs(inputs).items():
-        _tidy(clock)
+        free_memory(clock.device.type)
         rows.append(timed(clock, label, floors[floor], gradients, run))
     all_ms = [ms for row in rows for ms in row.get("floors_ms", ())]
     print(f"  floors: {min(all_ms):.2f} to {max(all_ms):.2f} ms", flush=True)
@@ -143,11 +143,6 @@ def run_liger(
     except RuntimeError as error:  # ours are measured already, and stay
         print(f"  {label}: failed: {type(error).__name__}: {str(error)[:500]}")
         return {"name": label, "failed": str(error)}
-
-
-def _tidy(clock: Clock) -> None:
-    if clock.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def summary(shapes: dict[str, Any]) -> None:
@@ -183,28 +178,27 @@ def main() -> None:
     clock = Clock(device, warmup=args.warmup, repeats=args.repeats)
     shapes: dict[str, Any] = {}
     result = {**header("head_gpu", device), "seed": SEED, "shapes": shapes}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
 
-    def store() -> None:
+    def store_so_far() -> None:
         result["seconds"] = clock.elapsed
-        args.out.write_text(json.dumps(result, indent=1) + "\n")  # what there is, if time runs out
+        store(args.out, result)  # what there is, if time runs out
 
     wrong = []
     if device.type == "cuda":
         error = result["far_rows_off"] = far_rows_error(device)
         print(f"rows past 2^31 logits: off by {error:.1e}")
         wrong += [] if error < 1e-2 else ["rows past 2^31 logits"]
-        _tidy(clock)
+        free_memory(clock.device.type)
     for name in args.shapes:
         shapes[name] = run_shape(name, args, clock)
         wrong += [f"{name}: {kind}" for kind in shapes[name]["wrong"]]
-        store()
+        store_so_far()
     # All shapes in its smaller chunks before any in larger ones, should time run out.
     for chunk in () if args.no_liger else LIGER_CHUNKS:
         for name in args.shapes:
             row = run_liger(name, chunk, args, clock)
             shapes[name]["rows"] += [] if row is None else [row]
-            store()
+            store_so_far()
     summary(shapes)
     print(f"{clock.elapsed:.0f} s in all; results in {args.out}")
     if wrong:

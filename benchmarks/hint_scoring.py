@@ -21,18 +21,17 @@ compared before anything is timed.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from gpu_machine import GIB, about, model_parser, parsed, store
+from gpu_machine import about, measure_call, model_parser, parsed
 from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
 from transformers.cache_utils import Cache
-from workload import SEED
+from workload import SEED, store
 
 from courtside.engines.base import BranchRequest, ScoreRequest, score_branches_separately
 from courtside.engines.forward.batching import SequenceSpan
@@ -137,28 +136,11 @@ def _spread(number: int) -> float:
     return 1 - value - 1e-9
 
 
-def timed(device: torch.device, call: Callable[[], Any]) -> dict[str, float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    record = {"seconds": time.perf_counter() - start}
-    # Of all threads together; on a CPU less disturbed by other programs than the wall clock.
-    record["cpu_seconds"] = time.process_time() - start_cpu
-    if device.type == "cuda":
-        record["memory_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
-    return record
-
-
 def measure(job: Job, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     runs: dict[str, list[dict[str, float]]] = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:
-        runs.setdefault(name, []).append(timed(job.device, call))
+        runs.setdefault(name, []).append(measure_call(call, job.device)[1])
 
     for number in range(args.warmup + args.repeats):
         if number == args.warmup:

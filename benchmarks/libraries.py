@@ -16,8 +16,6 @@ are left out and named.
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,10 +23,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_machine import GIB, about, model_parser, parsed, store
-from shapes import NAMES, shape
+from gpu_machine import about, model_parser, parsed, time_call
+from gpu_peaks import free_memory
+from shapes import NAMES, random_model
 from torch import Tensor, nn
-from workload import SEED
+from workload import GIB, SEED, store
 
 from courtside.engines.precision import quantize_linear_layers
 from courtside.training.optimizer import OffloadedAdamW
@@ -63,7 +62,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def measure_optimizer(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[Tensor]]:
     """Times of `repeats` steps after one that allocates, and the weights after all of them."""
     device = torch.device(args.device)
-    model = make_model(args.optimizer_model or args.model, device, torch.float32)
+    model = random_model(args.optimizer_model or args.model, device, torch.float32)
     optimizer = make_optimizer(name, model)
     backward_seconds, step_seconds = [], []
     for repeat in range(1 + args.repeats):
@@ -73,11 +72,11 @@ def measure_optimizer(name: str, args: argparse.Namespace) -> tuple[dict[str, An
             (p * torch.randn(p.shape, generator=generator, device=device)).sum()
             for p in model.parameters()
         )
-        backward_seconds.append(time_once(loss.backward, device))
-        step_seconds.append(time_once(optimizer.step, device))
+        backward_seconds.append(time_call(loss.backward, device))
+        step_seconds.append(time_call(optimizer.step, device))
         optimizer.zero_grad(set_to_none=True)
     del loss
-    release(device)
+    free_memory(args.device)
     held = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else None
     weights = [p.detach().cpu() for p in model.parameters()]
     return {
@@ -141,10 +140,10 @@ def measure_quantization(
 ) -> tuple[dict[str, Any], Tensor]:
     device = torch.device(args.device)
     dtype = torch.float32 if name == "float32" else torch.bfloat16
-    model = make_model(args.model, device, dtype)
+    model = random_model(args.model, device, dtype)
     if name not in ("float32", "bfloat16"):
         model = quantize(name, model)
-    release(device)
+    free_memory(args.device)
     generator = torch.Generator().manual_seed(SEED)
     size = (args.rows, args.length)
     ids_BT = torch.randint(0, model.config.vocab_size, size, generator=generator).to(device)
@@ -154,41 +153,13 @@ def measure_quantization(
         return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
 
     hidden_ND = forward()[0].float().cpu()
-    times = [time_once(forward, device) for _ in range(args.repeats)]
+    times = [time_call(forward, device) for _ in range(args.repeats)]
     result: dict[str, Any] = {"quantization": name, "seconds": median(times), "all_seconds": times}
     if device.type == "cuda":
         result["held_gib"] = torch.cuda.memory_allocated() / GIB
     if reference_ND is not None:
         result["relative_error"] = float((hidden_ND - reference_ND).norm() / reference_ND.norm())
     return result, hidden_ND
-
-
-# ── shared ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_model(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
-    torch.manual_seed(SEED)
-    with device:
-        return shape(kind).to(dtype).eval()
-
-
-def time_once(job: Callable[[], Any], device: torch.device) -> float:
-    wait(device)
-    began = time.perf_counter()
-    job()
-    wait(device)
-    return time.perf_counter() - began
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def attempts(
@@ -212,7 +183,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     args = parsed(parser, "libraries")
-    device = torch.device(args.device)
     result: dict[str, Any] = {**about("libraries", args), "left_out": [], "failed": {}}
     libraries = {library for library in LIBRARIES.values() if find_spec(library)}
     result["versions"] |= {library: version(library) for library in libraries}
@@ -221,19 +191,12 @@ def main() -> None:
         """A library that does not run on this machine is named with its error."""
         try:
             return job()
-        except (
-            AssertionError,
-            ImportError,
-            AttributeError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except LIBRARY_ERRORS as error:
             result["failed"][name] = f"{type(error).__name__}: {error}"[:300]
             print(name, "failed:", result["failed"][name], flush=True)
             return None
         finally:
-            release(device)
+            free_memory(args.device)
 
     reference: list[Tensor] | None = None
     result["offload"] = []
@@ -251,7 +214,7 @@ def main() -> None:
 
     result["quantization"] = []
     _, reference_ND = measure_quantization("float32", args, None)
-    release(device)
+    free_memory(args.device)
     for name in attempts(QUANTIZATIONS, args, result):
         measured = attempt(name, lambda name=name: measure_quantization(name, args, reference_ND))
         if measured is None:

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import argparse
 import random
-import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_machine import BENCHMARKS, GIB, header, store
-from shapes import shape
+from gpu_machine import header, measure_call
+from shapes import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from workload import SEED
+from workload import BENCHMARKS, GIB, SEED, peak_rss, store
 
 from courtside.assemble.teachers import find_reason_to_score_first
 from courtside.chat.incremental import IncrementalTemplate
@@ -91,12 +89,7 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         recipe = make_recipe(args)
 
-        def draw(name: str, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
-            torch.manual_seed(SEED)
-            with device:
-                return shape(name).to(dtype).eval()
-
-        with patch.object(student_weights, "load_model", draw):
+        with patch.object(student_weights, "load_model", random_model):
             self.weights = StudentWeights(recipe.student, seed=SEED)
         tokenizer = byte_tokenizer()
         self.engine = LocalEngine(
@@ -118,17 +111,7 @@ class Job:
         )
         self.scoring = TeacherStage(teacher, None, hinted=True)
         self.trajectory = episode(template, args.tokens, args.turns)
-        assistant_turns = [
-            i for i, turn in enumerate(self.trajectory.turns) if turn.role == "assistant"
-        ]
-        hinted_turns = [
-            assistant_turns[(2 * n + 1) * len(assistant_turns) // (2 * args.hints)]
-            for n in range(args.hints)
-        ]
-        self.hints = [
-            Hint(trajectory=self.trajectory.id, turn=turn, text=HINT, source="made up")
-            for turn in hinted_turns
-        ]
+        self.hints = spread_hints(self.trajectory, args.hints)
 
     def score(self) -> list[Scored]:
         scored = self.scoring([self.trajectory], self.hints)
@@ -172,27 +155,22 @@ def episode(template: IncrementalTemplate, num_tokens: int, num_turns: int) -> T
     )  # fmt: skip
 
 
+def spread_hints(trajectory: Trajectory, count: int) -> list[Hint]:
+    """Hints on assistant turns, evenly spaced."""
+    turns = [i for i, turn in enumerate(trajectory.turns) if turn.role == "assistant"]
+    indices = [(2 * n + 1) * len(turns) // (2 * count) for n in range(count)]
+    return [
+        Hint(trajectory=trajectory.id, turn=turns[i], text=HINT, source="made up") for i in indices
+    ]
+
+
 def timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if on_gpu else 0
-    start = time.perf_counter()
-    result = call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    row = {"seconds": time.perf_counter() - start}
-    if on_gpu:
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        row["peak_above_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
-    else:
-        row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return result, row
+    result, row = measure_call(call, device)
+    return result, {"peak_gib": peak_rss() / GIB, **row}
 
 
 def format_row(name: str, row: dict[str, float]) -> str:
-    above = f", {row['peak_above_gib']:.2f} above what was held" if "peak_above_gib" in row else ""
+    above = f", {row['memory_gib']:.2f} above what was held" if "memory_gib" in row else ""
     return f"{name:>7}: {row['seconds']:.3f} s, peak {row['peak_gib']:.2f} GiB{above}"
 
 

@@ -20,24 +20,32 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workload import DTYPES, LORA_RANK, NEW_TOKENS, PROMPTS, SEED, TEACHER_NOISE, peak_rss
+from workload import (
+    BENCHMARKS,
+    DTYPES,
+    GIB,
+    LORA_RANK,
+    NEW_TOKENS,
+    PROMPTS,
+    REPOSITORY,
+    SEED,
+    TEACHER_NOISE,
+    peak_rss,
+    provenance,
+    store,
+)
 
-BENCHMARKS = Path(__file__).resolve().parent
-REPOSITORY = BENCHMARKS.parent
 SIDES = ("trl", "courtside")
 TOKENS_PER_STEP = len(PROMPTS) * NEW_TOKENS
-GIB = 2**30
 
 
 # ── one process ──────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +150,7 @@ def same_work_problems(processes: Sequence[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def summarise(processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize(processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for config, dtype in dict.fromkeys((p["config"], p["dtype"]) for p in processes):
         for side in dict.fromkeys(process["side"] for process in processes):
@@ -284,12 +292,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    description = subprocess.run(command, capture_output=True, text=True, check=False)
-    return description.stdout.strip() or "not a checkout"
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both")
@@ -339,12 +341,9 @@ def main() -> None:
             return
         processes = measure(args, sides, work)
     problems = same_work_problems(processes)
-    rows = summarise(processes)
+    rows = summarize(processes)
     result = {
-        "benchmark": "opd_step",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        **provenance("opd_step"),
         "hardware": hardware(),
         "seed": SEED,
         "teacher_noise": TEACHER_NOISE,
@@ -355,8 +354,7 @@ def main() -> None:
         "ratios_float32_over_bfloat16": bfloat16_gains(rows),
         "processes": processes,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(args.out, result)
     print_table(rows)
     if problems:
         raise SystemExit("\nNOT THE SAME WORK:\n" + "\n".join(problems))

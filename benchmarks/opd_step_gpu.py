@@ -31,10 +31,8 @@ from statistics import median
 from typing import Any
 
 from opd_step_job import FULL, HINTS_PER_EPISODE, NUM_TURNS, SEEDS, TINY, Job, write_folder
-from workload import SEED
+from workload import BENCHMARKS, GIB, REPOSITORY, SEED, store
 
-BENCHMARKS = Path(__file__).resolve().parent
-REPOSITORY = BENCHMARKS.parent
 OURS = ("courtside", "courtside_lean")
 """The sides that do TRL's job."""
 HINTED = ("hints", "hints_lean")
@@ -44,7 +42,6 @@ SIDES = (*OURS, *HINTED, *PEERS)
 LEAN = ("student.gradient_checkpointing=true", "train.optimizer_offload=true")
 """What the lean sides set beside half of the rows at a time (`half_of_the_rows`): activations
 computed again, and AdamW's moments in the host's memory."""
-GIB = 2**30
 LOSS_SPREAD = 1.15
 """First losses of two sides differ by their draws only."""
 
@@ -361,8 +358,7 @@ def main() -> None:
             "ratios": ratios(rows),
             "processes": list(records),
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        store(args.out, result)
 
     with tempfile.TemporaryDirectory(prefix="opd-step-gpu-") as folder:
         work = Path(folder)

@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import GIB, about, model_parser, parsed, store
+from gpu_machine import about, measure_call, model_parser, parsed, rise_of_rss
 from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
-from workload import SEED, peak_rss
+from workload import GIB, SEED, store
 
 from courtside.engines.base import ScoreRequest
 from courtside.engines.forward.batching import default_pass_tokens
@@ -128,18 +125,9 @@ class Job:
 
 
 def once(job: Job, call: Callable[[], Any]) -> dict[str, float]:
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
     job.computed = 0
-    start, start_cpu = time.perf_counter(), time.process_time()
-    call()
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
-    return {
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - start_cpu,
-        "tokens": job.computed,
-    }
+    _, row = measure_call(call, job.device)
+    return {**row, "tokens": job.computed}
 
 
 def clock_of(device: torch.device) -> str:
@@ -149,20 +137,9 @@ def clock_of(device: torch.device) -> str:
 
 def rise(job: Job, call: Callable[[], Any]) -> float:
     """GiB that memory rises by, at most, above what was held before."""
-    gc.collect()
     if job.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return float(torch.cuda.max_memory_allocated() - held) / GIB
-    allocator = ctypes.CDLL(None)
-    allocator.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = peak_rss()
-    call()
-    return (peak_rss() - before) / GIB
+        return measure_call(call, job.device)[1]["memory_gib"]
+    return rise_of_rss(call) / GIB
 
 
 def measure(job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:

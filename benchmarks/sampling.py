@@ -20,7 +20,6 @@ ours what CUDA graphs hold.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -33,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import BENCHMARKS, GIB, about, store
-from gpu_peaks import hidden_in_graphs
-from shapes import NAMES, shape
-from workload import SEED
+from gpu_machine import about, time_call
+from gpu_peaks import free_memory, hidden_in_graphs
+from shapes import NAMES, random_model
+from workload import BENCHMARKS, GIB, SEED, store
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.local import LocalEngine
@@ -109,13 +108,12 @@ def vllm_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
 
 def run_vllm(paths: str, model: str, cases: Sequence[Case], *, limit: float) -> dict[str, Any]:
     """vLLM's results of these cases, those that it had when the time ran out included."""
-    folder_of_benchmarks = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         todo, out = Path(folder) / "cases.json", Path(folder) / "out.json"
         todo.write_text(json.dumps([asdict(case) for case in cases]))
-        command = [sys.executable, str(folder_of_benchmarks / "vllm_side.py"), "--model", model]
+        command = [sys.executable, str(BENCHMARKS / "vllm_side.py"), "--model", model]
         command += ["--cases", str(todo), "--out", str(out)]
-        path = os.pathsep.join([paths, str(folder_of_benchmarks.parent / "src")])
+        path = os.pathsep.join([paths, str(BENCHMARKS.parent / "src")])
         try:
             subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=limit)
         except subprocess.TimeoutExpired:
@@ -135,21 +133,9 @@ class NullTokenizer:
 # ── the clock ────────────────────────────────────────────────────────────────────────────────────
 
 
-def seconds(job: Callable[[], Any], device: torch.device, *, times: int) -> float:
-    """The fastest of several."""
-    durations = []
-    for _ in range(times):
-        _wait(device)
-        began = time.perf_counter()
-        job()
-        _wait(device)
-        durations.append(time.perf_counter() - began)
-    return min(durations)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def fastest(call: Callable[[], Any], device: torch.device, *, times: int) -> float:
+    """Seconds of the fastest of several calls."""
+    return min(time_call(call, device) for _ in range(times))
 
 
 def bandwidth(device: torch.device) -> float:
@@ -161,13 +147,12 @@ def bandwidth(device: torch.device) -> float:
             values.sum()
 
     read()
-    return 8 * values.numel() * values.element_size() / seconds(read, device, times=3)
+    return 8 * values.numel() * values.element_size() / fastest(read, device, times=3)
 
 
 def _reset(device: torch.device) -> None:
-    gc.collect()
+    free_memory(device.type)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -183,10 +168,8 @@ def _peak(device: torch.device) -> float | None:
 def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, Any]:
     """`rate`: bytes a second that the memory can be read with."""
     device = torch.device(args.device)
-    torch.manual_seed(SEED)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        model = shape(case.model).to(torch.float32 if args.trained else dtype).eval()
+    model = random_model(case.model, device, torch.float32 if args.trained else dtype)
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(SEED)
     size = (case.prompts, case.prompt_tokens)
@@ -228,7 +211,7 @@ def generated(
     count = args.generate_tokens or case.new_tokens
     generate(min(WARMUP_TOKENS, count))
     _reset(engine.device)
-    took = seconds(lambda: generate(count), engine.device, times=1)
+    took = fastest(lambda: generate(count), engine.device, times=1)
     return {
         "new_tokens": count,
         "seconds": took,
@@ -257,7 +240,7 @@ def sampled(
     first = time.perf_counter() - began
     if num_tokens != case.num_tokens:
         raise SystemExit(f"{case}: we wrote {num_tokens} tokens: that is another job")
-    took = first if first > LONG_SECONDS else seconds(sample, engine.device, times=args.times)
+    took = first if first > LONG_SECONDS else fastest(sample, engine.device, times=args.times)
     peak = _peak(engine.device)
     if args.profile:
         profile(sample, engine.device)
@@ -298,8 +281,7 @@ def profile(job: Callable[[], Any], device: torch.device) -> None:
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profiling(activities=kinds) as profiler:
-        job()
-        _wait(device)
+        time_call(job, device)
     by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
 

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: nothing is downloaded; a clock sees no difference."""
+"""Models of known shapes with random weights: nothing is downloaded, and times are the same."""
 
 from __future__ import annotations
 
@@ -61,13 +61,18 @@ def shape(kind: str) -> Any:
     return (LlamaForCausalLM if kind in LLAMA else Qwen3ForCausalLM)(config)
 
 
+def random_model(kind: str, device: torch.device, dtype: torch.dtype, **_: Any) -> Any:
+    """Takes the arguments of `courtside.engines.loading.load_model`, which it may replace."""
+    torch.manual_seed(SEED)
+    with device:  # a CPU would take long for a billion random numbers
+        return shape(kind).to(dtype).eval()
+
+
 def random_engine(args: argparse.Namespace) -> LocalEngine:
     """As a student in training has it: bfloat16 autocast over float32 weights on a GPU. `args` has
     `device`, `model` and, as a rank or 0, `lora`."""
     device = torch.device(args.device)
-    torch.manual_seed(SEED)
-    with device:  # drawn where they stay: a CPU takes its time over half a billion numbers
-        model = shape(args.model)
+    model = random_model(args.model, device, torch.float32)
     if args.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -7,7 +7,6 @@ how many sequences a pass takes; the fastest is measured, of nearly equal ones t
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_peaks import wait_for_go
+from gpu_peaks import free_memory, wait_for_go
 from opd_step_job import Job, checked_tensors, read_job, read_lines
 from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
@@ -30,6 +29,7 @@ from workload import (
     CheckResult,
     SideResult,
     StepResult,
+    StepTimer,
     peak_rss,
     prompts_hash,
     write_json,
@@ -69,25 +69,22 @@ class GpuRecorder(TrainerCallback):
     def __init__(self, job: Job, trainer: Callable[[], GpuTrainer]):
         self.job, self.trainer = job, trainer
         self.steps: list[StepResult] = []
-        self._since = 0.0
-        self._cpu_since = 0.0
+        self.timer = StepTimer()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.trainer().peaks.begin()
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self.timer.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer()
         trainer.peaks.close("update")
-        now, cpu_now = time.perf_counter(), time.process_time()
-        seconds, cpu_seconds = now - self._since, cpu_now - self._cpu_since
+        times = self.timer.lap()
         phases = trainer.clock.take()
         phases["teacher"] = phases.get("teacher", 0.0) + trainer.take_teacher_seconds()
-        phases["update"] = seconds - phases["rollout"] - phases["teacher"]
+        phases["update"] = times["seconds"] - phases["rollout"] - phases["teacher"]
         self.steps.append(
             StepResult(
-                seconds=seconds,
-                cpu_seconds=cpu_seconds,
+                **times,
                 phases=phases,
                 loss=trainer.step_loss,
                 num_trained_tokens=trainer.step_tokens,
@@ -99,7 +96,7 @@ class GpuRecorder(TrainerCallback):
         trainer.step_loss, trainer.step_tokens = 0.0, 0
         trainer.fix_completion_length(self.job.new_tokens)
         # Measuring memory is no part of the next step.
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self.timer.start()
 
 
 # ── which settings ───────────────────────────────────────────────────────────────────────────────
@@ -120,7 +117,7 @@ def tune(
                 check = check or result
             except BROKEN as error:
                 broken.append({"setting": asdict(first), "why": _first_line(error)})
-        _release(job)
+        free_memory(job.device)
     if not trials or check is None:
         raise SystemExit(f"TRL: no setting works here: {broken}")
     return trials, broken, check
@@ -148,7 +145,7 @@ def _tune_one(
         except BROKEN as error:
             broken.append({"setting": asdict(setting), "why": _first_line(error)})
         model.zero_grad(set_to_none=True)
-        _release(job)
+        free_memory(job.device)
     trainer.accelerator.free_memory()
     return check
 
@@ -249,12 +246,6 @@ def _untouched_modules() -> Iterator[None]:
         yield
     finally:
         vars(modeling_qwen3).update(before)
-
-
-def _release(job: Job) -> None:
-    gc.collect()
-    if job.device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _first_line(error: Exception) -> str:

@@ -22,8 +22,7 @@ from gpu_peaks import Peaks
 from opd_step_job import NO_END, Job, load_random_model, read_lines
 from transformers import AutoTokenizer
 from trl import DistillationConfig
-from trl_side import TimedTrainer
-from workload import BETAS, CLIP_NORM, SEED, TEMPERATURE
+from trl_side import SHARED_OPTIONS, TimedTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,30 +93,18 @@ def build(
         start_vllm_without_weights()
     config = DistillationConfig(
         output_dir=str(args.out.parent / "trl-output"),
-        beta=1.0,  # reverse KL
-        temperature=TEMPERATURE,
         max_completion_length=job.new_tokens,
         per_device_train_batch_size=setting.micro_batch,
         gradient_accumulation_steps=job.rows // setting.micro_batch,
         max_steps=1 + args.steps,
-        shuffle_dataset=False,
         learning_rate=job.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
-        max_grad_norm=CLIP_NORM,
         bf16=job.dtype == "bfloat16",
         use_liger_kernel=setting.liger,
         gradient_checkpointing=setting.checkpointing,
         use_cpu=not on_gpu,
         use_vllm=use_vllm,
         vllm_max_model_length=job.prompt_tokens + job.new_tokens,
-        seed=SEED,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **SHARED_OPTIONS,
     )
     texts = [row["prompt"] for row in read_lines(args.job / "prompts.jsonl")]
     prompts = [[{"role": "user", "content": text}] for text in texts for _ in range(job.samples)]

@@ -8,7 +8,6 @@ Timing wraps methods of the trainer and changes none of them.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,18 +34,36 @@ from workload import (
     PhaseClock,
     SideResult,
     StepResult,
+    StepTimer,
     peak_rss,
     prompts_hash,
     side_parser,
     write_json,
 )
 
+SHARED_OPTIONS: dict[str, Any] = {
+    "beta": 1.0,  # reverse KL
+    "temperature": TEMPERATURE,
+    "shuffle_dataset": False,
+    "lr_scheduler_type": "constant",
+    "adam_beta1": BETAS[0],
+    "adam_beta2": BETAS[1],
+    "weight_decay": 0.0,
+    "max_grad_norm": CLIP_NORM,
+    "seed": SEED,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Of TRL's configuration, on a CPU and on a GPU."""
+
 
 class TimedTrainer(DistillationTrainer):
-    """Notes where the time of a step goes, and what was trained in it."""
+    """Records the phases of a step and what was trained in it."""
 
     autocast_loss = False
-    """Whether the loss is put under autocast; why is said in `trl_gpu_trainer`."""
+    """Whether the loss is put under autocast; `trl_gpu_trainer` says why."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.clock = PhaseClock()
@@ -88,24 +105,20 @@ class StepRecorder(TrainerCallback):
         self.steps: list[StepResult] = []
         self.trainer: TimedTrainer | None = None
         self.load_peak_rss = 0
-        self._since = 0.0
-        self._cpu_since = 0.0
+        self.timer = StepTimer()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.load_peak_rss = peak_rss()
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self.timer.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
-        now, cpu_now = time.perf_counter(), time.process_time()
-        seconds, self._since = now - self._since, now
-        cpu_seconds, self._cpu_since = cpu_now - self._cpu_since, cpu_now
+        times = self.timer.lap()
         phases = self.trainer.clock.take()
-        phases["update"] = seconds - phases["rollout"] - phases["teacher"]
+        phases["update"] = times["seconds"] - phases["rollout"] - phases["teacher"]
         self.steps.append(
             StepResult(
-                seconds=seconds,
-                cpu_seconds=cpu_seconds,
+                **times,
                 phases=phases,
                 loss=self.trainer.step_loss,
                 num_trained_tokens=self.trainer.step_tokens,
@@ -119,27 +132,15 @@ def build(args: Any, recorder: StepRecorder) -> TimedTrainer:
     rank = LORA_RANK[args.config]
     config = DistillationConfig(
         output_dir=str(args.out.parent / "trl-output"),
-        beta=1.0,  # reverse KL
-        temperature=TEMPERATURE,
         max_completion_length=NEW_TOKENS,
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=len(PROMPTS) // args.micro_batch,
         max_steps=args.warmup + args.repeats,
-        shuffle_dataset=False,
         learning_rate=LEARNING_RATE[args.config],
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
-        max_grad_norm=CLIP_NORM,
         bf16=args.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=True,
-        seed=SEED,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **SHARED_OPTIONS,
     )
     tokenizer = AutoTokenizer.from_pretrained(args.student, padding_side="left")
     prompts = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]

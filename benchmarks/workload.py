@@ -9,12 +9,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+BENCHMARKS = Path(__file__).resolve().parent
+REPOSITORY = BENCHMARKS.parent
+GIB = 2**30
 SEED = 0
 NEW_TOKENS = 64
 TEMPERATURE = 1.0
@@ -157,6 +165,30 @@ def write_json(path: Path, record: SideResult | CheckResult) -> None:
     path.write_text(json.dumps(asdict(record), indent=1))
 
 
+def store(out: Path, result: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def provenance(benchmark: str) -> dict[str, Any]:
+    """The first fields of every result."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": describe_commit(),
+    }
+
+
+def describe_commit() -> str:
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        description = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "no git"
+    return description.stdout.strip() or "not a checkout"
+
+
 def prompts_hash(prompts: Iterable[Sequence[int]]) -> str:
     text = json.dumps(sorted([int(i) for i in ids] for ids in prompts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -194,3 +226,19 @@ class PhaseClock:
         """What was measured since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+class StepTimer:
+    """Wall and CPU time of one step after the other."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def lap(self) -> dict[str, float]:
+        """The times of `StepResult` since the start or the last lap."""
+        wall, cpu = self._wall, self._cpu
+        self.start()
+        return {"seconds": self._wall - wall, "cpu_seconds": self._cpu - cpu}
