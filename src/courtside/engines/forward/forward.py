@@ -184,22 +184,11 @@ def score_positions(
         if top_k:
             top = logits_NV.topk(top_k, dim=-1)
             top_chunks.append((top.indices, top.values - logsumexp_N1))
-    absent = [None] * len(counts)
-    top_ids, top_logps = (
-        [torch.cat(column).split(counts) for column in zip(*top_chunks, strict=True)]
-        if top_chunks
-        else (absent, absent)
-    )
-    return [
-        Scores(logp_T=logp_T, hidden_TD=request_TD, top_ids_TK=ids_TK, top_logp_TK=logp_TK)
-        for logp_T, request_TD, ids_TK, logp_TK in zip(
-            torch.cat(logp_chunks).split(counts),
-            hidden_TD.split(counts) if want == "hidden" else absent,
-            top_ids,
-            top_logps,
-            strict=True,
-        )
-    ]
+    columns: list[Sequence[Any]] = [torch.cat(logp_chunks).split(counts)]
+    columns.append(hidden_TD.split(counts) if want == "hidden" else [None] * len(counts))
+    columns += [torch.cat(top).split(counts) for top in zip(*top_chunks, strict=True)]
+    names = ("logp_T", "hidden_TD", "top_ids_TK", "top_logp_TK")[: len(columns)]
+    return [Scores(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────

@@ -89,6 +89,12 @@ def make_varlen_layout(
     """`key_lengths` = None: each segment attends to itself only."""
     assert key_lengths is None or all(n <= k for n, k in zip(lengths, key_lengths, strict=True))
     key_lengths = lengths if key_lengths is None else key_lengths
+    gather_index = None
+    if key_segments is not None and device.type == "cuda" and find_spec("triton") is not None:
+        from courtside.engines.kernels.prefix_gather import GatherIndex, make_gather_index
+
+        index = make_gather_index(lengths, key_segments)
+        gather_index = GatherIndex(*(copy_to_device(tensor, device) for tensor in index))
     # From pinned memory: a GPU is not waited for.
     cu_seqlens_S, cu_key_lens_S = torch.tensor(
         [[0, *accumulate(lengths)], [0, *accumulate(key_lengths)]],
@@ -101,18 +107,9 @@ def make_varlen_layout(
         key_lengths=tuple(key_lengths),
         cu_key_lens_S=cu_key_lens_S,
         key_segments=None if key_segments is None else tuple(key_segments),
-        gather_index=None if key_segments is None else _gather_index(lengths, key_segments, device),
+        gather_index=gather_index,
         backend=backend,
     )
-
-
-def _gather_index(lengths: Sequence[int], key_segments: Sequence[int], device: torch.device) -> Any:
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from courtside.engines.kernels.prefix_gather import GatherIndex, make_gather_index
-
-    index = make_gather_index(lengths, key_segments)
-    return GatherIndex(*(copy_to_device(tensor, device) for tensor in index))
 
 
 def make_packed_layout(

@@ -105,7 +105,14 @@ class ContinuousBatchingSession:
             while running:
                 is_active = step.run()
                 if sampling.stop:
-                    self._stop_at_strings(step, running, buffer, is_active)
+                    outputs = step.outputs(list(running))
+                    stopped = [
+                        row
+                        for row, (ids, _) in zip(running, outputs, strict=True)
+                        if buffer.has_stop_string(ids)
+                    ]
+                    step.stop(stopped)
+                    is_active = [a and row not in stopped for row, a in enumerate(is_active)]
                 finished = {row: running.pop(row) for row in list(running) if not is_active[row]}
                 outputs = step.outputs(list(finished))
                 for (row, i), (ids, logps) in zip(finished.items(), outputs, strict=True):
@@ -130,21 +137,6 @@ class ContinuousBatchingSession:
         length_B = torch.tensor([self.length[row] for row in rows], device=device)
         self.cache.length_B[torch.tensor(rows, device=device)] = length_B
         step.start(rows, hidden_BD, [requests[i].seed for i in assigned.values()])
-
-    def _stop_at_strings(
-        self,
-        step: DecodeStep,
-        running: Mapping[int, int],
-        buffer: SampleBuffer,
-        is_active: list[bool],
-    ) -> None:
-        """Deactivate rows whose text has a stop string."""
-        outputs = zip(running, step.outputs(list(running)), strict=True)
-        rows = [row for row, (ids, _) in outputs if is_active[row] and buffer.has_stop_string(ids)]
-        if rows:
-            step.stop(rows)
-        for row in rows:
-            is_active[row] = False
 
     def _decode_step(self, sampling: Sampling, eos: frozenset[int]) -> DecodeStep:
         key = (replace(sampling, stop=()), eos, weights_key(self.model), self.weights.key)

@@ -86,7 +86,7 @@ class DecodeStep:
         """Deactivate rows; None: all of them."""
         if rows is None:
             self.active_B.zero_()
-        else:
+        elif rows:
             self.active_B[torch.tensor(rows, device=self.device)] = False
 
     def run(self) -> list[bool]:
