@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from courtside.engines.lm_head import LMHead
+from courtside.losses.fused.torch_backend import TorchVocabularyPass
 from courtside.recipe.losses import CrossEntropyLoss, DivergenceLoss, Loss, PolicyGradientLoss
-from courtside.training import head as training_head
 from courtside.training.head import backward_through_head
 from courtside.training.loss_terms import LossTerm
 from courtside.training.metrics import MetricAccumulator, record_losses, record_token_metrics
@@ -176,22 +176,24 @@ MIX = [
 ]
 
 
-def test_groups_and_metrics_do_not_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which position trains what is copied to the host once, before the first chunk. The pass over
-    the vocabulary is not counted: on a GPU it is a kernel."""
-    metrics = MetricAccumulator()
+def test_only_the_pass_over_the_vocabulary_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, matmuls, coefficients and metrics do not; the pass is a kernel on a GPU. Which
+    position trains what is copied to the host once (`aten._to_copy`), before the first chunk."""
+    metrics, num_parts = MetricAccumulator(), 0
     with SynchronizationCounter() as counter:
-        fused = training_head.fused_linear_divergence
+        run_part = TorchVocabularyPass.run_part
 
-        def uncounted(*args: Any, **options: Any) -> Any:
+        def run_part_uncounted(*args: Any) -> None:
+            nonlocal num_parts
+            num_parts += 1
             before = counter.count
-            result = fused(*args, **options)
+            run_part(*args)
             counter.count = before
-            return result
 
-        monkeypatch.setattr(training_head, "fused_linear_divergence", uncounted)
+        monkeypatch.setattr(TorchVocabularyPass, "run_part", run_part_uncounted)
         _, _, losses = backward_through_head(make_batch(MIX), make_head(0), MIX, chunk=3)
         record_losses(losses, metrics)
+    assert num_parts > len(losses) > 1, "several groups of several chunks"
     assert counter.count == 0 and metrics.means()["kl"] > 0
 
 
