@@ -88,8 +88,8 @@ class BranchKeys:
             for slices, length in zip(self.trunk_slices, self.lengths, strict=True):
                 pieces += [torch.arange(s.start, s.stop) for s in slices]
                 pieces.append(torch.full((length,), -1))
+            # Trunk position of each gathered key; -1: a key of the branch.
             source_K = torch.cat(pieces)
-            """Trunk position of each gathered key; -1: a key of the branch."""
             self.source_K = copy_to_device(source_K.clamp(min=0), device)
             self.target_N = copy_to_device((source_K < 0).nonzero()[:, 0], device)
 

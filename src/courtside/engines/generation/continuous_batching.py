@@ -170,8 +170,15 @@ class ContinuousBatchingSession:
                 hidden |= {row: hidden_RD[row] for row in batch}
             for row in batch:
                 self.length[row] += len(prompts[row])
-        self._copy_prompts(copies, prompts)
+        if copies:
+            target_B, source_B = torch.tensor(
+                [list(copies), list(copies.values())], device=self.cache.row_B.device
+            )
+            num_positions = max(len(prompts[row]) for row in copies)
+            for layer in self.cache.hf_cache.layers:
+                layer.copy_rows(source_B, target_B, num_positions)
         for row, source in copies.items():
+            self.length[row] = len(prompts[row])
             first_prompt = self._first_prompts.get(source)
             hidden[row] = hidden[source] if first_prompt is None else first_prompt[1]
         for row in empty:
@@ -215,21 +222,6 @@ class ContinuousBatchingSession:
         last_B = torch.tensor([len(ids) - 1 for ids in prompts.values()], device=device)
         hidden_BD = hidden_BND[torch.arange(len(prompts), device=device), last_B]
         return dict(zip(prompts, hidden_BD, strict=True))
-
-    def _copy_prompts(
-        self, copies: Mapping[int, int], prompts: Mapping[int, tuple[int, ...]]
-    ) -> None:
-        """`copies`: row → the row whose prompt it shares."""
-        if not copies:
-            return
-        device = self.cache.row_B.device
-        target_B = torch.tensor(list(copies), device=device)
-        source_B = torch.tensor(list(copies.values()), device=device)
-        num_positions = max(len(prompts[row]) for row in copies)
-        for layer in self.cache.hf_cache.layers:
-            layer.copy_rows(source_B, target_B, num_positions)
-        for row in copies:
-            self.length[row] = len(prompts[row])
 
     def _update_prefixes(self) -> None:
         """Of rows with the same first prompt, decode attention loads it from the first one's."""

@@ -1,7 +1,7 @@
 """Eager decoding, and multi-turn sessions on a CPU: each row keeps its KV cache from turn to turn.
 
 Every row has its own length. A row's next token goes to the position after its last, and tokens
-attend to positions up to their own. Rows that have finished are moved behind the others, so that
+attend to positions up to their own. Rows that have finished are moved after the others, so that
 forward passes run over the first rows of the buffers.
 """
 

@@ -156,21 +156,18 @@ def match_swiglu_mlp(module: Any) -> Callable[[Tensor], Tensor] | None:
     activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if activation is None or not hasattr(module, "down_proj"):
         return None
-    forward: Callable[[Tensor], Tensor]
-    if hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
-
-        def forward(x: Tensor) -> Tensor:
-            output: Tensor = module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
-            return output
-
-    elif hasattr(module, "gate_up_proj"):
-
-        def forward(x: Tensor) -> Tensor:
-            output: Tensor = module.down_proj(swiglu(*module.gate_up_proj(x).chunk(2, -1)))
-            return output
-
-    else:
+    is_separate = hasattr(module, "gate_proj") and hasattr(module, "up_proj")
+    if not is_separate and not hasattr(module, "gate_up_proj"):
         return None
+
+    def forward(x: Tensor) -> Tensor:
+        if is_separate:
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        else:
+            gate, up = module.gate_up_proj(x).chunk(2, -1)
+        output: Tensor = module.down_proj(swiglu(gate, up))
+        return output
+
     size = getattr(module.down_proj, "out_features", None)
     weight = next(module.parameters(), None)
     if size is None or weight is None:
