@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from courtside.losses.preference import dpo, dpo_token_weights
+from courtside.losses.preference import dpo, dpo_margin, dpo_token_weights
 
 close = partial(assert_close, rtol=1e-9, atol=1e-12)
 
@@ -20,12 +20,13 @@ def test_dpo_value_gradient_and_weights(seed: int, beta: float, scale: float) ->
     generator = torch.Generator().manual_seed(seed)
     inputs = scale * torch.randn(4, 3, generator=generator, dtype=torch.float64)
     better_N, worse_N, *references = (x.requires_grad_() for x in inputs.unbind())
-    loss_N = dpo(better_N, worse_N, *references, beta=beta)
+    margin_N = dpo_margin(better_N, worse_N, *references)
+    loss_N = dpo(margin_N, beta=beta)
     gradients = torch.autograd.grad(
         loss_N.sum(), (better_N, worse_N, *references), allow_unused=True
     )
     assert gradients[2:] == (None, None)
-    weight_N = dpo_token_weights(better_N, worse_N, *references, beta=beta)
+    weight_N = dpo_token_weights(margin_N, beta=beta)
     assert not weight_N.requires_grad
     for n in range(3):
         better, worse, reference_better, reference_worse = (x.item() for x in inputs[:, n])
@@ -43,9 +44,9 @@ def test_the_stream_of_token_weights_has_the_gradient_of_the_loss() -> None:
     better_NT.requires_grad_()
     worse_NT.requires_grad_()
     references = (torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64))
-    sums = (better_NT.sum(-1), worse_NT.sum(-1))
-    loss = dpo(*sums, *references, beta=0.3).sum()
-    weight_N = dpo_token_weights(*sums, *references, beta=0.3)
+    margin_N = dpo_margin(better_NT.sum(-1), worse_NT.sum(-1), *references)
+    loss = dpo(margin_N, beta=0.3).sum()
+    weight_N = dpo_token_weights(margin_N, beta=0.3)
     stream = (weight_N[:, None] * worse_NT).sum() - (weight_N[:, None] * better_NT).sum()
     exact = torch.autograd.grad(loss, (better_NT, worse_NT))
     close(torch.autograd.grad(stream, (better_NT, worse_NT)), exact)

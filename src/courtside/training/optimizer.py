@@ -72,6 +72,10 @@ class ParameterSlice:
     def in_chunk(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor with the parameter's shape."""
+        return tensor.reshape(-1)[self.start : self.stop]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChunk:
@@ -128,25 +132,28 @@ class OffloadedAdamW(torch.optim.AdamW):
         """The state of a parameter in the form of AdamW's; empty before the first step."""
         if not self._num_steps.get(parameter):
             return {}
-        self._synchronize()
-        slices = [(chunk, part) for chunk in self._chunks for part in _slices_of(parameter, chunk)]
-        moments = {
-            key: torch.cat([chunk.moments[row, part.in_chunk] for chunk, part in slices])
-            for row, key in enumerate(STATE_KEYS)
-        }
-        shaped = {key: flat.view_as(parameter) for key, flat in moments.items()}
-        return {"step": torch.tensor(float(self._num_steps[parameter])), **shaped}
+        state = {"step": torch.tensor(float(self._num_steps[parameter]))}
+        slices = [moments for _, moments in self._moments_of(parameter)]
+        for row, key in enumerate(STATE_KEYS):
+            state[key] = torch.cat([moments[row] for moments in slices]).view_as(parameter)
+        return state
 
     def load_state_tensors(self, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state_tensors` returned, or the state of a plain AdamW."""
         self._allocate()
-        self._synchronize()
         self._num_steps[parameter] = int(tensors["step"])
+        for part, moments in self._moments_of(parameter):
+            for row, key in enumerate(STATE_KEYS):
+                moments[row] = part.of(tensors[key])
+
+    def _moments_of(self, parameter: Tensor) -> Iterator[tuple[ParameterSlice, Tensor]]:
+        """Slices of the parameter with their moments, which the last step has stored by then."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         for chunk in self._chunks:
-            for part in _slices_of(parameter, chunk):
-                for row, key in enumerate(STATE_KEYS):
-                    flat = tensors[key].reshape(-1)
-                    chunk.moments[row, part.in_chunk] = flat[part.start : part.stop]
+            for part in chunk.slices:
+                if part.parameter is parameter:
+                    yield part, chunk.moments[:, part.in_chunk]
 
     def _allocate(self) -> None:
         if self._chunks:
@@ -163,11 +170,12 @@ class OffloadedAdamW(torch.optim.AdamW):
         slices = [part for part in chunk.slices if part.parameter.grad is not None]
         if not slices:
             return
+        gradients = [p.of(p.parameter.grad) for p in slices if p.parameter.grad is not None]
         num_steps = [float(self._num_steps[part.parameter] - 1) for part in slices]
         group = chunk.group
         adamw(
-            [part.parameter.view(-1)[part.start : part.stop] for part in slices],
-            [_gradient(part) for part in slices],
+            [part.of(part.parameter) for part in slices],
+            gradients,
             [moments[0, part.in_chunk] for part in slices],
             [moments[1, part.in_chunk] for part in slices],
             [],
@@ -209,11 +217,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         # must begin after the last store of this one.
         compute.wait_stream(store)
 
-    def _synchronize(self) -> None:
-        """Wait until the last step's stores have reached host memory."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def _cut_into_chunks(
     parameters: Iterable[nn.Parameter], size: int
@@ -235,15 +238,6 @@ def _cut_into_chunks(
                 slices, filled = [], 0
     if slices:
         yield tuple(slices)
-
-
-def _slices_of(parameter: Tensor, chunk: StateChunk) -> Iterator[ParameterSlice]:
-    return (part for part in chunk.slices if part.parameter is parameter)
-
-
-def _gradient(part: ParameterSlice) -> Tensor:
-    assert part.parameter.grad is not None
-    return part.parameter.grad.reshape(-1)[part.start : part.stop]
 
 
 def _copy_rows(target: Tensor, source: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from courtside.engines.forward.batching import tensor_on
 from courtside.engines.lm_head import LMHead
-from courtside.losses.preference import dpo, dpo_token_weights
+from courtside.losses.preference import dpo, dpo_margin, dpo_token_weights
 from courtside.training.loss_terms import LossTerm, preference_pairs
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored, Trajectory
@@ -33,20 +33,6 @@ def weigh_preferences(
     assert term.loss.kind == "preference"
     beta = term.loss.beta
     coefficients: dict[str, tuple[float, ...]] = {}
-    for (better, worse), sums in _pair_log_likelihoods(micro, hidden, head, chunk):
-        weight = float(dpo_token_weights(*sums, beta=beta))
-        # The sign: better tokens rise, worse ones fall.
-        for s, coefficient in ((better, -weight), (worse, weight)):
-            coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_completion_tokens
-        metrics.add_loss(term.name, dpo(*sums, beta=beta) / term.denominator)
-        metrics.mean(f"{term.name}/accuracy", sums[0] - sums[2] > sums[1] - sums[3])
-    return replace(term, advantage=coefficients)
-
-
-def _pair_log_likelihoods(
-    micro: Sequence[Scored], hidden: Mapping[str, Tensor], head: LMHead, chunk: int
-) -> Iterator[tuple[tuple[Scored, Scored], Tensor]]:
-    """Of each pair Σ log π of the better and the worse, and both again under the reference."""
     pairs = preference_pairs(micro)
     sums = []
     for pair in pairs:
@@ -54,8 +40,16 @@ def _pair_log_likelihoods(
         for s in pair:
             assert s.reference is not None
             sums.append(s.reference.logp_T.double().sum().to(sums[0].device))
-    if sums:  # one copy to the host for all pairs
-        yield from zip(pairs, torch.stack(sums).cpu().view(-1, 4), strict=True)
+    # One copy to the host for all pairs.
+    margins = [dpo_margin(*row) for row in torch.stack(sums).cpu().view(-1, 4)] if sums else []
+    for (better, worse), margin in zip(pairs, margins, strict=True):
+        weight = float(dpo_token_weights(margin, beta=beta))
+        # The sign: better tokens rise, worse ones fall.
+        for s, coefficient in ((better, -weight), (worse, weight)):
+            coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_completion_tokens
+        metrics.add_loss(term.name, dpo(margin, beta=beta) / term.denominator)
+        metrics.mean(f"{term.name}/accuracy", margin > 0)
+    return replace(term, advantage=coefficients)
 
 
 def _log_likelihood(trajectory: Trajectory, hidden_TD: Tensor, head: LMHead, chunk: int) -> Tensor:
