@@ -31,7 +31,7 @@ from courtside.evaluate.evaluator import Evaluator, PlayAttempts, TaskSuite
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
-from courtside.reader.model.client import make_student_client
+from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
@@ -114,11 +114,15 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
             "hints are scored before the update, which takes a second pass over the trajectories "
             f"({score_first_reason})"
         )
+    reader: Reader = propose_no_hints
+    if recipe.reader is not None:
+        ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
+        reader = make_reader(recipe.reader, ask_self=ask_self, seed=recipe.seed)
     return Runtime(
         recipe=recipe,
         tasks=tasks,
         rollout=rollout,
-        reader=make_reader_stage(recipe, engine, template),
+        reader=reader,
         teacher=teacher,
         student=student,
         engine=engine,
@@ -138,15 +142,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         reader_is_student=_student_reads(recipe),
         notes=tuple(notes),
     )
-
-
-def make_reader_stage(recipe: Recipe, engine: Engine, template: ChatTemplate) -> Reader:
-    if recipe.reader is None:
-        return propose_no_hints
-    ask_student = make_student_client(
-        engine, template, context_length=engine.context_length, seed=recipe.seed
-    )
-    return make_reader(recipe.reader, ask_self=ask_student, seed=recipe.seed)
 
 
 def _student_reads(recipe: Recipe) -> bool:

@@ -25,7 +25,9 @@ class ReaderOutput:
 
 Reader = Callable[[Sequence[Trajectory]], ReaderOutput]
 
-Control = Callable[[Sequence[Hint], Sequence[Hint], Sequence[Trajectory], int], ReaderOutput]
+Hints = Sequence[Hint]
+Batch = Sequence[Trajectory]
+Control = Callable[[Hints, Hints, Batch, int], ReaderOutput]
 """(selected hints, all proposed hints, trajectories, seed) → controlled hints."""
 
 

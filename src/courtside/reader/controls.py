@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from courtside.reader.base import Control, ReaderOutput
+from courtside.reader.base import Batch, Control, Hints, ReaderOutput
 from courtside.seeds import seed_for
-from courtside.types import Hint, Trajectory
+from courtside.types import Hint
 
 
-def random_turn(
-    hints: Sequence[Hint],
-    proposed: Sequence[Hint],
-    trajectories: Sequence[Trajectory],
-    seed: int,
-) -> ReaderOutput:
+def random_turn(hints: Hints, proposed: Hints, trajectories: Batch, seed: int) -> ReaderOutput:
     """Each before another turn of its trajectory: one that no hint was meant for, and no other hint
     was moved to. Where there is none left, the hint is dropped."""
     relocated: list[Hint] = []
@@ -41,12 +36,7 @@ def random_turn(
     return ReaderOutput(hints=tuple(relocated), counts=counts)
 
 
-def random_hint(
-    hints: Sequence[Hint],
-    _proposed: Sequence[Hint],
-    _trajectories: Sequence[Trajectory],
-    seed: int,
-) -> ReaderOutput:
+def random_hint(hints: Hints, _proposed: Hints, _trajectories: Batch, seed: int) -> ReaderOutput:
     """The texts permuted so that no turn gets the words that were meant for it, from wherever they
     come. Of a text that is more than half of the batch, the surplus is dropped."""
     order = sorted(range(len(hints)), key=lambda i: (hints[i].trajectory, hints[i].turn))
@@ -73,12 +63,7 @@ def random_hint(
     return ReaderOutput(hints=swapped, counts={"dropped/no_other_hint": surplus})
 
 
-def all_turns(
-    hints: Sequence[Hint],
-    _proposed: Sequence[Hint],
-    trajectories: Sequence[Trajectory],
-    _seed: int,
-) -> ReaderOutput:
+def all_turns(hints: Hints, _proposed: Hints, trajectories: Batch, _seed: int) -> ReaderOutput:
     """Above every turn of a trajectory that has a hint: its own, or else the trajectory's first."""
     spread: list[Hint] = []
     for trajectory in trajectories:

@@ -30,18 +30,14 @@ def make_reader(
 ) -> Reader:
     """A reader whose hints can be used as they are: existing turns, one hint each, in the budget.
 
-    `ask_self` makes the client whose model is the student (`model.client.make_student_client`).
+    `ask_self` makes the client whose model is the student (`model.client.StudentClient`).
     """
     if isinstance(config, CombinedReaderConfig):
         members = [make_reader(member, ask_self=ask_self, seed=seed) for member in config.readers]
     else:
         members = [_make_single(config, ask_self, seed)]
-    return CombinedReader(
-        members,
-        max_hints=config.max_hints,
-        control=CONTROLS.get(config.control),
-        seed=seed,
-    )
+    control = CONTROLS.get(config.control)
+    return CombinedReader(members, max_hints=config.max_hints, control=control, seed=seed)
 
 
 def _make_single(
@@ -49,12 +45,13 @@ def _make_single(
     ask_self: Callable[[ModelReaderConfig], ModelClient] | None,
     seed: int,
 ) -> Reader:
-    if isinstance(config, RuleReaderConfig):
-        return RuleReader(config, seed=seed)
-    if isinstance(config, HumanReaderConfig):
-        return HumanReader(config)
-    if isinstance(config, CustomReaderConfig):
-        return CustomReader(config)
+    match config:
+        case RuleReaderConfig():
+            return RuleReader(config, seed=seed)
+        case HumanReaderConfig():
+            return HumanReader(config)
+        case CustomReaderConfig():
+            return CustomReader(config)
     if config.endpoint is not None:
         from courtside.reader.model.openai_client import OpenAIClient
 

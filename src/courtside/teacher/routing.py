@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Sample, Scored, Target, Task, Trajectory
-
-T = TypeVar("T")
 
 
 class RoutedTeachers:
@@ -21,31 +18,28 @@ class RoutedTeachers:
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
         targets: dict[str, Target] = {}
-        for tag, group in self._by_route(trajectories, lambda t: t.task).items():
-            targets.update(self.routes[tag].score([trajectory for _, trajectory in group]))
+        for tag, indices in self._by_route([t.task for t in trajectories]).items():
+            targets |= self.routes[tag].score([trajectories[i] for i in indices])
         return targets
 
     def score_hints(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
     ) -> Mapping[str, Scored]:
         scored: dict[str, Scored] = {}
-        for tag, group in self._by_route(trajectories, lambda t: t.task).items():
-            trajectories = [trajectory for _, trajectory in group]
-            ids = {trajectory.id for trajectory in trajectories}
-            scored |= self.routes[tag].score_hints(
-                trajectories, [hint for hint in hints if hint.trajectory in ids]
-            )
+        for tag, indices in self._by_route([t.task for t in trajectories]).items():
+            group = {trajectories[i].id: trajectories[i] for i in indices}
+            group_hints = [hint for hint in hints if hint.trajectory in group]
+            scored |= self.routes[tag].score_hints(list(group.values()), group_hints)
         return scored
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Sample]:
         samples: dict[int, Sample] = {}
-        for tag, group in self._by_route(tasks, lambda task: task).items():
-            answers = self.routes[tag].write(
-                [task for _, task in group], sampling, [seeds[i] for i, _ in group]
-            )
-            samples.update({i: s for (i, _), s in zip(group, answers, strict=True)})
+        for tag, indices in self._by_route(tasks).items():
+            group, group_seeds = [tasks[i] for i in indices], [seeds[i] for i in indices]
+            answers = self.routes[tag].write(group, sampling, group_seeds)
+            samples |= zip(indices, answers, strict=True)
         return [samples[i] for i in range(len(tasks))]
 
     def route(self, task: Task) -> str:
@@ -57,10 +51,8 @@ class RoutedTeachers:
             )
         return tag
 
-    def _by_route(
-        self, items: Sequence[T], task_of: Callable[[T], Task]
-    ) -> dict[str, list[tuple[int, T]]]:
-        groups: dict[str, list[tuple[int, T]]] = {}
-        for index, item in enumerate(items):
-            groups.setdefault(self.route(task_of(item)), []).append((index, item))
-        return groups
+    def _by_route(self, tasks: Sequence[Task]) -> dict[str, list[int]]:
+        indices: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            indices.setdefault(self.route(task), []).append(index)
+        return indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from scripted_trajectories import play, tool
 
 from courtside.chat.template import ChatTemplate
 from courtside.reader.loading import make_reader
-from courtside.reader.model.client import ModelClient, StudentClient, make_student_client
+from courtside.reader.model.client import StudentClient
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.types import Message
 
@@ -28,9 +29,11 @@ def student() -> tuple[Any, ChatTemplate]:
     return engine, ChatTemplate(tokenizer, name="tiny", eos_ids=engine.eos_ids)
 
 
-def asking(student: tuple[Any, ChatTemplate], **fields: Any) -> ModelClient:
+def make_client(
+    student: tuple[Any, ChatTemplate], *, seed: int = 5, **fields: Any
+) -> StudentClient:
     config = ModelReaderConfig(kind="model", max_new_tokens=8, **fields)
-    return make_student_client(*student, context_length=CONTEXT_LENGTH, seed=5)(config)
+    return StudentClient(config, engine=student[0], template=student[1], seed=seed)
 
 
 def prompt(text: str) -> tuple[Message, ...]:
@@ -38,25 +41,21 @@ def prompt(text: str) -> tuple[Message, ...]:
 
 
 def test_a_reply_depends_on_its_prompt_alone(student: tuple[Any, ChatTemplate]) -> None:
-    ask = asking(student, temperature=1.0)
+    ask = make_client(student, temperature=1.0)
     alone = ask([prompt("a")])
     assert ask([prompt("b"), prompt("a"), prompt("c")])[1] == alone[0] == ask([prompt("a")])[0]
-    repeated = make_student_client(*student, context_length=CONTEXT_LENGTH, seed=6)(
-        ModelReaderConfig(kind="model", max_new_tokens=8, temperature=1.0)
-    )
-    assert repeated([prompt("a")]) != alone
+    assert make_client(student, seed=6, temperature=1.0)([prompt("a")]) != alone
     assert ask([]) == []
 
 
 def test_tokens_are_counted(student: tuple[Any, ChatTemplate]) -> None:
-    [reply] = asking(student)([prompt("a")])
+    [reply] = make_client(student)([prompt("a")])
     assert reply.input_tokens == len(student[1].prompt_ids(prompt("a")))
     assert 1 <= reply.output_tokens <= 8
 
 
 def test_the_context_leaves_tokens_for_the_reply(student: tuple[Any, ChatTemplate]) -> None:
-    ask = asking(student)
-    assert isinstance(ask, StudentClient)
+    ask = make_client(student)
     overhead = len(student[1].prompt_ids(prompt("")))
     assert ask.fits(prompt("x" * (CONTEXT_LENGTH - 8 - overhead)))
     assert not ask.fits(prompt("x" * (CONTEXT_LENGTH - 8 - overhead + 1)))
@@ -66,7 +65,7 @@ def test_the_context_leaves_tokens_for_the_reply(student: tuple[Any, ChatTemplat
 def test_a_whole_reader(student: tuple[Any, ChatTemplate]) -> None:
     turns = [part for n in range(8) for part in (f"{n} <|im_end|>" + "a" * 200, tool("b" * 200))]
     config = ModelReaderConfig(kind="model", max_new_tokens=4)
-    ask_self = make_student_client(*student, context_length=CONTEXT_LENGTH, seed=0)
+    ask_self = partial(StudentClient, engine=student[0], template=student[1], seed=0)
     reading = make_reader(config, ask_self=ask_self, seed=0)([play(*turns)])
     assert reading.hints == () and reading.counts["model/windows"] > 1
     assert reading.counts["model/invalid_json"] == reading.counts["model/windows"]

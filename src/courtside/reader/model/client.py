@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,26 +33,20 @@ class ModelClient(Protocol):
 
 class StudentClient:
     def __init__(
-        self,
-        engine: Engine,
-        renderer: ChatTemplate,
-        *,
-        sampling: Sampling,
-        context_length: int,
-        seed: int,
+        self, config: ModelReaderConfig, *, engine: Engine, template: ChatTemplate, seed: int
     ):
-        self.engine = engine
-        self.renderer = renderer
-        self.sampling = sampling
-        self.max_prompt_tokens = context_length - sampling.max_new_tokens
-        self.seed = seed
+        self.engine, self.template, self.seed = engine, template, seed
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens, temperature=config.temperature
+        )
+        self.max_prompt_tokens = engine.context_length - config.max_new_tokens
 
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
         if not prompts:
             return []
         requests = []
         for prompt in prompts:
-            ids = self.renderer.prompt_ids(prompt)
+            ids = self.template.prompt_ids(prompt)
             # From the prompt alone, so that a reply does not depend on the rest of the batch.
             seed = seed_for(self.seed, "reader", *(message.content for message in prompt))
             requests.append(SampleRequest(prompt_ids=ids, seed=seed))
@@ -67,21 +61,4 @@ class StudentClient:
         ]
 
     def fits(self, prompt: Sequence[Message]) -> bool:
-        return len(self.renderer.prompt_ids(prompt)) <= self.max_prompt_tokens
-
-
-def make_student_client(
-    engine: Engine, renderer: ChatTemplate, *, context_length: int, seed: int
-) -> Callable[[ModelReaderConfig], ModelClient]:
-    """What `make_reader` takes as `ask_self`."""
-
-    def make(config: ModelReaderConfig) -> ModelClient:
-        return StudentClient(
-            engine,
-            renderer,
-            sampling=Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
-            context_length=context_length,
-            seed=seed,
-        )
-
-    return make
+        return len(self.template.prompt_ids(prompt)) <= self.max_prompt_tokens
