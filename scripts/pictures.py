@@ -89,7 +89,7 @@ STEP = (
         "teacher", "Scored, Target",
         (
             ("teacher/teacher.py", "targets of a batch and its hints"),
-            ("teacher/context.py", "privileged context"),
+            ("teacher/hint_scoring.py", "hints, spliced and scored"),
             ("engines/forward/forward.py", "packed passes, log-probs"),
             ("engines/forward/batching.py", "prompts once per group"),
             ("engines/forward/varlen.py", "attention in each sequence"),

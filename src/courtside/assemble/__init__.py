@@ -11,7 +11,6 @@ from courtside.assemble.rollouts import (
     make_prompt_limit,
     make_single_turn_rollout,
     make_suites,
-    play_attempts,
 )
 from courtside.assemble.teachers import (
     Serve,
@@ -27,7 +26,7 @@ from courtside.engines.cpu.threads import limit_threads
 from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
-from courtside.evaluate.evaluator import Evaluator, PlayAttempts, TaskSuite
+from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
@@ -93,7 +92,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     check_contexts(recipe, tasks)
 
     rollout: Rollout
-    play: PlayAttempts | None = None
+    run_episodes: RunEpisodes | None = None
     if recipe.tasks.is_recorded:
         rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
@@ -101,7 +100,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         rollout = make_single_turn_rollout(recipe, engine, template, teacher.teacher)
     else:
         episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
-        play = partial(play_attempts, episodes)
+        run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
@@ -134,7 +133,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
             renderer=template,
             grade=grade,
             teacher=teacher.teacher,
-            play=play,
+            run_episodes=run_episodes,
         ),
         renderer=template,
         averages=teachers.averages,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, Sampling
+from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import Environment
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
-from courtside.evaluate.evaluator import EpisodeAttempt, TaskSuite
+from courtside.evaluate.evaluator import TaskSuite
 from courtside.evaluate.surprise import surprise
 from courtside.recipe import Recipe
 from courtside.recipe.tasks import ConversationTasks, override_tasks
-from courtside.rollout.episodes import EpisodeRequest, EpisodeRollout
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.off_policy import (
     CorrectedRollout,
     DatasetCompletions,
@@ -35,7 +34,6 @@ from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
-from courtside.types import Trajectory
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
@@ -114,20 +112,6 @@ def make_episode_rollout(
     if config.corrections:
         rollout = CorrectedRollout(rollout=rollout, template=template)
     return episodes, rollout
-
-
-def play_attempts(
-    rollout: EpisodeRollout,
-    attempts: Sequence[EpisodeAttempt],
-    environment: Environment,
-    sampling: Sampling,
-    version: int,
-) -> list[Trajectory]:
-    """Episodes of an evaluation, played as those of training are."""
-    requests = [
-        EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=environment.start) for a in attempts
-    ]
-    return rollout.run_episodes(requests, sampling, policy_version=version)
 
 
 # ── nothing is sampled ───────────────────────────────────────────────────────────────────────────

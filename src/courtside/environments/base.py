@@ -6,6 +6,8 @@ process can start it again, from a stored trajectory or for another sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from courtside.errors import TaskError
@@ -25,6 +27,16 @@ class Episode(Protocol):
     def grade(self) -> Grade:
         """Grade the current state. Also called when a limit ended the episode, even before the
         first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRequest:
+    """An episode to run."""
+
+    id: str
+    task: Task
+    seed: int
+    start: Callable[[Task], Episode]
 
 
 class Environment(Protocol):

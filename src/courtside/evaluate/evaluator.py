@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Sampling
-from courtside.environments.base import Environment
+from courtside.environments.base import Environment, EpisodeRequest
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
@@ -24,19 +24,13 @@ class TaskSuite(NamedTuple):
     environment: Environment | None
 
 
-class EpisodeAttempt(NamedTuple):
-    id: str
-    task: Task
-    seed: int
-
-
 class GradedAnswers(NamedTuple):
     evaluation: Evaluation
     trajectories: list[Trajectory]
 
 
-PlayAttempts = Callable[[Sequence[EpisodeAttempt], Environment, Sampling, int], list[Trajectory]]
-"""Attempts, environment, sampling and policy version in, trajectories out."""
+RunEpisodes = Callable[[Sequence[EpisodeRequest], Sampling, int], list[Trajectory]]
+"""Requests, sampling and policy version in, trajectories out."""
 
 
 class AnsweringTeacher(Protocol):
@@ -58,12 +52,12 @@ class Evaluator:
         renderer: ChatTemplate,
         grade: Callable[[Task, str], Grade | None],
         teacher: AnsweringTeacher | None,
-        play: PlayAttempts | None,
+        run_episodes: RunEpisodes | None,
     ):
         self.recipe, self.tasks, self.suites = recipe, tasks, suites
         self.engine, self.renderer, self.grade = engine, renderer, grade
         self.teacher = teacher
-        self.play = play
+        self.run_episodes = run_episodes
         """How episodes are played; None: tasks are single turns."""
 
     def evaluate(
@@ -124,19 +118,21 @@ class Evaluator:
     def _answer(
         self, suite: Suite, environment: Environment | None, *, policy: str, step: int
     ) -> list[Trajectory]:
-        if self.play is None:
+        if self.run_episodes is None:
             return suite.ask(make_answer(self.engine, self.renderer), policy=policy, step=step)
         assert environment is not None
-        attempts = [
-            EpisodeAttempt(id=f"{policy}-{task.id}-{n}", task=task, seed=seed)
+        requests = [
+            EpisodeRequest(
+                id=f"{policy}-{task.id}-{n}", task=task, seed=seed, start=environment.start
+            )
             for task, n, seed in suite.asked()
         ]
-        return self.play(attempts, environment, suite.sampling, step)
+        return self.run_episodes(requests, suite.sampling, step)
 
     def _metrics(
         self, suite: Suite, answers: Sequence[Trajectory], *, step: int
     ) -> dict[str, float]:
-        metrics = episode_metrics(answers) if self.play is not None else {}
+        metrics = episode_metrics(answers) if self.run_episodes is not None else {}
         # Greedy answers are no samples of the student and estimate no KL; and a teacher with hints
         # has no target for whole answers.
         is_sampled = self.recipe.evaluate.temperature > 0

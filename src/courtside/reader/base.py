@@ -36,6 +36,7 @@ def propose_no_hints(_trajectories: Sequence[Trajectory]) -> ReaderOutput:
     return ReaderOutput(hints=(), counts={})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CombinedReader:
     """Several readers in order, one hint a turn, a budget for each trajectory, then a control.
 
@@ -44,16 +45,10 @@ class CombinedReader:
     trajectory.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[Reader],
-        *,
-        max_hints: int,
-        control: Control | None = None,
-        seed: int = 0,
-    ):
-        self.readers = tuple(readers)
-        self.max_hints, self.control, self.seed = max_hints, control, seed
+    readers: Sequence[Reader]
+    max_hints: int
+    control: Control | None = None
+    seed: int = 0
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}

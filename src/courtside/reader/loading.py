@@ -37,7 +37,7 @@ def make_reader(
     else:
         members = [_make_single(config, ask_self, seed)]
     control = CONTROLS.get(config.control)
-    return CombinedReader(members, max_hints=config.max_hints, control=control, seed=seed)
+    return CombinedReader(readers=members, max_hints=config.max_hints, control=control, seed=seed)
 
 
 def _make_single(

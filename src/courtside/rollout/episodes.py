@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
-from courtside.environments.base import Episode
+from courtside.environments.base import Episode, EpisodeRequest
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for, trajectory_id
@@ -40,16 +40,6 @@ EXPECTED_TURNS = 16
 NO_ANSWER = Grade(score=0.0, passed=False, feedback="The environment did not answer.")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRequest:
-    """An episode to run."""
-
-    id: str
-    task: Task
-    seed: int
-    start: Callable[[Task], Episode]
 
 
 class EpisodeRollout:
@@ -85,10 +75,10 @@ class EpisodeRollout:
             for index, task in tasks.items()
             for n in range(self.config.samples_per_prompt)
         ]
-        return self.run_episodes(requests, self.sampling, policy_version=step)
+        return self.run_episodes(requests, self.sampling, step)
 
     def run_episodes(
-        self, requests: Sequence[EpisodeRequest], sampling: Sampling, *, policy_version: int
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, policy_version: int
     ) -> list[Trajectory]:
         """A trajectory for each request, in their order."""
         if not requests:

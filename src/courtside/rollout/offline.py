@@ -6,6 +6,7 @@ Both give exact token ids of this model, or refuse. Nothing is truncated or re-t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
@@ -14,21 +15,14 @@ from courtside.seeds import trajectory_id
 from courtside.types import Task, Trajectory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLogRollout:
     """Renders chat logs through this model's chat template (`chat.chat_log_rendering`)."""
 
-    def __init__(
-        self,
-        *,
-        template: IncrementalTemplate,
-        format_call: CallFormatter,
-        temperature: float,
-        context_length: int,
-    ):
-        self.template = template
-        self.format_call = format_call
-        self.temperature = temperature
-        self.context_length = context_length
+    template: IncrementalTemplate
+    format_call: CallFormatter
+    temperature: float
+    context_length: int
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
@@ -52,6 +46,7 @@ class ChatLogRollout:
         return trajectory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRollout:
     """Loads stored trajectories under their own ids.
 
@@ -59,17 +54,10 @@ class ReplayRollout:
     differently today (`describe_prompt_difference`): the stored ids are what trains.
     """
 
-    def __init__(
-        self,
-        *,
-        load: Callable[[Sequence[str]], list[Trajectory]],
-        template: IncrementalTemplate,
-        vocab_size: int,
-    ):
-        self.load = load
-        """Trajectories by id, in order."""
-        self.template = template
-        self.vocab_size = vocab_size
+    load: Callable[[Sequence[str]], list[Trajectory]]
+    """Trajectories by id, in order."""
+    template: IncrementalTemplate
+    vocab_size: int
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         trajectories = self.load([task.id for task in tasks])

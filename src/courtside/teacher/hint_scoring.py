@@ -92,20 +92,15 @@ class HintTrial:
         return {key: sum(outcomes) / len(outcomes) for key, outcomes in passes.items()}
 
 
+@dataclass
 class HintScorer:
     """Scores hints with one engine. Ids of trajectories are verbatim; `template` renders hints."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        template: IncrementalTemplate,
-        settings: HintsConfig,
-        *,
-        trial: HintTrial | None = None,
-    ):
-        self.engine, self.template, self.settings = engine, template, settings
-        self.trial = trial
-        """None: no replies are sampled under hints."""
+    engine: Engine
+    template: IncrementalTemplate
+    settings: HintsConfig
+    trial: HintTrial | None = None
+    """None: no replies are sampled under hints."""
 
     def score(
         self,

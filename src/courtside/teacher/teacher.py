@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from courtside.chat.template import ChatTemplate
+from courtside.chat.template import ChatTemplate, insert_context
 from courtside.engines.base import (
     Engine,
     InProcessEngine,
@@ -23,12 +23,12 @@ from courtside.engines.base import (
 from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
-from courtside.teacher.context import choose_contexts, insert_context_text, task_context
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.types import (
     DeferredTarget,
     Hint,
     HintOutcome,
+    Message,
     Sample,
     Scored,
     Target,
@@ -54,19 +54,13 @@ class ScoringTeacher(Protocol):
         """Samples of the teacher itself."""
 
 
+@dataclass
 class TeacherStage:
-    def __init__(
-        self,
-        teacher: ScoringTeacher | None,
-        reference: ScoringTeacher | None,
-        *,
-        hinted: bool = False,
-    ):
-        self.teacher = teacher
-        self.hinted = hinted
-        """With a reader, only hinted turns get targets."""
-        self.reference = reference
-        """The student before training, where a loss compares with it."""
+    teacher: ScoringTeacher | None
+    reference: ScoringTeacher | None
+    """The student before training, where a loss compares with it."""
+    hinted: bool = False
+    """With a reader, only hinted turns get targets."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
@@ -83,37 +77,24 @@ class TeacherStage:
         return list(scored.values())
 
 
+@dataclass(kw_only=True)
 class Teacher:
-    def __init__(
-        self,
-        *,
-        name: str,
-        engine: Engine,
-        renderer: ChatTemplate,
-        shares_prompts: bool = False,
-        context: Context | None = None,
-        overlong: Literal["error", "drop"] = "error",
-        want: Want,
-        top_k: int = 0,
-        hints: HintScorer | None = None,
-        defers_hints: bool = False,
-        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        self.name = name
-        self.engine = engine
-        self.renderer = renderer
-        self.shares_prompts = shares_prompts
-        """Whether its template renders prompts as the student's does."""
-        self.context = context
-        self.overlong = overlong
-        self.want, self.top_k = want, top_k
-        """What the losses need of its distributions."""
-        self.hints = hints
-        """With a reader: only hinted turns get targets."""
-        self.defers_hints = defers_hints
-        """Whether the update scores the hints, as this teacher is the live student."""
-        self.weights = weights
-        """Puts this teacher's weights in place (adapter off, moving average)."""
+    name: str
+    engine: Engine
+    renderer: ChatTemplate
+    shares_prompts: bool = False
+    """Whether its template renders prompts as the student's does."""
+    context: Context | None = None
+    overlong: Literal["error", "drop"] = "error"
+    want: Want
+    top_k: int = 0
+    """What the losses need of its distributions."""
+    hints: HintScorer | None = None
+    """With a reader: only hinted turns get targets."""
+    defers_hints: bool = False
+    """Whether the update scores the hints, as this teacher is the live student."""
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Puts this teacher's weights in place (adapter off, moving average)."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
         """By trajectory id; one without its context, or too long with it, has no target."""
@@ -276,3 +257,55 @@ def _join_texts(outcomes: Sequence[HintOutcome]) -> str:
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:
     """Which of the completion tokens are in these turns."""
     return tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in turns)
+
+
+# ── privileged context ────────────────────────────────────────────────────────────────────────────
+
+
+def choose_contexts(
+    config: Context, trajectories: Sequence[Trajectory]
+) -> Mapping[str, str | None]:
+    """By trajectory id; None: there is no text, so the trajectory gets no target."""
+    if config.kind == "system" or config.kind == "field":
+        return {t.id: task_context(config, t.task) for t in trajectories}
+    if config.kind == "feedback":
+        texts = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
+    else:
+        texts = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
+    return {
+        id: config.template.replace("{text}", text) if text else None for id, text in texts.items()
+    }
+
+
+def task_context(config: Context, task: Task) -> str | None:
+    """The text that is known before any answer; None for feedback and siblings."""
+    if config.kind == "system":
+        return config.text
+    if config.kind == "field":
+        if config.field not in task.privileged:
+            names = ", ".join(sorted(task.privileged)) or "none"
+            raise TaskError(
+                f"teacher.context.field = {config.field!r}: task {task.id} has no such privileged "
+                f"field (it has: {names}). Add it to the tasks, or name another"
+            )
+        return config.template.replace("{text}", task.privileged[config.field])
+    return None
+
+
+def insert_context_text(config: Context, task: Task, text: str) -> tuple[Message, ...]:
+    """The task's messages with the privileged text where the recipe puts it."""
+    place: Literal["system", "user"] = "system" if config.kind == "system" else config.position
+    return insert_context(task.messages, text, place)
+
+
+def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
+    """Another passing answer to the same prompt: the shortest, by id when several are."""
+    passing = [
+        other
+        for other in group
+        if other.task.id == trajectory.task.id
+        and other.id != trajectory.id
+        and other.grade is not None
+        and other.grade.passed
+    ]
+    return min(passing, key=lambda t: (t.num_completion_tokens, t.id)).response if passing else ""

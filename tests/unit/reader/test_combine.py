@@ -47,7 +47,9 @@ def composed(
     *readers: Says, trajectories: Sequence[Trajectory], max_hints: int = 8, control: str = "none",
     seed: int = 1,
 ) -> ReaderOutput:  # fmt: skip
-    whole = CombinedReader(readers, max_hints=max_hints, control=CONTROLS.get(control), seed=seed)
+    whole = CombinedReader(
+        readers=readers, max_hints=max_hints, control=CONTROLS.get(control), seed=seed
+    )
     output = whole(trajectories)
     assert balanced(output.counts), output.counts
     return output

@@ -14,10 +14,10 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
+from courtside.environments.base import EpisodeRequest
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.episodes import (
     CallResult,
-    EpisodeRequest,
     EpisodeRollout,
     EpisodeState,
     reply_passes,

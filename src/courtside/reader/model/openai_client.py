@@ -78,10 +78,9 @@ class OpenAIClient:
             if tries <= self.endpoint.max_retries and self._stop.wait(min(pause, LONGEST_WAIT)):
                 break  # another request failed for good; its error is the one to tell
         raise RunError(
-            f"reader.endpoint.base_url = {self.endpoint.base_url!r}: no answer after {tries} "
-            f"tries ({last}). "
-            "Check that the server runs and can be reached from here, or raise its timeout and "
-            f"retries. {GO_ON}"
+            f"reader.endpoint.base_url = {self.endpoint.base_url!r}: no answer after {tries} tries "
+            f"({last}). Check that the server runs and can be reached from here, or raise its "
+            f"timeout and retries. {GO_ON}"
         )
 
     def _body(self, prompt: Sequence[Message]) -> dict[str, Any]:
@@ -109,8 +108,7 @@ class OpenAIClient:
         if status != 200:
             raise RunError(
                 f"reader.endpoint.base_url = {self.endpoint.base_url!r} refused the request "
-                "(status "
-                f"{status}): {self._excerpt(response)}. {_fix(status)}. {GO_ON}"
+                f"(status {status}): {self._excerpt(response)}. {_fix(status)}. {GO_ON}"
             )
         return self._reply(response)
 
@@ -123,9 +121,8 @@ class OpenAIClient:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(
                 f"reader.endpoint.base_url = {self.endpoint.base_url!r} answered with something "
-                "that is no "
-                f"chat completion: {self._excerpt(response)}. Give the address up to and with the "
-                f"version, like http://localhost:8000/v1. {GO_ON}"
+                f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
+                f"and with the version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
         input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: it holds no hints, and is counted.
