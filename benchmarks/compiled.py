@@ -7,7 +7,7 @@ case), bfloat16 autocast over float32 weights on a GPU, all weights trained:
     few        with norms, rotary embedding and gates in one launch each: what the student uses
     layers     each decoder layer of `own` by torch.compile, dynamic, because lengths differ from
                pass to pass; then passes of two further lengths, which may compile again
-    parts      only MLPs and norms by torch.compile; tried where `layers` cannot be compiled
+    parts      only MLPs and norms by torch.compile; measured where `layers` cannot be compiled
     liger      `own` with Liger's RMSNorm, RoPE and SwiGLU; last, because it patches for good
 
 Of each: seconds of the first pass, of later ones (the median), and the peak of memory. Break-even
@@ -33,7 +33,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch._inductor.exc
-from gpu_machine import about, measure_call, model_parser, parsed
+from gpu_machine import about, measure_call, model_parser, parse_model_args
 from gpu_peaks import free_memory
 from shapes import NAMES, random_engine
 from torch import Tensor
@@ -213,7 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--seconds", type=float, default=90, help="after which none is begun")
     parser.set_defaults(model=None, repeats=5)
-    args = parsed(parser, "compiled")
+    args = parse_model_args(parser, "compiled")
     args.model = args.model or ("qwen3-0.6b" if args.device == "cuda" else "tiny")
     return args
 

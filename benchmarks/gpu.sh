@@ -3,9 +3,9 @@
 # stop the rest; a last table says what failed, and then the exit status is 1.
 #   bash benchmarks/gpu.sh                                     # all, a quarter of an hour or more
 #   bash benchmarks/gpu.sh --only sampling growth              # these
-#   bash benchmarks/gpu.sh --only opd_step_gpu -- --shapes 0.6b    # one, with arguments of its own
+#   bash benchmarks/gpu.sh --only opd_step_gpu -- --shapes 0.6b    # one, with its arguments
 # Names: tests head_gpu opd_step_gpu sampling hint_scoring long_episode growth prefix_sharing compiled
-# TRL, datasets and Liger are measured beside us where they can be imported; without TRL there is no
+# TRL, datasets and Liger are measured where they can be imported; without TRL there is no
 # opd_step_gpu:
 #   PYTHONPATH=/where/they/are bash benchmarks/gpu.sh
 # OUT: where results go (benchmarks/results). PYTHON: the interpreter (python3). LIMIT: seconds after
@@ -35,7 +35,7 @@ if [[ ${1:-} == -- ]]; then
     shift
     more=("$@")
     if ((${#chosen[@]} != 1)); then
-        echo "arguments behind -- are for one benchmark: name it by --only" >&2
+        echo "arguments after -- are for one benchmark: name it by --only" >&2
         exit 2
     fi
 elif (($#)); then

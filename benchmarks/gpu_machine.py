@@ -37,7 +37,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def header(benchmark: str, device: torch.device) -> dict[str, Any]:
-    """What every result says first."""
+    """The first fields of every result, with hardware and versions."""
     versions = {}
     for name in ("torch", "triton", "transformers", "peft", "liger-kernel"):
         try:
@@ -63,7 +63,7 @@ def about(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.ArgumentParser:
-    """The options of benchmarks on one model; `parsed` reads them."""
+    """The options of benchmarks on one model, for `parse_model_args`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=models, default=models[0])
@@ -74,7 +74,7 @@ def model_parser(doc: str | None, *, models: Sequence[str]) -> argparse.Argument
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser, benchmark: str) -> argparse.Namespace:
+def parse_model_args(parser: argparse.ArgumentParser, benchmark: str) -> argparse.Namespace:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out = args.out or BENCHMARKS / "results" / f"{benchmark}_{args.device}.json"

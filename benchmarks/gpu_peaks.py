@@ -72,6 +72,6 @@ def free_memory(device: str) -> None:
 
 
 def wait_for_go() -> None:
-    """Imports are done; the GPU belongs to another process until the driver says so."""
+    """Imports are done; the GPU belongs to another process until the driver sends `go`."""
     if sys.stdin.readline().strip() != "go":
         raise SystemExit("the driver ended before it was this process' turn")

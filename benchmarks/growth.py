@@ -5,10 +5,10 @@ memory rises above what was held before, and the factor that a doubling costs. A
 no doubling costs more than 2.2 times, in time or in memory.
 
 Attention is the one thing in a transformer that is not linear in tokens: a token of a sequence
-twice as long looks back twice as far. So what a doubling must cost is counted first: operations,
-and, where tokens are written one by one, bytes of weights, keys and values. Where attention alone
-makes that more than 2.07, the time is shown and not judged; memory always is. The same tokens in
-short sequences are measured beside the long ones.
+twice as long attends to twice as many positions. So what a doubling must cost is counted first:
+operations and, in decoding, bytes of weights and KV cache. Where attention alone makes that more
+than 2.07, the time is shown and not judged; memory always is. The same tokens in short sequences
+are measured in addition.
 
     python benchmarks/growth.py                      # a small llama, under five minutes of one core
     python benchmarks/growth.py --device cuda        # the shape of Qwen3-0.6B, about a minute
@@ -150,7 +150,7 @@ def _at_size(
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() + hidden_in_graphs()
-    work.call()  # captures graphs and tries what a model can do: its memory counts, not its time
+    work.call()  # captures graphs and probes the model: its memory counts, not its time
     torch.cuda.synchronize()
     memory = torch.cuda.max_memory_allocated() + hidden_in_graphs() - held
     runs: list[dict[str, float]] = []
@@ -266,7 +266,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--series", nargs="+", help="only those whose name has one of these")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
-    parser.add_argument("--out", type=Path, help="JSON; a picture is drawn beside it")
+    parser.add_argument("--out", type=Path, help="JSON; the picture is next to it")
     args = parser.parse_args()
     args.model = args.model or {"cpu": "small", "cuda": "qwen3-0.6b"}[args.device]
     args.out = args.out or BENCHMARKS / "results" / f"growth_{args.device}.json"
@@ -279,7 +279,7 @@ def main() -> None:
     chosen = [
         series
         for series in all_series(SCALES[args.device])
-        if args.series is None or any(word in series.name for word in args.series)
+        if args.series is None or any(part in series.name for part in args.series)
     ]
     if not chosen:
         raise SystemExit(f"--series {args.series}: no series has such a name")

@@ -43,8 +43,8 @@ END = 1
 
 
 def make_model(name: str) -> Any:
-    """A model of a known shape; `small` is for a CPU: enough weights to decode on copies of them as
-    larger models do, and so few words that the logits of 256 rows are 4 MiB."""
+    """A model of a known shape; `small` is for a CPU: enough weights to decode on shadow copies as
+    larger models do, and a vocabulary so small that the logits of 256 rows are 4 MiB."""
     if name != "small":
         return shape(name)
     return LlamaForCausalLM(LlamaConfig(
@@ -55,12 +55,12 @@ def make_model(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """What a model cannot do without: floating-point operations, or bytes that are read."""
+    """The floor of a job: floating-point operations, or bytes loaded."""
 
     weights: float
     """With weights: linear in tokens."""
     attention: float
-    """With the keys and values of the tokens before."""
+    """With the KV cache of the tokens before."""
 
     @property
     def total(self) -> float:
@@ -74,7 +74,7 @@ class Work:
     call: Callable[[], Any]
     num_tokens: int
     counts: dict[str, Count]
-    """Operations, and bytes where tokens are written one by one."""
+    """Operations, and bytes in decoding."""
 
 
 class Parts:
@@ -109,7 +109,7 @@ class Parts:
         """Those that every token is multiplied with."""
 
     def renew(self) -> None:
-        """Without the room and the graphs that an engine keeps from one batch to the next."""
+        """A new engine, without the KV cache and CUDA graphs of the batches before."""
         weights = self.weights
         self.engine = LocalEngine(
             weights.model, self.tokenizer, name="growth", autocast=weights.autocast,
@@ -164,7 +164,7 @@ def user_message(text: str) -> Message:
 
 
 class Echo:
-    """An environment that always says the same."""
+    """An environment that always returns the same message."""
 
     def step(self, reply: str) -> Observation:
         return Observation(messages=(user_message(OBSERVED),))
@@ -216,7 +216,7 @@ def update(parts: Parts, *, sequences: int, length: int) -> Work:
 
 
 def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
-    # Different beginnings: equal ones would be read once.
+    # Different prompts: equal ones would be computed once.
     tasks = [
         Task(id=str(row), split="train", messages=(user_message(f"Go {row:04}."),))
         for row in range(rows)
@@ -231,7 +231,7 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
             samples_per_prompt=1,
             max_new_tokens=new,
             limits=LimitsConfig(turns=turns, tokens=length),
-        ),  # so many tokens are what room is made for
+        ),  # the capacity of the KV cache
         start=lambda task: Echo(),
         context_length=parts.engine.context_length,
         seed=SEED,
@@ -279,7 +279,7 @@ class Series:
     sizes: tuple[int, ...]
     job: Callable[[Parts, int], Work]
     panel_of: str | None = None
-    """The series in whose picture it is drawn: the same tokens, cut into short sequences."""
+    """The series whose panel shows it: the same tokens, cut into short sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +287,8 @@ class Scale:
     """How large everything is that does not grow, and how far the rest does."""
 
     sampled: tuple[int, int]
-    """Rows of sampling, while they grow. On a GPU so many that none keeps its room between calls:
-    below 1 GiB it does, and graphs are captured once (a tenth of a second)."""
+    """Rows of sampling, while they grow. On a GPU so many that the KV cache is freed between calls:
+    below 1 GiB it stays, and graphs are captured once (a tenth of a second)."""
     rows: int
     """Of sampling, while the number of new tokens grows."""
     prompt: int
@@ -316,7 +316,7 @@ SCALES = {
     ),
 }  # fmt: skip
 TURN_TOKENS = 8
-"""That the student writes in a turn of an episode."""
+"""New tokens in a turn of an episode."""
 
 
 def doubled(first: int, last: int) -> tuple[int, ...]:

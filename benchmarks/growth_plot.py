@@ -1,7 +1,7 @@
 """The picture of `growth.py`: a panel a series, cost relative to the smallest size, both axes
 logarithmic. Parallel to the dashed line is linear.
 
-    python benchmarks/growth_plot.py benchmarks/results/growth_cpu.json    # draws it again
+    python benchmarks/growth_plot.py benchmarks/results/growth_cpu.json    # makes it again
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """All series of a result; those beside another in its panel."""
+    """All series of a result; a series may share the panel of another."""
     series = result["series"]
     panels = [s for s in series if s["panel_of"] is None]
     names = {s["series"] for s in panels}

@@ -40,7 +40,7 @@ SHAPES = {
     "smollm2": (16384, 576, 49152),
     "tiny": (48, 16, 200),
 }
-"""Rows, hidden size, words."""
+"""Rows, hidden size, vocabulary size."""
 REVERSE = DivergenceSpec(name="reverse_kl")
 KINDS = {
     "reverse KL": REVERSE,
@@ -263,7 +263,7 @@ def gradient_by_logits(
         value_N = full(logp_NV, logq_NV, name=divergence.name, **divergence.parameters)
     else:
         on = divergence.support
-        # Of equal logits, which in bfloat16 are many, the word with the lower number.
+        # Of equal logits, which in bfloat16 are many, the token with the lower id.
         sides = (x.sort(dim=-1, descending=True, stable=True).indices for x in low_logits(inputs))
         student_NK, teacher_NK = (ids_NV[:, : on.k] for ids_NV in sides)
         ids_NK, keep_NK = teacher_NK, torch.ones_like(teacher_NK, dtype=torch.bool)
@@ -309,7 +309,7 @@ def relative(value: Tensor, right: Tensor) -> float:
 
 
 def off_from_logits(inputs: Inputs, divergence: DivergenceSpec | None) -> float:
-    """Of the pass over the words alone, from the very same logits."""
+    """Of the pass over the vocabulary alone, from the same logits."""
     logits_NV, teacher_NV = low_logits(inputs)
     right_NV = gradient_by_logits(logits_NV, teacher_NV, inputs, divergence)
     raws = [RawLogits(values_NV=v, scale=1.0, softcap=None) for v in (logits_NV, teacher_NV)]
@@ -351,8 +351,8 @@ def errors_of(inputs: Inputs, kinds: dict[str, DivergenceSpec]) -> dict[str, dic
 
 
 def too_far(errors: dict[str, dict[str, float]]) -> list[str]:
-    """Which of them are not as close to float64 as bfloat16 allows. Where few words count, one that
-    is nearly as likely as the last of them may take its place: that has no limit here."""
+    """Which of them are not as close to float64 as bfloat16 allows. On a top-k support, a token
+    that is nearly as likely as the last one may take its place: that has no limit here."""
     plain = {"adapter": "plain, adapter"}  # rounded once more, whoever computes it
     limits = {
         ours: 1.05 * max(errors[reference_name].values()) for ours, reference_name in plain.items()

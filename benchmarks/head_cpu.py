@@ -1,7 +1,7 @@
 """The output head on a CPU: time over the matmuls alone, and memory above the inputs.
 
-8192 trained tokens, hidden size 576, 49152 words, float32, forward and backward: courtside's
-reverse KL over all words beside its loss on sampled tokens, plain logits and TRL's version. Whole
+8192 trained tokens, hidden size 576, vocabulary 49152, float32, forward and backward: courtside's
+reverse KL over the vocabulary, its loss on sampled tokens, plain logits and TRL's version. Whole
 logits would take 1.5 GiB for each of the several tensors involved; a chunked head must not hold
 them. Each variant runs in a process of its own and reports its time and how far its resident memory
 rose above the inputs.
@@ -86,7 +86,7 @@ def sampled(inputs: Inputs) -> float:
 
 
 def full(inputs: Inputs) -> float:
-    """courtside's chunked head with the reverse KL over all words."""
+    """courtside's chunked head with the reverse KL over the vocabulary."""
     from courtside.recipe.losses import DivergenceLoss
 
     return _courtside(inputs, DivergenceLoss(kind="divergence", divergence="reverse_kl"))

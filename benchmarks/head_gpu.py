@@ -17,7 +17,7 @@ slower while it gets warm, so the floor is timed before and after each of the ot
 of the two is what that one is compared with.
 
 Liger's compilations come last and take most of the time: those that would begin after `--seconds`
-are left out, and that is said.
+are left out, with a message.
 
     python benchmarks/head_gpu.py                      # all shapes, about two minutes
     python benchmarks/head_gpu.py --shapes qwen3-8b --no-liger
@@ -106,7 +106,7 @@ def line(row: dict[str, Any]) -> str:
 
 def run_shape(name: str, args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     shape = SHAPES[name]
-    print(f"{name}: {shape[0]} rows, hidden size {shape[1]}, {shape[2]} words", flush=True)
+    print(f"{name}: {shape[0]} rows, hidden size {shape[1]}, vocabulary {shape[2]}", flush=True)
     inputs = make_inputs(shape, clock.device, args.backend)
     plan = plan_chunks(inputs.student, teacher=True, trained=True)
     print(f"  {plan}")

@@ -1,8 +1,8 @@
 """Which layout of the kernel and which chunks are fastest: to choose what ships, shape by shape.
 
     kernel     reverse KL and JSD on one part of the logits, in several layouts; bytes moved per
-               second beside the time (five passes over a row of each side, seven for JSD)
-    selection  the likeliest words of a part, by the kernel in several layouts and by `torch.topk`
+               second with the time (five passes over a row of each side, seven for JSD)
+    selection  the most likely tokens of a part, by the kernel in several layouts, `torch.topk`
     support    top 64 with tail, the whole head: the device's time and the host's
     chunks     the whole head in several chunks and parts, with the memory each takes
 
@@ -40,7 +40,7 @@ PLANS = [(1024, 1024), (1536, 384), (2048, 256), (2048, 512), (4096, 384), (4096
 
 
 def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict[str, Any]]:
-    """The pass over the words alone, on one part."""
+    """The pass over the vocabulary alone, on one part."""
     from courtside.losses.fused import triton_backend
 
     part = plan_chunks(inputs.student, teacher=True, trained=True).part
@@ -76,7 +76,7 @@ def kernel(inputs: Inputs, kind: str, clock: Clock, seconds: float) -> list[dict
 
 
 def selection(inputs: Inputs, clock: Clock, seconds: float) -> list[dict[str, Any]]:
-    """The 64 likeliest words of one side of one part: by the kernel in several layouts, and by
+    """The 64 most likely tokens of one side of one part: by the kernel in several layouts, and by
     `torch.topk`."""
     from courtside.losses.fused import triton_backend
     from courtside.losses.fused.topk_kernels import (

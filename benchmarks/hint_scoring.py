@@ -1,11 +1,11 @@
-"""Scoring n hinted turns of one trajectory: one pass over its keys and values against n passes.
+"""Scoring n hinted turns of one trajectory: one pass over its KV cache against n passes.
 
 The trunk is a trajectory of assistant turns and environment turns of one length each. A hint and
-its turn (a branch) leave it right above a turn; the places are spread evenly, in an order in which
+its turn (a branch) leave it right before a turn; the turns are spread evenly, in an order where
 n hints are the first n of any larger number. Timed, on random weights of a given shape:
 
     training   the student's forward and backward pass on the trunk, all weights or LoRA trained
-    branches   all n branches, with the log-probs of their turns, on keys and values that exist
+    branches   all n branches, with the log-probs of their turns, on a KV cache that exists
     before     the trunk and all n branches, by the engine: a pass of the teacher's own
     separate   each branch as a sequence of its own
 
@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from gpu_machine import about, measure_call, model_parser, parsed
+from gpu_machine import about, measure_call, model_parser, parse_model_args
 from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -81,7 +81,7 @@ class Job:
 
     @torch.no_grad()
     def trunk(self) -> Cache:
-        """The keys and values that a training pass would leave behind."""
+        """The KV cache of a training pass."""
         cache = make_trunk_cache()
         with self.engine.autocast_context(), self.engine.passes.patch_model():
             self.engine.passes.forward([self.request.token_ids], cache=cache)
@@ -205,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hint-tokens", type=int, help="64 on a GPU, 32 on a CPU")
     parser.add_argument("--turn-tokens", type=int, help="128 on a GPU, 32 on a CPU")
     parser.add_argument("--separate-repeats", type=int, default=1)
-    args = parsed(parser, "hint_scoring")
+    args = parse_model_args(parser, "hint_scoring")
     large = args.device == "cuda"
     args.tokens = args.tokens or (16384 if large else 2048)
     args.hint_tokens = args.hint_tokens or (64 if large else 32)

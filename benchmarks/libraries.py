@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_machine import about, model_parser, parsed, time_call
+from gpu_machine import about, model_parser, parse_model_args, time_call
 from gpu_peaks import free_memory
 from shapes import NAMES, random_model
 from torch import Tensor, nn
@@ -182,7 +182,7 @@ def main() -> None:
                         default=(*OPTIMIZERS, *QUANTIZATIONS))  # fmt: skip
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
-    args = parsed(parser, "libraries")
+    args = parse_model_args(parser, "libraries")
     result: dict[str, Any] = {**about("libraries", args), "left_out": [], "failed": {}}
     libraries = {library for library in LIBRARIES.values() if find_spec(library)}
     result["versions"] |= {library: version(library) for library in libraries}

@@ -3,7 +3,7 @@
 An episode of 32768 tokens in 100 turns of the assistant, 20 of which get a hint; the shape of
 Qwen3-0.6B with random weights, all of them trained, the student itself as its teacher. The classes
 are those of a run: `Teacher` with its `HintScorer`, then `Student.step` with the reverse KL over
-all words on the hinted turns and the policy gradient on all turns. Only the model is drawn here
+the vocabulary on the hinted turns and the policy gradient on all turns. Only the model is random
 instead of loaded, and the episode is made up. The first step compiles and is not counted.
 
     python benchmarks/long_episode.py --device cuda                 # less than a minute
@@ -45,13 +45,13 @@ TEMPLATE = (
 )
 HINT = "Reminder: the tool of that name is not here. Read the list of tools again before you call."
 ANSWER_SHARE = 0.4
-"""Of an assistant's turn and what the environment says to it: the part that the assistant wrote."""
+"""The assistant's share of the tokens of a turn and the observation after it."""
 
 
 def byte_tokenizer() -> Any:
     """A token a byte: texts have the lengths that they are given."""
     tokens = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(tokens)}, merges=[]))
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

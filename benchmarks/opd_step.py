@@ -142,11 +142,13 @@ def same_work_problems(processes: Sequence[dict[str, Any]]) -> list[str]:
         if len({process["num_trainable"] for process in ours}) > 1:
             counts = sorted({(process["side"], process["num_trainable"]) for process in ours})
             problems.append(f"{config}: trainable parameters differ: {counts}")
-        # Same weights and same distribution of samples; only the draw differs, by about a twentieth
-        # each (`--check` compares losses of one batch to a thousandth).
+        # Same weights and same distribution; only the samples differ, by about a twentieth each
+        # (`--check` compares losses of one batch to a thousandth).
         first = [process["steps"][0]["loss"] for process in ours]
         if max(first) > 1.25 * min(first):
-            problems.append(f"{config}: first losses {first} are further apart than draws are")
+            problems.append(
+                f"{config}: first losses {first} are further apart than samples explain"
+            )
     return problems
 
 

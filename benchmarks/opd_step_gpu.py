@@ -5,7 +5,7 @@ with the same random weights, 64 prompts of 128 tokens, 4 samples of exactly 512
 temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one AdamW step on all
 weights; bfloat16 autocast over float32 weights. Courtside runs with its defaults and, as
 `courtside_lean`, with settings that need less memory. Beside them `hints` and `hints_lean`,
-courtside's step of an agent: it plays episodes that begin with the same prompts, samples as many
+courtside's step of an agent: it runs episodes that begin with the same prompts, samples as many
 tokens in four turns of each, and trains on the two that get a hint.
 
     python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
@@ -40,10 +40,10 @@ PEERS = ("trl", "trl_vllm")
 """TRL, with transformers' generate and with vLLM in its process."""
 SIDES = (*OURS, *HINTED, *PEERS)
 LEAN = ("student.gradient_checkpointing=true", "train.optimizer_offload=true")
-"""What the lean sides set beside half of the rows at a time (`half_of_the_rows`): activations
-computed again, and AdamW's moments in the host's memory."""
+"""What the lean sides set in addition to half of the rows at a time (`half_of_the_rows`): gradient
+checkpointing and optimizer-state offload."""
 LOSS_SPREAD = 1.15
-"""First losses of two sides differ by their draws only."""
+"""First losses of two sides differ by their samples only."""
 
 
 # ── processes ────────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +116,7 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
 
 
 def half_of_the_rows(job: Job, side: str) -> str:
-    """Answers or episodes that are sampled at a time; a setting behind it takes its place."""
+    """Answers or episodes that are sampled at a time; a later setting replaces it."""
     size = job.episode_tokens if side in HINTED else job.prompt_tokens + job.new_tokens
     return f"rollout.kv_cache_tokens={job.rows // 2 * size}"
 
@@ -221,7 +221,7 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
         same = [record for record in of_shape if record["side"] not in HINTED]
         losses = {record["side"]: record["steps"][-1]["loss"] for record in same}
         if losses and max(losses.values()) > LOSS_SPREAD * min(losses.values()):
-            problems.append(f"{shape}: losses {losses} are further apart than samples are")
+            problems.append(f"{shape}: losses {losses} are further apart than samples explain")
         for record in same[:-1]:  # against the last, which is TRL where it ran
             sides = f"{shape}, {record['side']} and {same[-1]['side']}"
             problems += check_problems(sides, (record["check"], same[-1]["check"]), job)
@@ -229,7 +229,7 @@ def same_work_problems(records: Sequence[dict[str, Any]], job: Job) -> list[str]
 
 
 def expected_counts(side: str, job: Job) -> list[tuple[str, str, int]]:
-    """What a step of this side counts: the key, in words, and how many there must be."""
+    """What a step of this side counts: key, name and number."""
     if side not in HINTED:
         return [("num_trained_tokens", "trained tokens", job.tokens_per_step)]
     return [
@@ -282,8 +282,8 @@ HINTS_DIFFER = (
     "hints is not TRL's job, but a whole step that samples as many tokens: in place of an answer "
     f"{NUM_TURNS} turns, each 1/{NUM_TURNS} as long, and a tool's message between them; "
     f"{HINTS_PER_EPISODE} of the {NUM_TURNS} get a hint and train, half of the sampled tokens; the "
-    "student is its own teacher, so hints are read and there is no second model. TRL cannot put a "
-    "hint above a turn."
+    "student is its own teacher, and there is no second model. TRL has no hints "
+    "before a turn."
 )
 
 
@@ -310,7 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set-lean", nargs="+", default=list(LEAN), metavar="section.key=value",
                         help=f"the lean sides', in place of {' '.join(LEAN)}")  # fmt: skip
     parser.add_argument("--set-hints", nargs="+", default=[], metavar="section.key=value",
-                        help="the same for hints, and for hints_lean beside those")  # fmt: skip
+                        help="the same for hints, and for hints_lean in addition")  # fmt: skip
     parser.add_argument("--trl-micro-batches", type=int, nargs="+",
                         help="sequences in a pass, the fastest is taken; 16 32 64")  # fmt: skip
     parser.add_argument("--trl-liger", choices=("both", "on", "off"), help="both; off on a CPU")

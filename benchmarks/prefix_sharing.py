@@ -1,4 +1,4 @@
-"""Samples of one prompt in scoring and in the update: the prompt read once against once a sample.
+"""Samples of one prompt in scoring and update: the prompt computed once or once per sample.
 
 A group is a prompt and n answers of one length, on random weights of a given shape; there are as
 many groups as `--tokens` asks for. Timed, with passes as the engine and the student cut them by
@@ -7,7 +7,7 @@ default:
     scoring    log-probs of all answers, by the engine
     update     forward and backward pass with the loss on the sampled tokens, all weights or LoRA
 
-each with the prompt shared and with every sample reading its own. Log-probs and gradients of both
+each with the prompt shared and with every sample computing its own. Log-probs and gradients of both
 ways are compared before anything is timed.
 
     python benchmarks/prefix_sharing.py                                   # on a CPU, two minutes
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_machine import about, measure_call, model_parser, parsed, rise_of_rss
+from gpu_machine import about, measure_call, model_parser, parse_model_args, rise_of_rss
 from shapes import NAMES, gradient_of_sampled, random_engine
 from torch import Tensor
 from workload import GIB, SEED, store
@@ -55,7 +55,7 @@ class Job:
 
     def groups(self, num_prompt: int, num_samples: int) -> list[tuple[int, ...]]:
         """As many as have the wanted number of tokens with a prompt for each sample, at least one;
-        the samples of all of them, one group behind the other."""
+        the samples of all of them, one group after the other."""
         generator = torch.Generator().manual_seed(SEED)
         vocab_size = self.engine.model.config.vocab_size
         size = num_prompt + num_samples * self.num_answer
@@ -76,15 +76,15 @@ class Job:
     def update(self, way: str, group: list[tuple[int, ...]]) -> None:
         """Leaves its gradients in the weights."""
         passes: ForwardPasses = self.passes[way]
-        read = [ids[:-1] for ids in group]
+        inputs = [ids[:-1] for ids in group]
         self.engine.model.train()
         with self.engine.autocast_context(), passes.patch_model():
             for batch in passes.plan_batches(
-                [[ids] for ids in read], default_pass_tokens(self.device)
+                [[ids] for ids in inputs], default_pass_tokens(self.device)
             ):
-                hidden_ND, places = passes.forward([read[i] for i in batch])
-                before = range(len(read[0]) - self.num_answer, len(read[0]))
-                where = [i for place in places for i in place.indices(before)]
+                hidden_ND, spans = passes.forward([inputs[i] for i in batch])
+                before = range(len(inputs[0]) - self.num_answer, len(inputs[0]))
+                where = [i for span in spans for i in span.indices(before)]
                 where_T = torch.tensor(where, device=self.device)
                 hidden_TD = hidden_ND.index_select(0, where_T)
                 answer_ids = [i for b in batch for i in group[b][-self.num_answer :]]
@@ -131,7 +131,7 @@ def once(job: Job, call: Callable[[], Any]) -> dict[str, float]:
 
 
 def clock_of(device: torch.device) -> str:
-    """What is compared: on a CPU its own time, which other programs disturb less."""
+    """What is compared: on a CPU processor time, which other programs disturb less."""
     return "seconds" if device.type == "cuda" else "cpu_seconds"
 
 
@@ -211,7 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, help="of all groups, unshared; 65536 on a GPU, one group on a CPU"
     )
-    args = parsed(parser, "prefix_sharing")
+    args = parse_model_args(parser, "prefix_sharing")
     large = args.device == "cuda"
     args.prompts = args.prompts or ([128, 512, 2048] if large else [32, 128, 512])
     args.samples = args.samples or ([4, 16] if large else [4])

@@ -54,7 +54,7 @@ def with_end_token(template: str) -> str:
 
 
 def save(model: torch.nn.Module, tokenizer: object, target: Path) -> None:
-    # Written beside and renamed, so that a folder that exists is complete.
+    # Written to another name and renamed, so that a folder that exists is complete.
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".writing-"))
     model.save_pretrained(work)
     tokenizer.save_pretrained(work)

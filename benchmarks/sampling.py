@@ -2,7 +2,7 @@
 
 Random weights of a given shape, prompts of one length, so many samples of each; no row ends early,
 so both sides write the same number of tokens, which is looked at. The floor of one token a row is
-the time in which the weights and the keys and values of all rows by then can be read once; the
+the time in which the weights and the KV cache of all rows can be loaded once; the
 bandwidth is measured in the same run.
 
     python benchmarks/sampling.py --device cuda                      # the cases below, 100 seconds
@@ -122,7 +122,7 @@ def run_vllm(paths: str, model: str, cases: Sequence[Case], *, limit: float) -> 
 
 
 class NullTokenizer:
-    """A tokenizer for ids that nobody reads."""
+    """A tokenizer for ids that are never decoded."""
 
     eos_token_id = NO_EOS
 
@@ -166,7 +166,7 @@ def _peak(device: torch.device) -> float | None:
 
 
 def measure(case: Case, args: argparse.Namespace, *, rate: float) -> dict[str, Any]:
-    """`rate`: bytes a second that the memory can be read with."""
+    """`rate`: memory bandwidth in bytes per second."""
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(case.model, device, torch.float32 if args.trained else dtype)
@@ -206,7 +206,9 @@ def generated(
                 ids_BN, max_new_tokens=count, min_new_tokens=count, **settings
             )
         if out_BL.shape != (case.rows, case.prompt_tokens + count):
-            raise SystemExit(f"{case}: generate wrote {tuple(out_BL.shape)}: that is another job")
+            raise SystemExit(
+                f"{case}: generate returned {tuple(out_BL.shape)}: that is another job"
+            )
 
     count = args.generate_tokens or case.new_tokens
     generate(min(WARMUP_TOKENS, count))
@@ -239,7 +241,7 @@ def sampled(
     num_tokens = sample()
     first = time.perf_counter() - began
     if num_tokens != case.num_tokens:
-        raise SystemExit(f"{case}: we wrote {num_tokens} tokens: that is another job")
+        raise SystemExit(f"{case}: we sampled {num_tokens} tokens: that is another job")
     took = first if first > LONG_SECONDS else fastest(sample, engine.device, times=args.times)
     peak = _peak(engine.device)
     if args.profile:
@@ -253,7 +255,7 @@ def sampled(
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one position in all layers."""
+    """Bytes of the KV cache per position, in all layers."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
 

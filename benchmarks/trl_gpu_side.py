@@ -48,7 +48,7 @@ TUNING_TOKENS = 24
 """New tokens of the samples that compare settings."""
 BROKEN = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
           ValueError, *TRITON_ERRORS)  # fmt: skip
-"""How a setting that does not work here says so. Out of memory is one of them."""
+"""Errors of a setting that does not work on this machine. Out of memory is one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _tune_one(
     trials: list[Trial],
     broken: list[dict[str, Any]],
 ) -> CheckResult:
-    """With Liger's kernels or without them, as `first` says; adds to `trials` and `broken`."""
+    """With Liger's kernels or without them, by `first`; adds to `trials` and `broken`."""
     trainer = build(args, job, first)
     if first.liger:
         apply_liger_kernel(trainer.model, None)

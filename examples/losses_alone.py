@@ -1,4 +1,4 @@
-"""Where two top-k losses end: one softmax over 200 words, exact gradients, no model and no recipe.
+"""Where two top-k losses end: one softmax over 200 tokens, exact gradients, no model and no recipe.
 
 The naive form stops at 1/e of the teacher's mass on the support, and warns; with a tail the student
 reaches all of it.
@@ -13,7 +13,7 @@ teacher_TV = (2 * torch.randn(1, 200, dtype=torch.float64)).log_softmax(-1)
 ids_TK, keep_TK = top_k_ids(teacher_TV, teacher_TV, k=20, of="teacher")
 teacher_TK = teacher_TV.gather(-1, ids_TK)
 mass = support_mass(teacher_TK, keep_TK).item()
-print(f"teacher: {mass:.3f} of its mass on its 20 likeliest words")
+print(f"teacher: {mass:.3f} of its mass on its 20 most likely tokens")
 
 for form in ("naive", "tail"):
     logits_TV = torch.randn(1, 200, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the runs of a study measured, and what that says of its arms. Loads no torch."""
+"""What the runs of a study measured, and the comparison of its arms. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 Outcome = dict[str, Any]
-"""What one run measured, as `outcome` reads it and a JSON file keeps it."""
+"""What one run measured, as `outcome` returns it and a JSON file stores it."""
 
 # Two-sided 95% quantiles of Student's t, by degrees of freedom.
 T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 RATE, KL, ERRORS = 2, 3, 4
-"""Columns of a run's `validation`, behind step and trained tokens."""
+"""Columns of a run's `validation`, after step and trained tokens."""
 COLUMNS = {"rate": RATE, "kl": KL, "error_rate": ERRORS}
 LESS_IS_BETTER = ("kl", "error_rate")
 

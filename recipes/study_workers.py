@@ -31,7 +31,7 @@ class Job:
     recipe: Path
     overrides: tuple[str, ...]
     folder: Path
-    """Of the study's runs: the run lies in it under the job's name, its log beside it."""
+    """The folder of the study's runs: a run has the job's name, next to its log."""
     export: Path | None = None
     """Where the trained model goes; such a job is not measured."""
     keep: bool = True
@@ -165,7 +165,7 @@ def _free_memory() -> None:
 
 
 def _log_into(path: Path) -> None:
-    """From here on everything the process says, libraries included."""
+    """Redirects all output of the process, that of libraries included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

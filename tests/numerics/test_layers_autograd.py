@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from support.architectures import made_of, olmo2, phi3, qwen
+from support.architectures import make_model, olmo2, phi3, qwen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -146,7 +146,7 @@ def test_swiglu(dtype: torch.dtype, size: int) -> None:
 
 
 def llama() -> Any:
-    return made_of(LlamaConfig, LlamaForCausalLM)
+    return make_model(LlamaConfig, LlamaForCausalLM)
 
 
 def llama_with_lora() -> Any:

@@ -1,4 +1,4 @@
-"""Tiny models of the kinds whose layers are had with fewer launches."""
+"""Tiny models of the architectures whose layers are fused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 
-def made_of(config: type, model: type, **settings: Any) -> Any:
+def make_model(config: type, model: type, **settings: Any) -> Any:
     torch.manual_seed(1)
     built = model(config(
         vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -26,27 +26,27 @@ def made_of(config: type, model: type, **settings: Any) -> Any:
         bos_token_id=0, eos_token_id=1, pad_token_id=1, **settings,
     )).eval()  # fmt: skip
     for name, parameter in built.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
+        if "norm" in name or "bias" in name:  # ones and zeros would hide an error
             torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
     return built
 
 
 def qwen() -> Any:
-    return made_of(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
+    return make_model(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
 
 
 def qwen2() -> Any:
-    return made_of(Qwen2Config, Qwen2ForCausalLM)
+    return make_model(Qwen2Config, Qwen2ForCausalLM)
 
 
 def phi3() -> Any:
     """Query, key and value are one layer already."""
-    return made_of(Phi3Config, Phi3ForCausalLM)
+    return make_model(Phi3Config, Phi3ForCausalLM)
 
 
 def olmo2() -> Any:
-    """Norms behind the layers: what they give is added up, unrounded."""
-    return made_of(Olmo2Config, Olmo2ForCausalLM)
+    """Norms after the layers, whose outputs are added unrounded."""
+    return make_model(Olmo2Config, Olmo2ForCausalLM)
 
 
 def lora(model: Any, targets: Any = "all-linear") -> Any:

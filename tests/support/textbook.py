@@ -15,7 +15,7 @@ from courtside.types import Scored, Trajectory
 
 
 def logp_of(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
-    """(log-probs over all words, of the chosen word) at each chosen position."""
+    """(log-probs of the vocabulary, of the sampled token) at each completion token."""
     ids = torch.tensor(trajectory.token_ids)
     at = torch.tensor([i for i, chosen in enumerate(trajectory.completion_mask) if chosen])
     logits_LV = model(input_ids=ids[None]).logits[0]
@@ -32,12 +32,12 @@ def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: T
     if support["kind"] == "top_k":
         rows = []
         for p_V, q_V in zip(p_TV, q_TV, strict=True):
-            likeliest = {
+            top_ids = {
                 "teacher": set(q_V.topk(support["k"]).indices.tolist()),
                 "student": set(p_V.topk(support["k"]).indices.tolist()),
             }
-            likeliest["joint"] = likeliest["teacher"] | likeliest["student"]
-            chosen = sorted(likeliest[support["of"]])
+            top_ids["joint"] = top_ids["teacher"] | top_ids["student"]
+            chosen = sorted(top_ids[support["of"]])
             p_S, q_S = p_V[chosen], q_V[chosen]
             if support["form"] == "tail":
                 p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
@@ -59,7 +59,7 @@ def naive_divergence(p_TV: Tensor, q_TV: Tensor, loss: dict[str, Any], ref_TV: T
 
 
 def divergence_terms(p: Tensor, q: Tensor, name: str, loss: dict[str, Any]) -> Tensor:
-    """What each word adds."""
+    """What each token of the vocabulary adds."""
     P, Q = p.exp(), q.exp()
     if name == "reverse_kl":
         terms = P * (p - q)

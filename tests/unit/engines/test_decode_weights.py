@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import lora, lora_head, lora_qwen, made_of, olmo2, phi3, qwen, qwen2
+from support.architectures import lora, lora_head, lora_qwen, make_model, olmo2, phi3, qwen, qwen2
 from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
 from torch import Tensor, nn
@@ -76,9 +76,9 @@ def test_fused_layers_sample_the_same(make: Any) -> None:
         (lora_qwen, 9, 4, 0, 2, 1),
         (lora_head, 9, 4, 2, 2, 1),
         # Norms that add one, a gate other than SiLU.
-        (lambda: made_of(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
+        (lambda: make_model(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
         # Interleaved RoPE, LayerNorm.
-        (lambda: made_of(CohereConfig, CohereForCausalLM), 0, 0, 4, 2, 0),
+        (lambda: make_model(CohereConfig, CohereForCausalLM), 0, 0, 4, 2, 0),
     ],
 )  # fmt: skip
 def test_layers_that_a_model_has(
