@@ -45,10 +45,6 @@ class TurnLog:
         return tuple(i for i, t in enumerate(self.trajectory.turns) if t.role == "assistant")
 
     @cached_property
-    def _previous(self) -> dict[int, int]:
-        return dict(zip(self.assistant[1:], self.assistant[:-1], strict=True))
-
-    @cached_property
     def _failed(self) -> frozenset[int]:
         return frozenset(
             i
@@ -77,7 +73,7 @@ class TurnLog:
 
     def previous(self, i: int) -> int | None:
         """The assistant turn before this one."""
-        return self._previous.get(i)
+        return max((j for j in self.assistant if j < i), default=None)
 
     def earlier_identical(self, i: int) -> list[int]:
         """Earlier assistant turns with the same text; none for an empty turn."""

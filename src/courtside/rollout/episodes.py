@@ -42,23 +42,19 @@ NO_ANSWER = Grade(score=0.0, passed=False, feedback="The environment did not ans
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
 class EpisodeRollout:
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        template: IncrementalTemplate,
-        config: RolloutConfig,
-        start: Callable[[Task], Episode],
-        context_length: int,
-        seed: int,
-    ):
-        self.engine, self.template, self.config = engine, template, config
-        self.limits = config.limits
-        self.start = start
-        self.max_tokens = min(self.limits.tokens or context_length, context_length)
-        self.seed = seed
-        self.sampling = make_sampling(config)
+    engine: Engine
+    template: IncrementalTemplate
+    config: RolloutConfig
+    start: Callable[[Task], Episode]
+    context_length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.limits = self.config.limits
+        self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
+        self.sampling = make_sampling(self.config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)

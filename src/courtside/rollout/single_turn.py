@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
@@ -22,19 +23,16 @@ def make_sampling(config: RolloutConfig) -> Sampling:
     )
 
 
+@dataclass(kw_only=True)
 class SingleTurnRollout:
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        template: ChatTemplate,
-        config: RolloutConfig,
-        grade: Callable[[Task, str], Grade | None],
-        seed: int,
-    ):
-        self.engine, self.template, self.config = engine, template, config
-        self.grade, self.seed = grade, seed
-        self.sampling = make_sampling(config)
+    engine: Engine
+    template: ChatTemplate
+    config: RolloutConfig
+    grade: Callable[[Task, str], Grade | None]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.sampling = make_sampling(self.config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
