@@ -33,7 +33,7 @@ Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, and one built-in recipe, `sums`."""
     built_in = tmp_path / "built-in" / "sums"
     built_in.mkdir(parents=True)
@@ -50,16 +50,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Stands in for the verbs; each answers with what `answers` has for it."""
-    seen: Calls = []
+    calls_made: Calls = []
     verbs = ModuleType("courtside.api")
-    one = Evaluation(
+    evaluation = Evaluation(
         step=20, policy="student", split="test", scores={"a": 1.0, "b": 0.0}, mean_score=0.5,
         ci_low=0.1,
         ci_high=0.9, metrics={"length": float("nan")},
     )  # fmt: skip
     answers: dict[str, Callable[..., Any]] = {
         "train": lambda recipe, folder, **_: SimpleNamespace(path=folder),
-        "evaluate_student": lambda recipe, **_: [one],
+        "evaluate_student": lambda recipe, **_: [evaluation],
         "export": lambda run, to, **_: to,
         "rescore": lambda run, overrides, **_: [{"step": 0, "loss": 0.25, "kl": None}],
     }
@@ -67,13 +67,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         def verb(*args: Any, name: str = name, answer: Any = answer, **kwargs: Any) -> Any:
             kwargs.pop("console", None)
-            seen.append((name, args, kwargs))
+            calls_made.append((name, args, kwargs))
             return answer(*args, **kwargs)
 
         setattr(verbs, name, verb)
     monkeypatch.setitem(sys.modules, "courtside.api", verbs)
     monkeypatch.setattr(courtside, "api", verbs, raising=False)
-    return seen
+    return calls_made
 
 
 def run(*args: str) -> Result:
@@ -122,9 +122,9 @@ def test_evaluate_a_recipe_means_the_student_before_training(calls: Calls) -> No
     assert "10.0% to 90.0%" in done.stdout
 
 
-def test_evaluate_a_run_means_its_checkpoint(calls: Calls, here: Path) -> None:
-    (here / "runs" / "a" / "checkpoints").mkdir(parents=True)
-    (here / "runs" / "a" / "recipe.toml").write_text("seed = 8\n" + RECIPE)
+def test_evaluate_a_run_means_its_checkpoint(calls: Calls, work_folder: Path) -> None:
+    (work_folder / "runs" / "a" / "checkpoints").mkdir(parents=True)
+    (work_folder / "runs" / "a" / "recipe.toml").write_text("seed = 8\n" + RECIPE)
     done = run("evaluate", "runs/a", "--step", "10")
     assert done.exit_code == 0, done.output
     [(_, (recipe,), options)] = calls
@@ -189,18 +189,18 @@ def test_recipes_are_listed_with_what_they_need() -> None:
     assert "2 CPU cores, 3 minutes" in done.stdout
 
 
-def test_init_copies_once(here: Path) -> None:
+def test_init_copies_once(work_folder: Path) -> None:
     done = run("init", "sums")
     assert done.exit_code == 0, done.output
-    assert (here / "sums" / "recipe.toml").read_text() == RECIPE
+    assert (work_folder / "sums" / "recipe.toml").read_text() == RECIPE
     assert "courtside train sums/recipe.toml" in done.stdout
-    (here / "sums" / "recipe.toml").write_text("edited")
-    again = run("init", "sums")
-    assert again.exit_code == 2
-    assert "sums/recipe.toml: exists already" in again.stderr
-    assert (here / "sums" / "recipe.toml").read_text() == "edited"
+    (work_folder / "sums" / "recipe.toml").write_text("edited")
+    second = run("init", "sums")
+    assert second.exit_code == 2
+    assert "sums/recipe.toml: exists already" in second.stderr
+    assert (work_folder / "sums" / "recipe.toml").read_text() == "edited"
     assert run("init", "sums", "other/place").exit_code == 0
-    assert (here / "other" / "place" / "recipe.toml").read_text() == RECIPE
+    assert (work_folder / "other" / "place" / "recipe.toml").read_text() == RECIPE
 
 
 def test_init_of_an_unknown_recipe_guesses() -> None:

@@ -20,21 +20,23 @@ from courtside.viewer import server
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in with one run, and a server that ends at once."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "first", steps=1)
-    monkeypatch.setattr(server.Listening, "run", lambda self: [one.close() for one in self.sockets])
+    monkeypatch.setattr(
+        server.Listening, "run", lambda self: [socket.close() for socket in self.sockets]
+    )
     return tmp_path
 
 
 @pytest.fixture(autouse=True)
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Addresses that a browser was asked to open."""
-    seen: list[str] = []
-    monkeypatch.setattr(server.webbrowser, "open", seen.append)
+    urls: list[str] = []
+    monkeypatch.setattr(server.webbrowser, "open", urls.append)
     monkeypatch.setenv("DISPLAY", ":0")
-    return seen
+    return urls
 
 
 def view(*args: str) -> Result:
@@ -84,8 +86,8 @@ def test_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"--port {port}: another program uses it. Give another" in done.stderr
         monkeypatch.setattr(server, "PORT", port)
         # Without --port, the next one that is free.
-        found = re.search(r"127\.0\.0\.1:(\d+)/", view("runs/first").stdout)
-        assert found and port < int(found[1]) < port + server.NUM_PORTS
+        address = re.search(r"127\.0\.0\.1:(\d+)/", view("runs/first").stdout)
+        assert address and port < int(address[1]) < port + server.NUM_PORTS
         monkeypatch.setattr(server, "NUM_PORTS", 1)
         assert "are all taken. Give a --port" in view("runs/first").stderr
 
@@ -122,7 +124,7 @@ def test_packages_that_are_not_installed(missing: str) -> None:
     )
 
 
-def test_it_answers_until_ctrl_c_and_ends_quietly(here: Path) -> None:
+def test_it_answers_until_ctrl_c_and_ends_quietly(work_folder: Path) -> None:
     command = [sys.executable, "-u", "-m", "courtside", "view", "runs/first", "--no-browser"]
     process = subprocess.Popen(
         [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -21,8 +21,8 @@ scores_any = st.lists(st.floats(0, 1), min_size=1, max_size=40)
      (50, 100, 0.4038, 0.5962)],
 )  # fmt: skip
 def test_wilson(passed: int, count: int, low: float, high: float) -> None:
-    found = mean_interval([1.0] * passed + [0.0] * (count - passed))
-    assert found == pytest.approx((passed / count, low, high), abs=5e-5)
+    interval = mean_interval([1.0] * passed + [0.0] * (count - passed))
+    assert interval == pytest.approx((passed / count, low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize(

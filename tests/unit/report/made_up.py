@@ -22,7 +22,7 @@ from courtside.types import (
 )
 
 TEXT = "we add the digits from the right and carry one so the sum is <b>four</b> & done ."
-WORDS = TEXT.split()
+TOKENS = TEXT.split()
 
 
 class Logps:
@@ -67,15 +67,15 @@ def make_task(number: int) -> Task:
 
 def make_trajectory(name: str, number: int, *, length: int = 6, passed: bool = True) -> Trajectory:
     draw = random.Random(f"{name} {number}")
-    words = [WORDS[(number + i) % len(WORDS)] for i in range(length)]
+    tokens = [TOKENS[(number + i) % len(TOKENS)] for i in range(length)]
     prompt = Turn(
         role="prompt", text=f"{number} + 4 = ?", token_ids=(1, 2, 3), completion_mask=(False,) * 3
     )
     # The last token is the template's, not the student's.
     answer = Turn(
         role="assistant",
-        text=" ".join(words),
-        token_ids=(*(100 + (number + i) % len(WORDS) for i in range(length)), 0),
+        text=" ".join(tokens),
+        token_ids=(*(100 + (number + i) % len(TOKENS) for i in range(length)), 0),
         completion_mask=(True,) * length + (False,),
         sampler_logp=(*(-draw.randrange(1, 24) / 8 for _ in range(length)), math.nan),
     )
@@ -114,9 +114,7 @@ def make_update(step: int, scored: Sequence[Scored], **metrics: float) -> Update
         metrics={"kl": 0.9 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-4} | metrics,
         num_tokens={"divergence": 18, "policy_gradient": 24},
         student_logp={
-            one.trajectory.id: one.trajectory.sampler_logp or ()
-            for one in scored
-            if one.target is not None
+            s.trajectory.id: s.trajectory.sampler_logp or () for s in scored if s.target is not None
         },
     )
 

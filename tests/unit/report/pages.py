@@ -15,7 +15,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open, self.tags, self.words = [], [], []
+        self.open, self.tags, self.texts = [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -32,11 +32,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data)
+        self.texts.append(data)
 
     @property
     def text(self):
-        return " ".join(" ".join(self.words).split())
+        return " ".join(" ".join(self.texts).split())
 
 
 def read(path: Path) -> tuple[str, Page]:

@@ -75,7 +75,7 @@ def assistant(text: str, draw: random.Random, events: tuple[Event, ...] = ()) ->
     )
 
 
-def told(role: Any, messages: Sequence[Message]) -> Turn:
+def make_turn(role: Any, messages: Sequence[Message]) -> Turn:
     text = "".join(f"<|im_start|>{m.role}\n{m.content}{END}\n" for m in messages)
     ids, opening = spell(text), spell(OPENING)
     return Turn(
@@ -96,22 +96,22 @@ def make_episode(name: str, *, wrong: Sequence[int] = (1,), num: int = 4) -> Tra
         Message(role="user", content=REQUESTS[0][0]),
     )
     task = Task(id=f"task-{name.split('-')[-1]}", split="train", messages=opening, tags=("tools",))
-    turns = [told("prompt", opening)]
+    turns = [make_turn("prompt", opening)]
     for i in range(num):
-        asked, listed, common, arguments = REQUESTS[i % 4]
+        request, listed, common, arguments = REQUESTS[i % 4]
         if i in wrong:
             message = f"Tool not found: {common}"
-            details = {"message": message, "tool": common, "listed": listed, "request": asked}
+            details = {"message": message, "tool": common, "listed": listed, "request": request}
             event = Event(kind="tool_not_found", details=details)
             turns.append(assistant(called(common, arguments), draw, (event,)))
-            turns.append(told("environment", [Message(role="tool", content=message)]))
+            turns.append(make_turn("environment", [Message(role="tool", content=message)]))
         turns.append(assistant(called(listed, arguments), draw))
         if i + 1 < num:
-            said = [
+            replies = [
                 Message(role="tool", content=RESULTS[i % 4]),
                 Message(role="user", content=REQUESTS[(i + 1) % 4][0]),
             ]
-            turns.append(told("environment", said))
+            turns.append(make_turn("environment", replies))
     passed = not wrong
     return Trajectory(
         id=name,
@@ -174,20 +174,20 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
 def make_hinted_batch(step: int) -> list[Scored]:
     """Three episodes with a kept hint or two, one each dropped by shift and merge, one clean."""
     wrongs = ((0, 2), (1,), (3,))
-    kept = [hinted(make_episode(f"{step}-{i}", wrong=w)) for i, w in enumerate(wrongs)]
+    hinted_batch = [hinted(make_episode(f"{step}-{i}", wrong=w)) for i, w in enumerate(wrongs)]
     by_shift = hinted(make_episode(f"{step}-3", wrong=(1,)), dropped="shift")
-    words = "Read the request again before you answer."
+    hint_text = "Read the request again before you answer."
     other = tuple(
         replace(
             j,
-            hint=replace(j.hint, text=words, source="model", bad_span=None, confidence=0.4),
+            hint=replace(j.hint, text=hint_text, source="model", bad_span=None, confidence=0.4),
             bad_span_shift=None,
         )
         for j in by_shift.hints
     )
     merged = hinted(make_episode(f"{step}-4", wrong=(2,)), dropped="merge")
     clean = Scored(trajectory=make_episode(f"{step}-5", wrong=()), target=None)
-    return [*kept, replace(by_shift, hints=other), merged, clean]
+    return [*hinted_batch, replace(by_shift, hints=other), merged, clean]
 
 
 def make_hinted_update(step: int, scored: Sequence[Scored]) -> Update:
@@ -196,13 +196,9 @@ def make_hinted_update(step: int, scored: Sequence[Scored]) -> Update:
         loss=0.9 / (step + 1),
         components={"hints": 0.9 / (step + 1)},
         metrics={"kl": 0.4 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-4},
-        num_tokens={
-            "hints": sum(len(one.target.token_indices or ()) for one in scored if one.target)
-        },
+        num_tokens={"hints": sum(len(s.target.token_indices or ()) for s in scored if s.target)},
         student_logp={
-            one.trajectory.id: one.trajectory.sampler_logp or ()
-            for one in scored
-            if one.target is not None
+            s.trajectory.id: s.trajectory.sampler_logp or () for s in scored if s.target is not None
         },
     )
 

@@ -11,9 +11,9 @@ def test_one_that_trained_nothing_says_what_became_of_the_hints() -> None:
     rows = [
         {"reader/accepted": 0, "reader/dropped/no_other_hint": n, "tokens/kl": 0} for n in (2, 5)
     ]
-    said = check_nothing_trained(rows)
-    assert said is not None and "none of the 2 steps trained a single token" in said
-    assert "dropped/no_other_hint 7" in said and "accepted" not in said
+    message = check_nothing_trained(rows)
+    assert message is not None and "none of the 2 steps trained a single token" in message
+    assert "dropped/no_other_hint 7" in message and "accepted" not in message
 
 
 def test_without_a_reader_it_points_to_the_losses() -> None:

@@ -19,7 +19,7 @@ from courtside.report.folder.hints_file import (
 )
 from courtside.types import Hint
 
-ONE = b'{"trajectory": "x", "turn": 1, "text": "one"}\n'
+LINE = b'{"trajectory": "x", "turn": 1, "text": "one"}\n'
 OTHER = b'{ "turn":3,"trajectory":"x", "text": "Gr\xc3\xb6\xc3\x9fe" }\r\n'
 EMPTY = b"\n  \n"
 
@@ -36,12 +36,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (ONE + OTHER, OTHER),
-        (OTHER + ONE + EMPTY + ONE + OTHER, OTHER + EMPTY + OTHER),
-        (OTHER + ONE.rstrip(), OTHER),
-        (ONE + OTHER.rstrip(), OTHER.rstrip()),
-        (ONE + b'{"trajectory": "x", "tu', b'{"trajectory": "x", "tu'),
-        (ONE, b""),
+        (LINE + OTHER, OTHER),
+        (OTHER + LINE + EMPTY + LINE + OTHER, OTHER + EMPTY + OTHER),
+        (OTHER + LINE.rstrip(), OTHER),
+        (LINE + OTHER.rstrip(), OTHER.rstrip()),
+        (LINE + b'{"trajectory": "x", "tu', b'{"trajectory": "x", "tu'),
+        (LINE, b""),
     ],
 )
 def test_only_the_lines_about_the_turn_go(path: Path, before: bytes, after: bytes) -> None:
@@ -62,21 +62,21 @@ def test_a_file_without_such_a_line_is_not_touched(path: Path) -> None:
 
 
 def test_a_broken_file_is_left_alone(path: Path) -> None:
-    path.write_bytes(ONE + b"broken\n" + ONE)
+    path.write_bytes(LINE + b"broken\n" + LINE)
     with pytest.raises(UserError, match=r"hints.jsonl:2: not valid JSON"):
         remove_hint(path, "x", 1)
-    assert path.read_bytes() == ONE + b"broken\n" + ONE
+    assert path.read_bytes() == LINE + b"broken\n" + LINE
 
 
 def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "real.jsonl").write_bytes(ONE + OTHER)
+    (tmp_path / "real.jsonl").write_bytes(LINE + OTHER)
     path.symlink_to(tmp_path / "real.jsonl")
     remove_hint(path, "x", 1)
     assert path.is_symlink() and (tmp_path / "real.jsonl").read_bytes() == OTHER
 
 
 def test_a_disk_that_fails_keeps_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_bytes(ONE)
+    path.write_bytes(LINE)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -84,7 +84,7 @@ def test_a_disk_that_fails_keeps_the_file(path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match=r"could not be removed \(No space left.*unchanged"):
         remove_hint(path, "x", 1)
-    assert path.read_bytes() == ONE and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == LINE and list(path.parent.iterdir()) == [path]
 
 
 def test_lines_written_while_others_are_removed_are_all_there(path: Path) -> None:
@@ -103,10 +103,10 @@ def test_lines_written_while_others_are_removed_are_all_there(path: Path) -> Non
 
 
 def test_a_recorded_conversation_goes_by_its_task() -> None:
-    own = make_trajectory("000003-001-0", 1)
-    assert hints_file_id(own) == "000003-001-0"
-    assert hints_file_id(replace(own, source="teacher")) == "000003-001-0"
-    assert hints_file_id(replace(own, source="dataset", policy_version=None)) == "task-1"
+    trajectory = make_trajectory("000003-001-0", 1)
+    assert hints_file_id(trajectory) == "000003-001-0"
+    assert hints_file_id(replace(trajectory, source="teacher")) == "000003-001-0"
+    assert hints_file_id(replace(trajectory, source="dataset", policy_version=None)) == "task-1"
 
 
 def test_limits_are_those_of_the_persons_reader(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def build(tmp_path, recipe):
     def build(batches, evaluations=(), counts=None):
         path = tmp_path / "run"
         with RunFolder.open(path, recipe(train={"steps": max(len(batches), 1)})) as folder:
-            for one in evaluations:
-                folder.record_evaluation(one)
+            for evaluation in evaluations:
+                folder.record_evaluation(evaluation)
             for step, batch in enumerate(batches):
                 folder.record(
                     step,
@@ -103,11 +103,11 @@ def test_an_error_rate_that_was_measured_once(build):
 
 def test_suites_are_lines_of_their_own_and_teachers_are_dashed():
     suites = [make_episode_evaluation(s, 0.5, policy="student:held_out") for s in (0, 2)]
-    own = [make_episode_evaluation(s, 0.4) for s in (0, 2)]
+    student = [make_episode_evaluation(s, 0.4) for s in (0, 2)]
     teacher = make_episode_evaluation(0, 0.1, policy="teacher")
     for figure in (error_figure, evaluation_figure):
-        drawn = figure([*own, *suites, teacher])
-        names = re.findall(r'class="key c\d( flat)?">([^<]*) <', drawn)
+        svg = figure([*student, *suites, teacher])
+        names = re.findall(r'class="key c\d( flat)?">([^<]*) <', svg)
         assert names == [
             ("", "student, test"),
             ("", "student:held_out, test"),
@@ -125,12 +125,12 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
     _, page = read(write_report(build(batches, counts=counts), decode=decode))
     section = part(page, "Hints Shift:", "Tokens with the largest shift")
     assert "Counted in 3 stored steps" in section
-    hint_outcomes = [j for batch in batches for one in batch for j in one.hints]
+    hint_outcomes = [j for batch in batches for s in batch for j in s.hints]
     shifts = {
         source: [j.shift for j in hint_outcomes if j.hint.source == source and j.shift is not None]
         for source in ("rules:tool_not_found", "model")
     }
-    rules, model = (sum(own) / len(own) for own in shifts.values())
+    rules, model = (sum(values) / len(values) for values in shifts.values())
     assert "source hints trained on dropped: shift dropped: merge mean shift" in section
     assert f"rules:tool_not_found 15 12 0 3 +{rules:.2f}" in section
     assert f"model 3 0 3 0 {model:+.2f}".replace("-", "−") in section
@@ -140,7 +140,7 @@ def test_hints_are_counted_by_source_and_by_why_they_were_dropped(build):
 
 def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(build):
     [a, b] = hinted(make_episode("0-0", wrong=(0, 1))).hints
-    made = [
+    outcomes = [
         StepHint(step=0, outcome=replace(a, shift=1.0)),
         StepHint(step=1, outcome=replace(a, shift=5.0)),
         StepHint(step=2, outcome=replace(b, shift=3.0)),
@@ -151,16 +151,18 @@ def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(bu
         StepHint(step=7, outcome=replace(b, shift=-2.0, drop_reason="shift")),
         StepHint(step=8, outcome=replace(b, shift=None, drop_reason="merge")),
     ]
-    assert [one.step for one in largest_shifts(made)] == [1, 2]
-    assert [one.step for one in smallest_shifts(made)] == [7, 6]
+    assert [outcome.step for outcome in largest_shifts(outcomes)] == [1, 2]
+    assert [outcome.step for outcome in smallest_shifts(outcomes)] == [7, 6]
 
 
-def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
-    one = hinted(make_episode("0-0", wrong=(1,)))
-    [hint_outcomes] = one.hints
-    told = replace(hint_outcomes, shift=4.5, bad_span_shift=4.0)
-    told = replace(told, hint=replace(told.hint, text="Use <script>x</script>.", confidence=0.75))
-    text, page = read(write_report(build([[replace(one, hints=(told,))]]), decode=decode))
+def test_a_hint_is_rendered_between_prompt_and_reply(build):
+    episode = hinted(make_episode("0-0", wrong=(1,)))
+    [hint_outcomes] = episode.hints
+    outcome = replace(hint_outcomes, shift=4.5, bad_span_shift=4.0)
+    outcome = replace(
+        outcome, hint=replace(outcome.hint, text="Use <script>x</script>.", confidence=0.75)
+    )
+    text, page = read(write_report(build([[replace(episode, hints=(outcome,))]]), decode=decode))
     section = part(page, "Largest shifts", "Tokens with the largest shift")
     order = [
         "step 0 · turn 3 · the turn calls calculator",
@@ -170,22 +172,22 @@ def test_a_hint_is_shown_between_what_was_read_and_what_was_written(build):
         "confidence 0.75 Use <script>x</script>.",
         "student tool not found",
     ]
-    places = [section.index(words) for words in order]
+    places = [section.index(phrase) for phrase in order]
     assert places == sorted(places)
     assert "<script" not in text
     [bad, *_] = re.findall(r'<span class="less5 bad" title="[^"]*">([^<]*)</span>', text)
     assert bad == "calculator"
 
 
-def test_hints_that_did_nothing_are_shown_as_dropped(build):
+def test_hints_without_effect_are_rendered_as_dropped(build):
     _, page = read(write_report(build([make_hinted_batch(0)]), decode=decode))
     section = part(page, "Smallest shifts, dropped", "Tokens with the largest shift")
     assert "dropped: shift Read the request again before you answer." in section
     assert "dropped: merge" not in section  # never measured, so nobody knows what it does
 
 
-def test_a_reader_that_found_nothing(build):
-    clean = [one for one in make_hinted_batch(0) if not one.hints]
+def test_a_reader_without_hints(build):
+    clean = [s for s in make_hinted_batch(0) if not s.hints]
     _, page = read(write_report(build([clean], counts={"rules/tool_not_found": 0}), decode=decode))
     assert "Tokens with the largest shift" not in page.text and "Hints Shift" not in page.text
     assert "Episodes" in page.text
@@ -195,19 +197,19 @@ def test_a_reader_that_found_nothing(build):
 
 
 def test_shifted_tokens_are_the_largest_gaps_of_turns_that_train(tmp_path):
-    kept, dropped = hinted(make_episode("0-0", wrong=(1,))), make_episode("0-1", wrong=(0,))
-    stored = store(tmp_path, [kept, hinted(dropped, dropped="shift")])
-    moved = find_shifted_tokens(stored, decode)
-    assert moved[0].token == "calculator"
-    assert moved[0].before == '<tool_call>{"name": "' and moved[0].after.startswith('", "arg')
-    student, teacher = moved[0].gap.student, moved[0].gap.teacher
-    place = kept.trajectory.completion_ids.index(_id(kept, "calculator"))
-    assert student == kept.trajectory.sampler_logp[place]
+    trained, dropped = hinted(make_episode("0-0", wrong=(1,))), make_episode("0-1", wrong=(0,))
+    stored = store(tmp_path, [trained, hinted(dropped, dropped="shift")])
+    shifted = find_shifted_tokens(stored, decode)
+    assert shifted[0].token == "calculator"
+    assert shifted[0].before == '<tool_call>{"name": "' and shifted[0].after.startswith('", "arg')
+    student, teacher = shifted[0].gap.student, shifted[0].gap.teacher
+    place = trained.trajectory.completion_ids.index(_id(trained, "calculator"))
+    assert student == trained.trajectory.sampler_logp[place]
     assert teacher == pytest.approx(
-        kept.target.logp_T.tolist()[kept.target.token_indices.index(place)]
+        trained.target.logp_T.tolist()[trained.target.token_indices.index(place)]
     )
-    assert not any(one.token == "weather" for one in moved)
-    sizes = [abs(one.gap.nats) for one in moved]
+    assert not any(token.token == "weather" for token in shifted)
+    sizes = [abs(token.gap.nats) for token in shifted]
     assert sizes == sorted(sizes, reverse=True) and min(sizes) > 0.375
 
 
@@ -215,12 +217,12 @@ def _id(scored, piece):
     return next(i for i in scored.trajectory.completion_ids if decode([i]) == [piece])
 
 
-def test_the_same_words_are_shown_once(tmp_path):
+def test_the_same_tokens_are_rendered_once(tmp_path):
     many = [hinted(make_episode(f"{i}-0", wrong=(1,))) for i in range(6)]
-    moved = find_shifted_tokens(store(tmp_path, many), decode)
-    assert [one.token for one in moved].count("calculator") == 1
-    largest = min(min(one.target.logp_T.tolist()) for one in many)
-    assert moved[0].gap.teacher <= largest + 0.5
+    shifted = find_shifted_tokens(store(tmp_path, many), decode)
+    assert [s.token for s in shifted].count("calculator") == 1
+    largest = min(min(s.target.logp_T.tolist()) for s in many)
+    assert shifted[0].gap.teacher <= largest + 0.5
 
 
 def test_tokens_of_the_first_and_the_last_step_are_told_apart(build):
@@ -241,14 +243,14 @@ def test_without_decode_there_are_no_tokens_but_all_the_rest(build):
 
 
 def test_a_transcript_has_roles_events_and_hints_in_place(build):
-    one = hinted(make_episode("0-0", wrong=(0,), num=2))
-    text, page = read(write_report(build([[one]]), decode=decode))
+    episode = hinted(make_episode("0-0", wrong=(0,), num=2))
+    text, page = read(write_report(build([[episode]]), decode=decode))
     section = page.text.split(" Episodes ")[1].split(" Environment ")[0]
     assert "failed What is the weather in Oslo? step 0 · 3 turns · 1 with errors · " in section
     assert "1 hint, 1 trained on" in section
     card = text.split("<h2>Episodes</h2>")[1]
-    said = re.findall(r'<div class="entry [^"]*"><b>(\w+)</b>', card)
-    assert said == [
+    roles = re.findall(r'<div class="entry [^"]*"><b>(\w+)</b>', card)
+    assert roles == [
         "system",
         "user",
         "hint",
@@ -261,7 +263,7 @@ def test_a_transcript_has_roles_events_and_hints_in_place(build):
     ]
     # Colours stand on the tokens that the teacher spoke of, and on no others.
     titles = re.findall(r'title="(teacher [^"]*)"', card)
-    assert len(titles) == len(one.target.token_indices)
+    assert len(titles) == len(episode.target.token_indices)
     assert card.count('<span class="badge failed" title="Tool not found: weather">') == 1
 
 
@@ -277,31 +279,33 @@ def test_transcripts_with_hints_come_first(build):
     assert trained == ["1", "1", "2", "0"]
 
 
-def test_a_context_of_the_whole_episode_is_shown(build):
-    one = hinted(make_episode("0-0"))
-    seen = replace(one, target=replace(one.target, context="the <i>solution</i>"))
-    text, page = read(write_report(build([[replace(seen, hints=())]]), decode=decode))
+def test_a_context_of_the_whole_episode_is_rendered(build):
+    episode = hinted(make_episode("0-0"))
+    with_context = replace(episode, target=replace(episode.target, context="the <i>solution</i>"))
+    text, page = read(write_report(build([[replace(with_context, hints=())]]), decode=decode))
     assert "teacher-only context the <i>solution</i>" in page.text and "<i>" not in text
 
 
-def test_a_context_that_was_hints_is_not_shown_twice(build):
-    one = hinted(make_episode("0-0"))
-    seen = replace(one, target=replace(one.target, context=one.hints[0].hint.text))
-    _, page = read(write_report(build([[seen]]), decode=decode))
+def test_a_context_of_hints_is_not_rendered_twice(build):
+    episode = hinted(make_episode("0-0"))
+    with_context = replace(
+        episode, target=replace(episode.target, context=episode.hints[0].hint.text)
+    )
+    _, page = read(write_report(build([[with_context]]), decode=decode))
     assert "teacher-only context" not in page.text
 
 
 def test_a_single_answer_with_a_hint_is_told_like_an_episode(build):
-    one = hinted(make_episode("0-0", wrong=(0,), num=1))
+    episode = hinted(make_episode("0-0", wrong=(0,), num=1))
     # Only the wrong turn is left, and the teacher spoke of just that one.
-    alone = replace(one.trajectory, turns=one.trajectory.turns[:2])
-    text, _ = read(write_report(build([[replace(one, trajectory=alone)]]), decode=decode))
-    said = re.findall(r'"><b>(\w+)</b>', text.split("<h2>Episodes</h2>")[1])
-    assert said == ["system", "user", "hint", "student"]
+    alone = replace(episode.trajectory, turns=episode.trajectory.turns[:2])
+    text, _ = read(write_report(build([[replace(episode, trajectory=alone)]]), decode=decode))
+    roles = re.findall(r'"><b>(\w+)</b>', text.split("<h2>Episodes</h2>")[1])
+    assert roles == ["system", "user", "hint", "student"]
     assert "What the teacher made" not in text
 
 
-def test_episodes_before_beside_after(build):
+def test_episodes_before_and_after(build):
     evaluations = [make_episode_evaluation(0, 0.4), make_episode_evaluation(1, 0.1)]
     text, page = read(write_report(build([make_hinted_batch(0)], evaluations)))
     section = part(page, "Samples before and after training", "Episodes")
@@ -315,21 +319,21 @@ def test_episodes_before_beside_after(build):
 
 def test_very_long_episodes_show_the_telling_turns():
     quiet = make_episode("0-0", wrong=(), num=60)
-    one = make_episode("0-0", wrong=(30,), num=60)
-    wrong = next(i for i, turn in enumerate(one.turns) if turn.events)
-    text = render_transcript(Conversation(trajectory=one))
+    episode = make_episode("0-0", wrong=(30,), num=60)
+    wrong = next(i for i, turn in enumerate(episode.turns) if turn.events)
+    text = render_transcript(Conversation(trajectory=episode))
     assert "Tool not found: calculator" in text or "Tool not found: notes" in text
-    left = [int(n) for n in re.findall(r"(\d+) turns? omitted", text)]
-    shown = len(one.turns) - sum(left)
-    assert shown == 5 + 3 and left[0] == wrong - 1 - 3
+    omitted = [int(n) for n in re.findall(r"(\d+) turns? omitted", text)]
+    num_rendered = len(episode.turns) - sum(omitted)
+    assert num_rendered == 5 + 3 and omitted[0] == wrong - 1 - 3
     assert sum(map(int, re.findall(r"(\d+) turns omitted", render_transcript(
         Conversation(trajectory=quiet)
     )))) == len(quiet.turns) - 5  # fmt: skip
     everywhere = make_episode("0-0", wrong=range(60), num=60)
-    left = re.findall(
+    omitted = re.findall(
         r"(\d+) turns? omitted", render_transcript(Conversation(trajectory=everywhere))
     )
-    assert len(everywhere.turns) - sum(map(int, left)) == MAX_TURNS
+    assert len(everywhere.turns) - sum(map(int, omitted)) == MAX_TURNS
 
 
 def test_a_run_of_single_answers_has_no_sections_for_episodes(tmp_path, recipe):
@@ -369,8 +373,8 @@ def test_underlining_changes_no_word(text, spans):
     marked = render_text(text, spans)
     assert unescape(re.sub(r'<span class="bad">|</span>', "", marked)) == text
     underlined = "".join(map(unescape, re.findall(r'<span class="bad">(.*?)</span>', marked)))
-    found = {i for s in spans if s in text for i in range(text.find(s), text.find(s) + len(s))}
-    assert underlined == "".join(text[i] for i in sorted(found))
+    indices = {i for s in spans if s in text for i in range(text.find(s), text.find(s) + len(s))}
+    assert underlined == "".join(text[i] for i in sorted(indices))
 
 
 def test_very_long_texts_are_cut_and_say_so():

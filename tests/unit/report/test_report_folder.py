@@ -74,9 +74,9 @@ def test_the_same_recipe_goes_on_and_its_run_part_may_change(folder, recipe, bat
     record(folder, 0, batch, update)
     folder.close()
     changed = recipe(run={"checkpoint_every": 3, "trackers": ["tensorboard"]})
-    with RunFolder.open(folder.path, changed) as again:
-        assert len(again.metrics()) == 1
-        assert again.recipe().run.checkpoint_every == 3
+    with RunFolder.open(folder.path, changed) as reopened:
+        assert len(reopened.metrics()) == 1
+        assert reopened.recipe().run.checkpoint_every == 3
 
 
 def test_another_recipe_is_refused_with_the_fields_that_differ(folder, recipe):
@@ -191,17 +191,17 @@ def test_trajectories_come_back_as_they_were(folder, batch, update):
     assert folder.trajectory_steps() == [12]
     assert (folder.path / "trajectories" / "step-000012.parquet").exists()
     stored, scored = folder.trajectories(12), batch(12)
-    for one, was in zip(stored, scored, strict=True):
+    for row, was in zip(stored, scored, strict=True):
         # NaN is not equal to itself; repr says whether all the rest is.
-        assert repr(one.trajectory) == repr(was.trajectory)
-        assert one.step == 12
+        assert repr(row.trajectory) == repr(was.trajectory)
+        assert row.step == 12
         if was.target is None:
-            assert (one.teacher, one.teacher_logp, one.context) == (None, None, None)
-            assert one.student_logp is None  # never scored is not zero, and not empty
+            assert (row.teacher, row.teacher_logp, row.context) == (None, None, None)
+            assert row.student_logp is None  # never scored is not zero, and not empty
         else:
-            assert one.teacher == "self:frozen" and one.context == was.target.context
-            assert list(one.teacher_logp) == was.target.logp_T.tolist()
-            assert one.student_logp == was.trajectory.sampler_logp
+            assert row.teacher == "self:frozen" and row.context == was.target.context
+            assert list(row.teacher_logp) == was.target.logp_T.tolist()
+            assert row.student_logp == was.trajectory.sampler_logp
 
 
 def test_rare_fields_of_trajectories_come_back_too(folder, batch, update):
@@ -219,7 +219,7 @@ def test_rare_fields_of_trajectories_come_back_too(folder, batch, update):
         0, scored, update(0, [], kl=0.0), seconds={}, store_trajectories=True
     )  # fmt: skip
     stored = folder.trajectories(0)
-    assert [one.trajectory for one in stored] == [bare, empty]
+    assert [record.trajectory for record in stored] == [bare, empty]
 
 
 def test_log_probs_are_stored_as_float32(folder, batch, update):
@@ -256,13 +256,13 @@ def test_damaged_parquet_is_named(folder):
 
 
 def test_evaluations_come_back(folder, evaluation):
-    one = evaluation(0)
+    first = evaluation(0)
     nothing = replace(
-        one, mean_score=math.nan, ci_low=math.nan, ci_high=math.nan, scores={}, samples=()
+        first, mean_score=math.nan, ci_low=math.nan, ci_high=math.nan, scores={}, samples=()
     )
-    folder.record_evaluation(one)
+    folder.record_evaluation(first)
     folder.record_evaluation(nothing)
-    assert repr(folder.evaluations()) == repr([one, nothing])
+    assert repr(folder.evaluations()) == repr([first, nothing])
     for line in (folder.path / "evaluations.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -294,7 +294,7 @@ def test_rewind_keeps_what_a_checkpoint_of_n_steps_has_seen(folder, batch, updat
     (folder.path / "trajectories" / "step-000004.parquet.tmp").write_bytes(b"half")
     folder.rewind(2)
     assert [row["step"] for row in folder.metrics()] == [0, 1]
-    assert [one.step for one in folder.evaluations()] == [0, 1, 2]
+    assert [e.step for e in folder.evaluations()] == [0, 1, 2]
     assert folder.alarms() == [{"step": 0}, {"step": 1}, {"message": "of the whole run"}]
     assert folder.trajectory_steps() == [0, 1]
     assert folder.read_costs()["rollout"].seconds == 9.0
@@ -318,12 +318,15 @@ def test_opening_heals_a_line_that_a_kill_cut_off(folder, recipe, batch, update)
     folder.close()
     path = folder.path / "metrics.jsonl"
     whole = path.read_bytes()
-    for left in (whole + whole[: len(whole) // 2], whole[:-1]):  # half a row; only the \n missing
-        path.write_bytes(left)
+    for content in (
+        whole + whole[: len(whole) // 2],
+        whole[:-1],
+    ):  # half a row; only the \n missing
+        path.write_bytes(content)
         assert len(RunFolder.read(folder.path).metrics()) == 1
-        with RunFolder.open(folder.path, recipe()) as again:
-            record(again, 1, batch, update)
-            assert [row["step"] for row in again.metrics()] == [0, 1]
+        with RunFolder.open(folder.path, recipe()) as reopened:
+            record(reopened, 1, batch, update)
+            assert [row["step"] for row in reopened.metrics()] == [0, 1]
 
 
 def test_a_bad_line_in_the_middle_is_named(folder, batch, update):

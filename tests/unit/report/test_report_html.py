@@ -85,8 +85,8 @@ def test_nothing_is_fetched(build):
 
 def test_tokens_are_coloured_by_the_gap(build, batch):
     text, page = read(write_report(build(1), decode=decode))
-    one = batch(0)[0]
-    student, teacher = one.trajectory.sampler_logp, one.target.logp_T.tolist()
+    first = batch(0)[0]
+    student, teacher = first.trajectory.sampler_logp, first.target.logp_T.tolist()
     titles = [attrs["title"] for tag, attrs in page.tags if "gap" in attrs.get("title", "")]
     for s, t in zip(student, teacher, strict=True):
         gap = f"{t - s:+.2f}".replace("-", "−")
@@ -125,8 +125,10 @@ def test_a_thousand_steps_stay_a_small_page(tmp_path, recipe, batch, update):
     scored = batch(0)
     with RunFolder.open(tmp_path / "run", recipe(train={"steps": 1000})) as folder:
         for step in range(1000):
-            one = update(step, scored)
-            folder.record(step, scored, one, seconds={"rollout": 1.0}, store_trajectories=False)
+            step_update = update(step, scored)
+            folder.record(
+                step, scored, step_update, seconds={"rollout": 1.0}, store_trajectories=False
+            )
         path = write_report(folder)
     text, page = read(path)
     assert len(text) < 500_000
@@ -159,10 +161,10 @@ def test_before_and_after_prefers_the_test_split(evaluation):
     ("low", "high"), [(0, 1), (0, 0.93), (-3, 7), (1e-5, 1.1e-5), (0, 12345), (99, 101)]
 )
 def test_ticks_are_few_inside_and_even(low, high):
-    found = ticks(low, high, 5)
-    assert 2 <= len(found) <= 6
-    assert all(low - 1e-9 * high <= tick <= high + 1e-9 * high for tick in found)
-    steps = [b - a for a, b in pairwise(found)]
+    positions = ticks(low, high, 5)
+    assert 2 <= len(positions) <= 6
+    assert all(low - 1e-9 * high <= tick <= high + 1e-9 * high for tick in positions)
+    steps = [b - a for a, b in pairwise(positions)]
     assert steps == pytest.approx([steps[0]] * len(steps))
 
 

@@ -26,8 +26,8 @@ def test_answers_of_one_turn_have_none_of_these_columns():
 
 def test_shares_are_of_assistant_turns():
     # Five turns with one error, seven with three: 4 of 12.
-    one, other = make_episode("0-0", wrong=(1,)), make_episode("0-1", wrong=(0, 1, 2))
-    assert event_metrics([one, other]) == {
+    first, other = make_episode("0-0", wrong=(1,)), make_episode("0-1", wrong=(0, 1, 2))
+    assert event_metrics([first, other]) == {
         "turns": 6.0,
         "error_rate": 4 / 12,
         "events/tool_not_found": 4 / 12,
@@ -35,10 +35,10 @@ def test_shares_are_of_assistant_turns():
 
 
 def test_a_turn_with_several_events_is_one_turn():
-    one = make_episode("0-0", wrong=(0,), num=1)
-    again = Event(kind="repeated_call")
-    first = replace(one.turns[1], events=(*one.turns[1].events, again, again))
-    both = replace(one, turns=(one.turns[0], first, *one.turns[2:]))
+    episode = make_episode("0-0", wrong=(0,), num=1)
+    event = Event(kind="repeated_call")
+    first = replace(episode.turns[1], events=(*episode.turns[1].events, event, event))
+    both = replace(episode, turns=(episode.turns[0], first, *episode.turns[2:]))
     assert event_metrics([both]) == {
         "turns": 2.0,
         "error_rate": 0.5,
@@ -57,28 +57,28 @@ def test_an_episode_of_one_turn_counts_once_something_was_wrong_with_it():
 
 
 def test_demonstrations_do_not_dilute_the_students_errors():
-    own, shown = make_episode("0-0", wrong=(0,), num=1), make_episode("0-1", wrong=())
-    demonstration = replace(shown, source="dataset")
-    assert event_metrics([own, demonstration]) == event_metrics([own])
+    sampled, demonstrated = make_episode("0-0", wrong=(0,), num=1), make_episode("0-1", wrong=())
+    demonstration = replace(demonstrated, source="dataset")
+    assert event_metrics([sampled, demonstration]) == event_metrics([sampled])
     assert event_metrics([demonstration]) == {}
 
 
 def test_hints_are_counted_by_what_became_of_them():
     batch = make_hinted_batch(0)
-    row = hint_metrics([hint_outcomes for one in batch for hint_outcomes in one.hints])
-    kept = [j.shift for one in batch for j in one.hints if j.drop_reason is None]
+    row = hint_metrics([hint_outcomes for s in batch for hint_outcomes in s.hints])
+    shifts = [j.shift for s in batch for j in s.hints if j.drop_reason is None]
     assert row == {
         "hints/trained": 4,
         "hints/dropped/merge": 1,
         "hints/dropped/shift": 1,
-        "hints/shift": pytest.approx(sum(kept) / 4),
+        "hints/shift": pytest.approx(sum(shifts) / 4),
     }
 
 
 def test_a_shift_that_was_never_measured_is_not_zero():
-    [one] = hinted(make_episode("0-0")).hints
-    assert hint_metrics([replace(one, shift=None)]) == {"hints/trained": 1}
-    row = hint_metrics([replace(one, shift=None), replace(one, shift=2.0)])
+    [outcome] = hinted(make_episode("0-0")).hints
+    assert hint_metrics([replace(outcome, shift=None)]) == {"hints/trained": 1}
+    row = hint_metrics([replace(outcome, shift=None), replace(outcome, shift=2.0)])
     assert row == {"hints/trained": 2, "hints/shift": 2.0}
 
 
@@ -93,7 +93,7 @@ def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):
             store_trajectories=False,
             reader_counts=counts,
         )
-        nothing = [one for one in make_hinted_batch(1) if not one.hints]
+        nothing = [s for s in make_hinted_batch(1) if not s.hints]
         quiet = folder.record(
             1,
             nothing,
@@ -110,16 +110,16 @@ def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):
 
 
 def test_a_shift_that_is_not_finite_is_null(tmp_path, recipe):
-    one = hinted(make_episode("0-0"))
-    one = replace(one, hints=(replace(one.hints[0], shift=math.inf),))
+    s = hinted(make_episode("0-0"))
+    s = replace(s, hints=(replace(s.hints[0], shift=math.inf),))
     with RunFolder.open(tmp_path / "run", recipe()) as folder:
-        update = make_hinted_update(0, [one])
-        row = folder.record(0, [one], update, seconds={}, store_trajectories=True)
+        update = make_hinted_update(0, [s])
+        row = folder.record(0, [s], update, seconds={}, store_trajectories=True)
         assert row["hints/shift"] is None
         assert folder.trajectories(0)[0].hints[0].shift == math.inf
 
 
-def test_a_kind_that_did_not_occur_in_a_step_is_drawn_as_zero():
+def test_a_kind_that_did_not_occur_in_a_step_is_plotted_as_zero():
     rows = [
         {"step": 0, "error_rate": 0.5, "events/no_call": 0.5, "hints/trained": 2},
         {"step": 1, "error_rate": 0.0, "hints/trained": 0, "hints/dropped/shift": 3},

@@ -23,13 +23,13 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_outlines_are_those_of_the_trajectories(path: Path) -> None:
     whole, outlines = read_trajectories(path, 3), read_outlines(path, 3)
-    for one, outline in zip(whole, outlines, strict=True):
-        stored, listed = one.trajectory, outline.trajectory
+    for record, outline in zip(whole, outlines, strict=True):
+        stored, listed = record.trajectory, outline.trajectory
         assert (
             outline.num_completion_tokens == stored.num_completion_tokens
-            and outline.hints == one.hints
+            and outline.hints == record.hints
         )
-        assert outline.num_tokens == len(stored.token_ids) and outline.step == one.step == 3
+        assert outline.num_tokens == len(stored.token_ids) and outline.step == record.step == 3
         for name in ("id", "task", "source", "policy_version", "stop", "grade", "preference"):
             assert getattr(listed, name) == getattr(stored, name)
         for mine, turn in zip(listed.turns, stored.turns, strict=True):
@@ -39,9 +39,9 @@ def test_outlines_are_those_of_the_trajectories(path: Path) -> None:
 
 def test_texts_and_single_trajectories(path: Path) -> None:
     texts, table = read_texts(path), StepTable(path, 5)
-    for one in read_trajectories(path, 5):
-        id = one.trajectory.id
-        assert texts[id] == "\n".join(turn.text for turn in one.trajectory.turns)
+    for record in read_trajectories(path, 5):
+        id = record.trajectory.id
+        assert texts[id] == "\n".join(turn.text for turn in record.trajectory.turns)
         # repr: where nothing was measured there is NaN, which equals nothing.
-        assert repr(table.find(id)) == repr(one)
+        assert repr(table.find(id)) == repr(record)
     assert table.find("nope") is None

@@ -91,40 +91,40 @@ def scored(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(scored())
-def test_everything_comes_back(tmp_path_factory, one):
+def test_everything_comes_back(tmp_path_factory, example):
     path = tmp_path_factory.mktemp("stored") / "step-000003.parquet"
-    write_trajectories(path, [one], {})
+    write_trajectories(path, [example], {})
     [back] = read_trajectories(path, 3)
     # NaN is not equal to itself; repr tells None, NaN, 0 and -0 apart.
-    assert repr(back.trajectory) == repr(one.trajectory)
-    assert repr(back.hints) == repr(one.hints) == repr(tuple(read_hints(path)))
-    if one.target is None:
+    assert repr(back.trajectory) == repr(example.trajectory)
+    assert repr(back.hints) == repr(example.hints) == repr(tuple(read_hints(path)))
+    if example.target is None:
         assert (back.teacher_logp, back.teacher_token_indices) == (None, None)
     else:
-        assert repr(list(back.teacher_logp)) == repr(one.target.logp_T.tolist())
-        assert back.teacher_token_indices == one.target.token_indices
+        assert repr(list(back.teacher_logp)) == repr(example.target.logp_T.tolist())
+        assert back.teacher_token_indices == example.target.token_indices
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(turns(), max_size=3))
-def test_episodes_of_evaluations_come_back(own):
+def test_episodes_of_evaluations_come_back(turn_list):
     # JSON knows no infinities: what was not finite is NaN again.
-    own = [replace(turn, sampler_logp=None) for turn in own]
-    sample = replace(make_episode("0-0", num=1), turns=tuple(own))
+    turn_list = [replace(turn, sampler_logp=None) for turn in turn_list]
+    sample = replace(make_episode("0-0", num=1), turns=tuple(turn_list))
     evaluation = replace(make_evaluation(0), samples=(sample,))
     tree = json.loads(encode_json(serialize_evaluation(evaluation)))
     assert parse_evaluation(tree, where="here") == evaluation
 
 
 def test_a_teacher_that_spoke_on_some_tokens_is_aligned_with_the_others(tmp_path):
-    one = hinted(make_episode("0-0", wrong=(1, 2)))
+    episode = hinted(make_episode("0-0", wrong=(1, 2)))
     path = tmp_path / "step-000000.parquet"
-    write_trajectories(path, [one], {})
+    write_trajectories(path, [episode], {})
     [back] = read_trajectories(path, 0)
     by_token = back.teacher_logp_by_token
-    assert len(by_token) == one.trajectory.num_completion_tokens
-    wrong = {i for i, turn in enumerate(one.trajectory.turns) if turn.events}
-    for turn, logp in zip(one.trajectory.turn_of, by_token, strict=True):
+    assert len(by_token) == episode.trajectory.num_completion_tokens
+    wrong = {i for i, turn in enumerate(episode.trajectory.turns) if turn.events}
+    for turn, logp in zip(episode.trajectory.turn_of, by_token, strict=True):
         assert (logp is not None) == (turn in wrong)
     assert [logp for logp in by_token if logp is not None] == list(back.teacher_logp)
 
@@ -138,8 +138,8 @@ def test_a_teacher_that_spoke_on_all_tokens_or_none(tmp_path):
 
 
 def test_a_hint_of_another_trajectory_is_a_mistake_of_ours(tmp_path):
-    one = hinted(make_episode("0-0"))
-    other = replace(one, trajectory=replace(one.trajectory, id="0-1"))
+    episode = hinted(make_episode("0-0"))
+    other = replace(episode, trajectory=replace(episode.trajectory, id="0-1"))
     with pytest.raises(AssertionError):
         write_trajectories(tmp_path / "step-000000.parquet", [other], {})
 
@@ -150,7 +150,5 @@ def test_the_folder_reads_hints_alone(tmp_path, recipe):
             batch = make_hinted_batch(step)
             update = make_hinted_update(step, batch)
             folder.record(step, batch, update, seconds={}, store_trajectories=True)
-        expected = tuple(
-            hint_outcomes for one in make_hinted_batch(2) for hint_outcomes in one.hints
-        )
+        expected = tuple(hint_outcomes for s in make_hinted_batch(2) for hint_outcomes in s.hints)
         assert tuple(folder.hints(2)) == expected and len(expected) == 6

@@ -85,6 +85,6 @@ def test_what_has_no_place_in_toml_is_refused():
     ],
 )
 def test_recipes_round_trip(recipe, changes):
-    one = recipe(**changes)
-    text = dumps(one.model_dump(mode="json", exclude_none=True))
-    assert Recipe.model_validate(tomllib.loads(text)) == one
+    parsed = recipe(**changes)
+    text = dumps(parsed.model_dump(mode="json", exclude_none=True))
+    assert Recipe.model_validate(tomllib.loads(text)) == parsed

@@ -69,7 +69,7 @@ def delete_as(client: TestClient, headers: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("named", "host", "ours"),
+    ("name", "host", "ours"),
     [
         ("localhost:9000", "127.0.0.1", True),
         ("[::1]:8765", "127.0.0.1", True),
@@ -83,5 +83,5 @@ def delete_as(client: TestClient, headers: dict[str, Any]) -> Any:
         ("[", "127.0.0.1", False),
     ],
 )
-def test_names_of_this_machine(named: str, host: str, ours: bool) -> None:
-    assert is_own_host(named, host) == ours
+def test_names_of_this_machine(name: str, host: str, ours: bool) -> None:
+    assert is_own_host(name, host) == ours

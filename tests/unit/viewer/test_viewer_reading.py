@@ -32,29 +32,29 @@ def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
         {"step": step, "trajectories": 6, "errors": 5, "hints": 5, "user_hints": 0}
         for step in (0, 1)
     ]
-    own = run["hints_file"]
-    assert own["path"] == str(folder.path / "hints.jsonl")
-    assert (own["count"], own["problem"], own["max_chars"]) == (0, None, 1000)
-    lines = tomllib.loads(own["recipe"])
+    hints_file = run["hints_file"]
+    assert hints_file["path"] == str(folder.path / "hints.jsonl")
+    assert (hints_file["count"], hints_file["problem"], hints_file["max_chars"]) == (0, None, 1000)
+    lines = tomllib.loads(hints_file["recipe"])
     assert lines == {
         "tasks": {"kind": "trajectories", "path": str(folder.path), "select": "hinted"},
         "rollout": {"student_fraction": 0.0},
-        "reader": {"kind": "human", "path": own["path"]},
+        "reader": {"kind": "human", "path": hints_file["path"]},
     }
 
 
 def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
     rows = get(client, "/api/steps/1")["trajectories"]
     assert [row["id"] for row in rows] == [f"1-{i}" for i in range(6)]
-    stored = {one.trajectory.id: one for one in folder.trajectories(1)}
+    stored = {record.trajectory.id: record for record in folder.trajectories(1)}
     for row in rows:
-        one = stored[row["id"]]
-        assert row["tokens"] == one.trajectory.num_completion_tokens and row["hints"] == len(
-            one.hints
+        record = stored[row["id"]]
+        assert row["tokens"] == record.trajectory.num_completion_tokens and row["hints"] == len(
+            record.hints
         )
-        own = [turn for turn in one.trajectory.turns if turn.role == "assistant"]
-        assert row["turns"] == len(own)
-        assert row["errors"] == sum(bool(turn.events) for turn in own)
+        assistant_turns = [turn for turn in record.trajectory.turns if turn.role == "assistant"]
+        assert row["turns"] == len(assistant_turns)
+        assert row["errors"] == sum(bool(turn.events) for turn in assistant_turns)
     assert rows[0]["prompt"] == "What is the weather in Oslo?"
     assert rows[0]["grade"] == {
         "score": 0.5, "passed": False, "feedback": "2 of 4 requests were solved.", "error": None,
@@ -62,9 +62,9 @@ def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
 
 
 def test_a_trajectory_turn_by_turn(client: TestClient, folder: RunFolder) -> None:
-    shown = get(client, FIRST)
+    trajectory = get(client, FIRST)
     stored = folder.trajectories(0)[0]
-    turns = shown["turns"]
+    turns = trajectory["turns"]
     assert [(t["number"], t["role"]) for t in turns] == [
         (number, turn.role) for number, turn in enumerate(stored.trajectory.turns)
     ]
@@ -96,13 +96,13 @@ def test_why_a_hint_was_dropped(client: TestClient) -> None:
     assert hint["drop_reason"] == "shift" and "hints.min_shift" in hint["drop_explanation"]
 
 
-def test_words_are_found_in_every_turn(client: TestClient) -> None:
-    def found(words: str) -> list[str]:
-        return get(client, f"/api/steps/0/search?query={words}")["ids"]
+def test_search_covers_every_turn(client: TestClient) -> None:
+    def search(query: str) -> list[str]:
+        return get(client, f"/api/steps/0/search?query={query}")["ids"]
 
-    assert found("oslo WEATHER") == [f"0-{i}" for i in range(6)]
-    assert found("not found: calculator") == ["0-1", "0-3"]
-    assert found("zebra") == [] and found("0-4") == ["0-4"]
+    assert search("oslo WEATHER") == [f"0-{i}" for i in range(6)]
+    assert search("not found: calculator") == ["0-1", "0-3"]
+    assert search("zebra") == [] and search("0-4") == ["0-4"]
 
 
 def test_a_step_without_tokens_hints_or_turns(tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
     client = opened(folder)
     answer = client.get(FIRST)
     assert answer.headers["content-type"] == "application/json"
-    shown = answer.json()
-    assert shown["prompt"] == HOSTILE
-    assert shown["turns"][3]["events"][0]["message"] == "half \ud83d of a pair"
+    body = answer.json()
+    assert body["prompt"] == HOSTILE
+    assert body["turns"][3]["events"][0]["message"] == "half \ud83d of a pair"
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("/api/steps/9", "no trajectories of step 9; stored are 2 steps, 0 to 1"),
         ("/api/steps/9/search?query=a", "no trajectories of step 9"),
@@ -190,6 +190,6 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
         ("/docs", "Not Found"),
     ],
 )
-def test_what_is_not_there(client: TestClient, path: str, words: str) -> None:
+def test_what_is_not_there(client: TestClient, path: str, message: str) -> None:
     answer = client.get(path)
-    assert answer.status_code == 404 and words in answer.json()["detail"]
+    assert answer.status_code == 404 and message in answer.json()["detail"]

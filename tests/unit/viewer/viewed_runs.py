@@ -49,7 +49,9 @@ def write_run(path: Path, *, steps: int = 2, **changes: Any) -> RunFolder:
 
 def recorded(scored: Scored, id: str) -> Scored:
     """The same conversation as one out of a data set, under the id of some step."""
-    hints = tuple(replace(one, hint=replace(one.hint, trajectory=id)) for one in scored.hints)
+    hints = tuple(
+        replace(outcome, hint=replace(outcome.hint, trajectory=id)) for outcome in scored.hints
+    )
     trajectory = replace(scored.trajectory, id=id, source="dataset", policy_version=None)
     return replace(scored, trajectory=trajectory, hints=hints)
 
@@ -72,8 +74,8 @@ def hostile(scored: Scored) -> Scored:
     )
     task = replace(trajectory.task, messages=(Message(role="user", content=HOSTILE),))
     hint_outcomes = tuple(
-        replace(one, hint=replace(one.hint, text=HOSTILE, source=HOSTILE, reason=HOSTILE))
-        for one in scored.hints
+        replace(outcome, hint=replace(outcome.hint, text=HOSTILE, source=HOSTILE, reason=HOSTILE))
+        for outcome in scored.hints
     )
     return replace(
         scored, trajectory=replace(trajectory, turns=turns, task=task), hints=hint_outcomes
@@ -94,7 +96,7 @@ def get(client: TestClient, path: str) -> Any:
     return answer.json()
 
 
-def put(client: TestClient, path: str, text: str) -> Any:
+def put_hint(client: TestClient, path: str, text: str) -> Any:
     return client.put(path, json={"text": text}, headers=SEND)
 
 
