@@ -43,7 +43,7 @@ from courtside.chat.template import make_trajectory
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
-from courtside.report.console import SilentConsole
+from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
 from courtside.runtime import Runtime
@@ -61,7 +61,7 @@ class TimedRun(Run):
         self.prompt_ids: list[tuple[int, ...]] = []
         self.load_peak_rss = 0
         self.timer = StepTimer()
-        super().__init__(parts, folder, SilentConsole())
+        super().__init__(parts, folder, RunConsole())
 
     def remaining_steps(self) -> Iterator[int]:
         for step in super().remaining_steps():

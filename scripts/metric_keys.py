@@ -33,11 +33,13 @@ def find_problems() -> list[str]:
     problems = []
     for section, patterns in SOURCES.items():
         files = sorted({f for p in patterns for f in (ROOT / "src" / "courtside").glob(p)})
-        keys = {key for file in files for key in keys_of_module(file, section)}
+        code_keys = {key for file in files for key in keys_of_module(file, section)}
         documented = keys_of_page(section)
-        problems += [f"docs/metrics.md, {section}: {key} is missing" for key in keys - documented]
         problems += [
-            f"docs/metrics.md, {section}: no code writes {key}" for key in documented - keys
+            f"docs/metrics.md, {section}: {key} is missing" for key in code_keys - documented
+        ]
+        problems += [
+            f"docs/metrics.md, {section}: no code writes {key}" for key in documented - code_keys
         ]
     return sorted(problems)
 
@@ -66,12 +68,12 @@ def _key_expressions(node: ast.AST, section: str) -> Iterator[ast.expr | None]:
         if _is_call(node, ("log",)):
             yield from _dict_keys(node)
         return
-    names = ("row",) if section == "Step metrics" else ("counts",)
+    name = {"Step metrics": "row", "Evaluations": "metrics"}.get(section, "counts")
     if (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)
-        and node.value.id in names
+        and node.value.id == name
     ):
         yield node.slice
     elif _is_call(node, ("mean", "max")) and section == "Step metrics":

@@ -21,7 +21,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     """Train into a run folder, or resume the run in it. Returns the folder, read-only."""
     from courtside.assemble import assemble
     from courtside.loop import train_loop
-    from courtside.report.console import SilentConsole
+    from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
@@ -29,7 +29,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     _discard_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
-        run = Run(parts, opened, console or SilentConsole())
+        run = Run(parts, opened, console or RunConsole())
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)

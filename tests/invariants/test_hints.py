@@ -246,7 +246,7 @@ def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> N
     [
         ({"reader": None}, r"hints: nobody writes any|on = 'hinted_turns', but nobody writes"),
         ({"losses": [{"kind": "policy_gradient", "advantage": "reward"}]},
-         r"reader: no loss is taken on = 'hinted_turns'"),
+         r"reader: no loss has on = 'hinted_turns'"),
         ({"losses": [{"kind": "divergence"}, {"kind": "divergence", "on": "hinted_turns",
                                               "name": "h"}]},
          r"losses\[0\].*the teacher speaks on hinted turns only"),

@@ -16,7 +16,7 @@ from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
-from courtside.report.console import SilentConsole
+from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
 from courtside.runtime import Runtime
@@ -37,7 +37,7 @@ EPISODES: dict[str, Any] = {
 def run_in(folder: Path, recipe: Recipe, serve: Any) -> tuple[Runtime, RunFolder]:
     with RunFolder.open(folder, recipe) as opened:
         parts = assemble(recipe, serve=serve)
-        train_loop(parts, Run(parts, opened, SilentConsole()))
+        train_loop(parts, Run(parts, opened, RunConsole()))
     return parts, RunFolder.read(folder)
 
 

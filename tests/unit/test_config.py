@@ -385,7 +385,7 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
         (
             {"losses": [IMITATE], "rollout": {"student_fraction": 0}},
             "teacher",
-            "no loss asks it anything",
+            "no loss uses it",
             "remove the section",
         ),
         (

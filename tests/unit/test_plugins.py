@@ -395,7 +395,7 @@ def make_recipe(**sections: Any) -> Recipe:
         ({"reader": {"kind": "custom"}}, "reader.path"),
         ({"reader": {"kind": "custom", "path": "Reader"}}, "must be 'module:Class'"),
         ({"reader": {"kind": "custom", "path": "a:B", "setting": {}}}, "reader.setting"),
-        ({"reader": {"kind": "custom", "path": "a:B"}}, "no loss is taken on = 'hinted_turns'"),
+        ({"reader": {"kind": "custom", "path": "a:B"}}, "no loss has on = 'hinted_turns'"),
     ],
 )
 def test_sections_that_cannot_work(sections: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
-from courtside.report.console import SilentConsole
+from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories
@@ -26,7 +26,7 @@ from courtside.run import Run, _file_name
 from courtside.training import checkpoints
 
 
-class Recorder(SilentConsole):
+class Recorder(RunConsole):
     """A console that records its calls and can act on a step."""
 
     def __init__(self, on_step: Any = None) -> None:
@@ -65,7 +65,7 @@ def go(recipe: Any, path: Path, console: Recorder, spoil: Any = None) -> Run:
 def test_the_console_shows_the_outer_phase_after_a_nested_one() -> None:
     names: list[str] = []
     run = object.__new__(Run)
-    run.console, run.meter = SilentConsole(), CostMeter()
+    run.console, run.meter = RunConsole(), CostMeter()
     run.console.phase = names.append
     with run.phase("evaluate"), run.phase("rollout"):
         pass

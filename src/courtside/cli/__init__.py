@@ -1,4 +1,4 @@
-"""The command line: one short file per verb. Nothing heavy is imported before a verb runs."""
+"""The command line. Nothing heavy is imported before a command runs."""
 
 import atexit
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run a verb and end the process with its exit code."""
+    """Run a command and end the process with its exit code."""
     from courtside.cli.app import app
 
     try:
@@ -14,12 +14,12 @@ def main() -> None:
     except SystemExit as end:
         if "torch" not in sys.modules:
             raise
-        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        _exit_now(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
-def _leave(code: int) -> None:
-    """End now: native threads of the libraries that a run loads can abort the process while it is
-    torn down (seen in 1 run of 40), long after everything was written."""
+def _exit_now(code: int) -> None:
+    """Skip the interpreter's teardown: native threads of the libraries of a run can abort the
+    process there (in 1 run of 40), long after everything was written."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""`courtside VERB`: the list of verbs, and how each of them may end.
+"""The list of commands, and their exit codes.
 
-0: done. 1: the run failed, and the message says what is kept. 2: bad usage or recipe, nothing was
-done. 130: interrupted, and what was saved is there.
+0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, nothing was
+done. 130: interrupted after saving.
 """
 
 from __future__ import annotations
@@ -13,44 +13,37 @@ import typer
 from typer.core import TyperGroup
 
 from courtside import __version__
-from courtside.cli.evaluate import evaluate
-from courtside.cli.export import export
-from courtside.cli.init import init
-from courtside.cli.recipes import recipes
-from courtside.cli.rescore import rescore
-from courtside.cli.schema import schema
-from courtside.cli.train import train
-from courtside.cli.view import view
+from courtside.cli import commands
 from courtside.errors import Interrupted, RunError, UserError
 
 
-class Verbs(TyperGroup):
+class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
-            say_error(str(error))
+            print_error(str(error))
             raise typer.Exit(2) from None
         except Interrupted as stopped:
             typer.secho(str(stopped), err=True)
             raise typer.Exit(130) from None
         except RunError as error:
-            say_error(str(error))
+            print_error(str(error))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             typer.secho("interrupted", err=True)
             raise typer.Exit(130) from None
 
 
-def say_error(message: str) -> None:
-    # Verbatim: the terminal wraps it, and nothing in it is taken for markup.
+def print_error(message: str) -> None:
+    # Verbatim: the terminal wraps it, and nothing in it is parsed as markup.
     color = False if os.environ.get("NO_COLOR") else None
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False, color=color)
     typer.secho(message, err=True, color=color)
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=CommandGroup,
     help="On-policy distillation of language models.",
     no_args_is_help=True,
     add_completion=False,
@@ -59,8 +52,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"courtside {__version__}")
         raise typer.Exit
 
@@ -69,11 +62,13 @@ def _version(wanted: bool) -> None:
 def courtside(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-for verb in (train, evaluate, view, rescore, export, recipes, init, schema):
-    app.command()(verb)
+for name in ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema"):
+    app.command()(getattr(commands, name))

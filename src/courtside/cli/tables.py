@@ -1,4 +1,4 @@
-"""What verbs print on standard output: tables for people, JSON for programs."""
+"""Standard output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from courtside.types import Evaluation
 
 PIPE_WIDTH = 200
-"""Columns where no terminal says how many there are."""
+"""Columns without a terminal."""
 
 
 def print_json(tree: Any) -> None:
@@ -27,12 +27,12 @@ def print_json(tree: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    Console(width=None if known else PIPE_WIDTH).print(table)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(width=None if has_width else PIPE_WIDTH).print(table)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    # Text objects: a name with square brackets in it is not markup.
+    # Text objects: square brackets in a name are not markup.
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(Text(column), overflow="fold")
@@ -44,23 +44,23 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     rows = [
         (
-            one.policy,
-            str(one.step),
-            one.split,
-            str(len(one.scores)),
-            f"{one.mean_score:.1%}",
-            f"{one.ci_low:.1%} to {one.ci_high:.1%}",
+            e.policy,
+            str(e.step),
+            e.split,
+            str(len(e.scores)),
+            f"{e.mean_score:.1%}",
+            f"{e.ci_low:.1%} to {e.ci_high:.1%}",
         )
-        for one in evaluations
+        for e in evaluations
     ]
-    return text_table(("policy", "step", "split", "tasks", "rate", "95% interval"), rows)
+    return text_table(("policy", "step", "split", "tasks", "score", "95% interval"), rows)
 
 
 def number_table(rows: Sequence[Mapping[str, float | int | None]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_number(row.get(column)) for column in columns] for row in rows]
+    cells = [[_format_cell(row.get(column)) for column in columns] for row in rows]
     return text_table(columns, cells)
 
 
-def _number(value: float | int | None) -> str:
+def _format_cell(value: float | int | None) -> str:
     return str(value) if isinstance(value, int) else format_number(value)

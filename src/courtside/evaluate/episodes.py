@@ -1,5 +1,4 @@
-"""Error rates of episodes,
-and how training changed the log-probs of what the student sampled before."""
+"""Error rates of episodes, and the drop in log-prob of what the student sampled before training."""
 
 from __future__ import annotations
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, Sampling
+from courtside.chat.template import ChatTemplate, make_trajectory
+from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.environments.base import Environment, EpisodeRequest
 from courtside.errors import TaskError
 from courtside.evaluate.episodes import episode_metrics
-from courtside.evaluate.suite import Suite, forward_kl, make_answer, reverse_kl
+from courtside.evaluate.intervals import mean_interval
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import CustomTeacherConfig
+from courtside.seeds import seed_for
 from courtside.types import Evaluation, Grade, Sample, Split, Target, Task, Trajectory
 
 if TYPE_CHECKING:
     from courtside.tasks.base import TaskSource
+
+NUM_STORED_SAMPLES = 8
 
 
 class TaskSuite(NamedTuple):
@@ -24,11 +27,19 @@ class TaskSuite(NamedTuple):
     environment: Environment | None
 
 
+class Attempt(NamedTuple):
+    id: str
+    task: Task
+    seed: int
+
+
 class GradedAnswers(NamedTuple):
     evaluation: Evaluation
     trajectories: list[Trajectory]
 
 
+SampleAnswers = Callable[[Sequence[Task], Sampling, Sequence[int]], list[Sample]]
+"""Tasks, sampling and seeds in, one sample each out."""
 RunEpisodes = Callable[[Sequence[EpisodeRequest], Sampling, int], list[Trajectory]]
 """Requests, sampling and policy version in, trajectories out."""
 
@@ -58,38 +69,38 @@ class Evaluator:
         self.engine, self.renderer, self.grade = engine, renderer, grade
         self.teacher = teacher
         self.run_episodes = run_episodes
-        """How episodes are played; None: tasks are single turns."""
+        """None: tasks are single turns."""
+        config = recipe.evaluate
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens or recipe.rollout.max_new_tokens,
+            temperature=config.temperature,
+            stop=recipe.rollout.stop,
+        )
 
     def evaluate(
         self, split: Split, *, step: int, policy: str = "student", num_tasks: int | None = None
     ) -> GradedAnswers:
         """`policy`: student, teacher, or `student:NAME` on the tasks of the recipe's suite NAME."""
-        config = self.recipe.evaluate
         name = policy.partition(":")[2]
-        tasks = self.suites[name] if name else self.tasks
-        suite = Suite(
-            tasks=tasks.tasks.held_out(split, num_tasks or config.num_tasks),
-            split=split,
-            sampling=Sampling(
-                max_new_tokens=config.max_new_tokens or self.recipe.rollout.max_new_tokens,
-                temperature=config.temperature,
-                stop=self.recipe.rollout.stop,
-            ),
-            samples=config.samples_per_task,
-            seed=self.recipe.seed,
-            renderer=self.renderer,
-            grade=self.grade,
-        )
+        suite = self.suites[name] if name else self.tasks
+        tasks = suite.tasks.held_out(split, num_tasks or self.recipe.evaluate.num_tasks)
+        attempts = self._make_attempts(tasks, policy)
         metrics: dict[str, float] = {}
         if policy == "teacher":
-            assert self.teacher is not None
-            answers = suite.ask(self.teacher.write, policy=policy, step=step)
+            answers = self._sample_teacher(attempts)
         else:
-            answers = self._answer(suite, tasks.environment, policy=policy, step=step)
-            metrics = self._metrics(suite, answers, step=step)
-        return GradedAnswers(
-            suite.evaluation(answers, policy=policy, step=step, metrics=metrics), answers
-        )
+            if self.run_episodes is None:
+                answers = self._sample(attempts, self._sample_student, policy_version=step)
+            else:
+                assert suite.environment is not None
+                start = suite.environment.start
+                requests = [
+                    EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=start) for a in attempts
+                ]
+                answers = self.run_episodes(requests, self.sampling, step)
+                metrics = episode_metrics(answers)
+            metrics |= self._estimate_kl(tasks, answers)
+        return GradedAnswers(self._grade(answers, split, policy, step, metrics), answers)
 
     def reason_not_to(self, split: Split) -> str | None:
         """Why the student cannot be evaluated on this split; None: it can."""
@@ -115,30 +126,123 @@ class Evaluator:
             for t in self.recipe.model_teachers
         )
 
-    def _answer(
-        self, suite: Suite, environment: Environment | None, *, policy: str, step: int
-    ) -> list[Trajectory]:
-        if self.run_episodes is None:
-            return suite.ask(make_answer(self.engine, self.renderer), policy=policy, step=step)
-        assert environment is not None
-        requests = [
-            EpisodeRequest(
-                id=f"{policy}-{task.id}-{n}", task=task, seed=seed, start=environment.start
+    def _make_attempts(self, tasks: Sequence[Task], policy: str) -> list[Attempt]:
+        """Seeds depend on task and sample alone: before and after sample the same noise."""
+        return [
+            Attempt(
+                id=f"{policy}-{task.id}-{n}",
+                task=task,
+                seed=seed_for(self.recipe.seed, "evaluate", task.id, n),
             )
-            for task, n, seed in suite.asked()
+            for task in tasks
+            for n in range(self.recipe.evaluate.samples_per_task)
         ]
-        return self.run_episodes(requests, suite.sampling, step)
 
-    def _metrics(
-        self, suite: Suite, answers: Sequence[Trajectory], *, step: int
+    def _sample_student(
+        self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Sample]:
+        requests = [
+            SampleRequest(prompt_ids=self.renderer.prompt_ids(task.messages), seed=seed)
+            for task, seed in zip(tasks, seeds, strict=True)
+        ]
+        return self.engine.sample(requests, sampling)
+
+    def _sample_teacher(self, attempts: Sequence[Attempt]) -> list[Trajectory]:
+        assert self.teacher is not None
+        return self._sample(attempts, self.teacher.write, policy_version=None)
+
+    def _sample(
+        self,
+        attempts: Sequence[Attempt],
+        sample_answers: SampleAnswers,
+        *,
+        policy_version: int | None,
+    ) -> list[Trajectory]:
+        """`policy_version`: of the student; None: the teacher samples."""
+        tasks, seeds = [a.task for a in attempts], [a.seed for a in attempts]
+        samples = sample_answers(tasks, self.sampling, seeds)
+        return [
+            make_trajectory(
+                attempt.task,
+                self.renderer.prompt_ids(attempt.task.messages),
+                sample,
+                id=attempt.id,
+                source="teacher" if policy_version is None else "student",
+                policy_version=policy_version,
+                temperature=self.sampling.temperature,
+                grade=self.grade(attempt.task, sample.text),
+            )
+            for attempt, sample in zip(attempts, samples, strict=True)
+        ]
+
+    def _grade(
+        self,
+        answers: Sequence[Trajectory],
+        split: Split,
+        policy: str,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> Evaluation:
+        scores: dict[str, list[float]] = {}
+        for trajectory in answers:
+            if trajectory.grade is None:
+                raise TaskError(
+                    f"task {trajectory.task.id} has no grader, so it cannot be evaluated. Name a "
+                    "grader on the tasks"
+                )
+            scores.setdefault(trajectory.task.id, []).append(trajectory.grade.score)
+        means = {id: sum(values) / len(values) for id, values in scores.items()}
+        mean_score, ci_low, ci_high = mean_interval(list(means.values()))
+        num_samples = self.recipe.evaluate.samples_per_task
+        return Evaluation(
+            step=step,
+            policy=policy,
+            split=split,
+            scores=means,
+            mean_score=mean_score,
+            ci_low=ci_low,
+            ci_high=ci_high,
+            metrics={
+                "num_tasks": len(answers) // num_samples,
+                "samples": num_samples,
+                "length": sum(t.num_completion_tokens for t in answers) / len(answers),
+                "truncated": sum(t.stop == "length" for t in answers) / len(answers),
+                **metrics,
+            },
+            samples=tuple(answers[::num_samples][:NUM_STORED_SAMPLES]),
+        )
+
+    def _estimate_kl(
+        self, tasks: Sequence[Task], answers: Sequence[Trajectory]
     ) -> dict[str, float]:
-        metrics = episode_metrics(answers) if self.run_episodes is not None else {}
-        # Greedy answers are no samples of the student and estimate no KL; and a teacher with hints
-        # has no target for whole answers.
+        """KL per token, in both directions, each on samples of its first distribution."""
+        # Greedy answers are no samples of the student, and a teacher with hints has no target for
+        # whole answers.
         is_sampled = self.recipe.evaluate.temperature > 0
-        if self.teacher is not None and is_sampled and self.recipe.reader is None:
-            metrics |= reverse_kl(answers, self.teacher.score(answers))
-            if self.recipe.evaluate.forward_kl:
-                samples = suite.ask(self.teacher.write, policy="teacher", step=step)
-                metrics |= forward_kl(samples, self.engine)
-        return metrics
+        if self.teacher is None or not is_sampled or self.recipe.reader is not None:
+            return {}
+        targets = self.teacher.score(answers)
+        scored = [answer for answer in answers if answer.id in targets]
+        logps = [targets[answer.id].logp_T.tolist() for answer in scored]
+        metrics = {"kl_estimate": _mean_gap(scored, logps)}
+        if self.recipe.evaluate.forward_kl:
+            samples = self._sample_teacher(self._make_attempts(tasks, "teacher"))
+            requests = [
+                ScoreRequest(
+                    token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature
+                )
+                for t in samples
+            ]
+            logps = [scores.logp_T.tolist() for scores in self.engine.score(requests)]
+            metrics["forward_kl_estimate"] = _mean_gap(samples, logps)
+        return {name: gap for name, gap in metrics.items() if gap is not None}
+
+
+def _mean_gap(answers: Sequence[Trajectory], logps: Sequence[Sequence[float]]) -> float | None:
+    """Log-prob of the sampler minus the given one, mean over tokens; None without tokens."""
+    gaps = [
+        sampler_logp - logp
+        for answer, answer_logps in zip(answers, logps, strict=True)
+        for sampler_logp, logp in zip(answer.sampler_logp or (), answer_logps, strict=True)
+    ]
+    return sum(gaps) / len(gaps) if gaps else None

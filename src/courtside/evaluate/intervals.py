@@ -1,6 +1,6 @@
-"""How sure a measured rate is, and whether two evaluations of the same tasks differ.
+"""Confidence intervals of mean scores, and paired tests of two evaluations of the same tasks.
 
-No model and no files: numbers in, numbers out. Resampling is seeded, so a report can be redrawn.
+Pure functions of numbers; resampling is seeded, so that reports are reproducible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from courtside.errors import UserError
 
 RESAMPLES = 10_000
 MAX_EXACT_FLIPS = 12
-"""Up to this many changed tasks, all 2ⁿ sign patterns are tried instead of a sample of them."""
+"""Up to this many changed tasks, all 2ⁿ sign patterns are enumerated instead of sampled."""
 
 Floats = NDArray[np.float64]
 
@@ -30,10 +30,10 @@ def mean_interval(
 ) -> tuple[float, float, float]:
     """(mean, low, high) of scores in [0, 1].
 
-    Scores of 0 and 1: Wilson's interval, which stays honest near 0 and 1 and for few tasks.
+    Scores of 0 and 1: Wilson's interval, which is accurate near 0 and 1 and for few tasks.
     Others, and scores that come in clusters (samples of one task are not independent): Student's t
     with the variance between tasks or clusters, clipped to [0, 1]. Where nothing varies, t would
-    have no width at all; Wilson's interval for that many tasks or clusters is taken instead, whose
+    have no width; Wilson's interval for that many tasks or clusters is taken instead, whose
     variance is the largest that scores with that mean can have.
     """
     assert 0 < level < 1
@@ -48,8 +48,8 @@ def mean_interval(
     if len(sums) < 2 or math.isclose(squares, 0, abs_tol=1e-18):
         return (mean, *_wilson(mean, len(sums), level))
     error = math.sqrt(squares * len(sums) / (len(sums) - 1)) / len(scores)
-    reach = _student_quantile(level, len(sums) - 1) * error
-    return mean, max(0.0, mean - reach), min(1.0, mean + reach)
+    half_width = _student_quantile(level, len(sums) - 1) * error
+    return mean, max(0.0, mean - half_width), min(1.0, mean + half_width)
 
 
 def paired_difference(
@@ -67,10 +67,10 @@ def paired_difference(
     signs of the differences are flipped, all ways where tasks are few, else at random.
     """
     if before.keys() != after.keys():
-        lone = sorted(before.keys() ^ after.keys())
+        unmatched = sorted(before.keys() ^ after.keys())
         raise UserError(
-            f"the two evaluations are not of the same tasks: {len(lone)} are in only one of them, "
-            f"such as {lone[0]!r}. Evaluate both with the same tasks, split and number"
+            f"the two evaluations are not of the same tasks: {len(unmatched)} are in only one of "
+            f"them, such as {unmatched[0]!r}. Evaluate both with the same tasks, split and number"
         )
     if not before:
         raise UserError("no tasks to compare: both evaluations are empty")
@@ -153,15 +153,15 @@ def _sign_test(gaps_N: Floats) -> float:
 
 def _flip_test(gaps_N: Floats, resamples: int, max_exact_flips: int) -> float:
     changed_M = gaps_N[gaps_N != 0]
-    seen = abs(changed_M.sum()) - 1e-9  # sums of the same numbers differ by rounding
+    observed = abs(changed_M.sum()) - 1e-9  # sums of the same numbers differ by rounding
     if len(changed_M) <= max_exact_flips:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(changed_M))))
-        return float((np.abs(signs @ changed_M) >= seen).mean())
+        return float((np.abs(signs @ changed_M) >= observed).mean())
     rng = np.random.default_rng(0)
     block = max(1, 1_000_000 // len(changed_M))
     extreme = 0
     for done in range(0, resamples, block):
         shape = (min(block, resamples - done), len(changed_M))
         signs = rng.integers(0, 2, shape) * 2.0 - 1.0
-        extreme += int((abs(signs @ changed_M) >= seen).sum())
+        extreme += int((abs(signs @ changed_M) >= observed).sum())
     return (extreme + 1) / (resamples + 1)  # the observed signs count as one of them

@@ -64,9 +64,9 @@ def find_recipe(name: str) -> Path:
 
 
 def find_adapter_folder(path: Path) -> Path:
-    """The folder itself, or one that lies beside a built-in recipe, as `targeted-hints/warm`."""
-    beside = recipes_folder() / path
-    return beside if not path.is_dir() and beside.is_dir() else path
+    """The folder itself, or that of a built-in recipe, such as `targeted-hints/warm`."""
+    builtin = recipes_folder() / path
+    return builtin if not path.is_dir() and builtin.is_dir() else path
 
 
 def recipe_name(file: Path) -> str:
@@ -77,7 +77,7 @@ def recipe_name(file: Path) -> str:
 def _describe(name: str, file: Path) -> BuiltinRecipe:
     readme = file.with_name("README.md")
     if not readme.is_file():
-        raise UserError(f"{readme}: missing. A built-in recipe says there what it does")
+        raise UserError(f"{readme}: missing. It must describe the built-in recipe")
     text = readme.read_text(encoding="utf-8").strip()
     needs = NEEDS.search(text)
     return BuiltinRecipe(

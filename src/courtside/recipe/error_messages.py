@@ -1,8 +1,7 @@
-"""What is wrong with a recipe, in the words of the person who wrote it.
+"""Validation errors of a recipe as one line each, with the keys of the recipe.
 
-Pydantic names a problem's place by its own path, with the tags of unions in between, and reports
-every member of a union that did not fit. Here the path becomes the keys that stand in the recipe,
-and each mistake one line.
+Pydantic's locations contain the tags of unions, and it reports every member of a union that did
+not match.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from courtside.recipe.schema import field_type, is_section, sections_by_kind, un
 Problem = Mapping[str, Any]
 """One of `ValidationError.errors()`."""
 
-WANTED = {
+TYPE_MESSAGES = {
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
     "float_type": "must be a number",
@@ -30,53 +29,53 @@ WANTED = {
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
 }
-SPEAKS_FOR_ITSELF = {
+WITHOUT_INPUT = {
     "value_error", "missing", "too_short", "too_long", "extra_forbidden", "union_tag_invalid",
     "union_tag_not_found",
 }  # fmt: skip
-"""Problems whose message does not need the offending value after it."""
+"""Problems whose message does not need the invalid value."""
 
 
-# ── places ───────────────────────────────────────────────────────────────────────────────────────
+# ── locations ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     path: str
     """As in the recipe: `losses[0].support`."""
-    wanted: Any
-    """The type that belongs here."""
+    type: Any
+    """The type of the key."""
     section: Any
-    """The type that the last key is looked up in."""
+    """The section of the last key."""
     siblings: Mapping[str, type[BaseModel]]
-    """The kinds that this section could also have had."""
+    """The other kinds of this section."""
     union: tuple[int | str, ...] | None
-    """Where a plain union (`a number or a section`) was tried, the way to it."""
+    """Location of a plain union (`a number or a section`), if any."""
     is_inside: bool
-    """The problem lies within a member of that union; otherwise the member did not fit at all."""
+    """The problem is inside a member of that union, not the member's type."""
 
 
-def place_of(loc: Sequence[int | str]) -> Place:
+def locate(loc: Sequence[int | str]) -> Location:
     path = ""
-    here: Any = Recipe
+    current: Any = Recipe
     section: Any = None
     union: tuple[int | str, ...] | None = None
     siblings: dict[str, type[BaseModel]] = {}
     entered: dict[str, type[BaseModel]] = {}
     for i, key in enumerate(loc):
-        if tagged := sections_by_kind(here):
+        if tagged := sections_by_kind(current):
             entered = {kind: member for kind, member in tagged.items() if kind != key}
-            here = tagged[str(key)]
-        elif members := union_members(here):
+            current = tagged[str(key)]
+        elif members := union_members(current):
             union = tuple(loc[:i])
-            here = next((m for m in members if getattr(m, "__name__", None) == key), Any)
+            current = next((m for m in members if getattr(m, "__name__", None) == key), Any)
         else:
-            section, siblings, entered = unwrap(here), entered, {}
-            here = field_type(here, key)
+            section, siblings, entered = unwrap(current), entered, {}
+            current = field_type(current, key)
             path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
-    return Place(
+    return Location(
         path=path,
-        wanted=unwrap(here),
+        type=unwrap(current),
         section=section,
         siblings=siblings,
         union=union,
@@ -84,24 +83,24 @@ def place_of(loc: Sequence[int | str]) -> Place:
     )
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def describe_problems(problems: Iterable[Problem]) -> list[str]:
     """One line for each mistake, in the order of the recipe."""
-    found = [(problem, place_of(problem["loc"])) for problem in problems]
-    locs = [problem["loc"] for problem, _ in found]
-    explained_inside = {place.union for _, place in found if place.is_inside}
+    located = [(problem, locate(problem["loc"])) for problem in problems]
+    locs = [problem["loc"] for problem, _ in located]
+    explained_inside = {location.union for _, location in located if location.is_inside}
     lines: list[str] = []
-    for problem, place in found:
+    for problem, location in located:
         if problem["type"] == "too_short" and _has_inner(problem["loc"], locs):
-            continue  # Invalid entries were not counted; they have lines of their own.
-        if place.union is None or place.is_inside:
-            lines += _lines(place, [_message(problem, place)], problem)
-        elif place.union not in explained_inside:
-            tried = [(other, at) for other, at in found if at.union == place.union]
-            if tried[0][0] is problem:
-                lines += _lines(place, [_message(*attempt) for attempt in tried], problem)
+            continue  # Invalid entries were not counted; they have their own lines.
+        if location.union is None or location.is_inside:
+            lines += _lines(location, [_message(problem, location)], problem)
+        elif location.union not in explained_inside:
+            members = [(p, at) for p, at in located if at.union == location.union]
+            if members[0][0] is problem:
+                lines += _lines(location, [_message(*member) for member in members], problem)
     return lines
 
 
@@ -109,53 +108,53 @@ def _has_inner(loc: tuple[int | str, ...], locs: Iterable[tuple[int | str, ...]]
     return any(len(other) > len(loc) and other[: len(loc)] == loc for other in locs)
 
 
-def _lines(place: Place, messages: Sequence[str], problem: Problem) -> list[str]:
+def _lines(location: Location, messages: Sequence[str], problem: Problem) -> list[str]:
     message = ", or ".join(messages).replace(", or must be", ", or")
-    if problem["type"] not in SPEAKS_FOR_ITSELF:
-        message += f"; got {_shortened(problem['input'])}"
-    path = f"{place.path}.kind" if problem["type"].startswith("union_tag") else place.path
+    if problem["type"] not in WITHOUT_INPUT:
+        message += f"; got {_shorten_json(problem['input'])}"
+    path = f"{location.path}.kind" if problem["type"].startswith("union_tag") else location.path
     return [f"{path}: {line}" if path else line for line in message.split("\n")]
 
 
-def _shortened(value: Any) -> str:
+def _shorten_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def _message(problem: Problem, place: Place) -> str:
+def _message(problem: Problem, location: Location) -> str:
     match problem["type"]:
         case "missing":
             return "is required"
         case "extra_forbidden":
-            return _unknown_key(str(problem["loc"][-1]), place)
+            return _unknown_key(str(problem["loc"][-1]), location)
         case "union_tag_not_found":
-            return f"is required; use one of {_usable(place.wanted)}"
+            return f"is required; use one of {_list_kinds(location.type)}"
         case "union_tag_invalid":
             tag = problem["ctx"]["tag"]
-            guess = _did_you_mean(tag, sections_by_kind(place.wanted))
-            return f"{tag!r} is not known; {guess}use one of {_usable(place.wanted)}"
+            guess = _did_you_mean(tag, sections_by_kind(location.type))
+            return f"{tag!r} is not known; {guess}use one of {_list_kinds(location.type)}"
         case "model_type" | "dict_type":
-            if sections_by_kind(place.wanted):
-                return f"must be a section with a kind: {_usable(place.wanted)}"
-            keys = ", ".join(_keys(place.wanted))
+            if sections_by_kind(location.type):
+                return f"must be a section with a kind: {_list_kinds(location.type)}"
+            keys = ", ".join(_keys(location.type))
             return f"must be a section with {keys}" if keys else "must be a section"
-        case "tuple_type" if sections_by_kind(field_type(place.wanted, 0)):
-            return f"must be a list of sections; write [[{place.path}]] above each"
+        case "tuple_type" if sections_by_kind(field_type(location.type, 0)):
+            return f"must be a list of sections; write [[{location.path}]] above each"
         case "too_short":
             return f"needs at least {_entries(problem['ctx']['min_length'])}"
         case "too_long":
             return f"takes at most {_entries(problem['ctx']['max_length'])}"
-        case known if known in WANTED:
-            return WANTED[known]
+        case kind if kind in TYPE_MESSAGES:
+            return TYPE_MESSAGES[kind]
     text = str(problem["msg"]).removeprefix("Value error, ")
     return text.replace("Input should be", "must be", 1)
 
 
-def _unknown_key(key: str, place: Place) -> str:
-    keys = _keys(place.section)
+def _unknown_key(key: str, location: Location) -> str:
+    keys = _keys(location.section)
     if guess := _did_you_mean(key, keys):
         return f"unknown key; {guess}".strip()
-    if homes := [kind for kind, sibling in place.siblings.items() if key in _keys(sibling)]:
+    if homes := [kind for kind, sibling in location.siblings.items() if key in _keys(sibling)]:
         return f"unknown key here; it belongs to kind = {' or '.join(map(repr, homes))}"
     sections = [
         f"{name}.{key}"
@@ -171,14 +170,16 @@ def _keys(section: Any) -> list[str]:
     return list(section.model_fields) if is_section(section) else []
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+def _did_you_mean(name: str, options: Iterable[str]) -> str:
+    close = get_close_matches(name, list(options), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _usable(annotation: Any) -> str:
+def _list_kinds(annotation: Any) -> str:
     sections = sections_by_kind(annotation).items()
-    return ", ".join(repr(kind) for kind, one in sections if not issubclass(one, RefusedValue))
+    return ", ".join(
+        repr(kind) for kind, section in sections if not issubclass(section, RefusedValue)
+    )
 
 
 def _entries(count: int) -> str:

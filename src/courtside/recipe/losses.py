@@ -1,4 +1,4 @@
-"""[[losses]]: what is minimised, on which tokens."""
+"""[[losses]]: objectives, and the tokens they apply to."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class EntropyAware(Section):
 class LossBase(Section):
     weight: PositiveFloat = 1.0
     on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
-    """Trajectories of which author this loss is taken on; or only turns with a hint above them, or
-    only those without."""
+    """Trajectories of which source it applies to; or only turns with a hint, or only those
+    without."""
     normalize: Literal["token", "turn"] = "token"
     """token: every trained token counts the same. turn: every turn does, however long it is."""
     name: str | None = None
-    """Under which it is logged. Unset: its kind."""
+    """Its name in the metrics. Unset: its kind."""
 
 
 class DivergenceLoss(LossBase):
@@ -76,12 +76,12 @@ class DivergenceLoss(LossBase):
         FullSupport(kind="full")
     )
     against: Literal["teacher", "reference"] = "teacher"
-    """reference: the student before training, to hold it where it was."""
+    """reference: the student before training, to keep the student close to it."""
     clip: PositiveFloat | None = None
-    """Cap on the term of one token at one position, so that style tokens do not dominate."""
+    """Cap on the term of one token at one position, so that single tokens do not dominate."""
     entropy_aware: EntropyAware | None = None
     extrapolate: PositiveFloat = 1.0
-    """λ: the target is q^λ · ref^(1−λ), normalised; above 1 it goes beyond the teacher."""
+    """λ: the target is q^λ · ref^(1−λ), normalized; above 1 it extrapolates beyond the teacher."""
 
     @model_validator(mode="after")
     def _parameters_belong(self) -> DivergenceLoss:
@@ -116,25 +116,25 @@ class PolicyGradientLoss(LossBase):
     advantage: str = "teacher_gap"
     """teacher_gap: log q − log μ of each token. reward: the grade against the group's mean."""
     ratio: Literal["importance", "none"] = "importance"
-    """importance: π/μ, so that samples of a slightly other policy still give the right gradient."""
+    """importance: π/μ, so that samples of a slightly different policy give an unbiased gradient."""
     truncate: PositiveFloat | None = None
     """Largest importance ratio. Unset: no limit."""
     clip: tuple[PositiveFloat, PositiveFloat] | None = None
     """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high."""
     baseline: bool = False
     """Subtract −KL(π‖q) at each position (detached): the same expected gradient, with smaller
-    advantages; less variance where the student is unsure."""
+    advantages; less variance where the student's entropy is high."""
     extrapolate: PositiveFloat = 1.0
     """λ of log q^λ·ref^(1−λ) in place of log q."""
     scale_by_std: bool = False
     """Divide group-relative rewards by their standard deviation."""
     turn_penalty: NonNegativeFloat = 0.0
-    """With advantage = 'reward', in an environment: what a turn with an error loses against the
-    mean of its group's turns, beside the episode's reward."""
+    """With advantage = 'reward', in an environment: the penalty of a turn with an error, relative
+    to the mean of its group's turns, in addition to the episode's reward."""
 
     @field_validator("advantage")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_advantage(cls, value: str) -> str:
         if value in ("teacher_gap", "reward"):
             return value
         if "top_k" in value or "divergence" in value or "kl" in value:

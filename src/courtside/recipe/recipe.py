@@ -1,4 +1,4 @@
-"""The whole tree."""
+"""The whole recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
-from courtside.recipe.rollout import Ramp, RolloutConfig
+from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
 from courtside.recipe.tasks import TasksConfig
@@ -26,7 +26,7 @@ from courtside.recipe.train import TrainConfig
 
 
 class Recipe(Section):
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     student: StudentConfig
     tasks: TasksConfig
@@ -41,7 +41,7 @@ class Recipe(Section):
     seed: NonNegativeInt = 0
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Recipe:
+    def _check_combinations(self) -> Recipe:
         from courtside.recipe.validation import find_problems
 
         problems = list(find_problems(self))
@@ -65,10 +65,8 @@ class Recipe(Section):
 
     @property
     def trains_on_data(self) -> bool:
-        """Whether some of the text is the tasks' own `completion`."""
-        share = self.rollout.student_fraction
-        least = min(share.start, share.end) if isinstance(share, Ramp) else share
-        return least < 1 and self.rollout.off_policy_source == "dataset"
+        """Whether some trajectories are the tasks' own `completion`."""
+        return self.rollout.off_policy == "dataset"
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)

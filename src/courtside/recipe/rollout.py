@@ -1,4 +1,4 @@
-"""[rollout]: who writes, and how."""
+"""[rollout]: sampling, and the mix of on-policy and off-policy trajectories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from courtside.recipe.base import Fraction, Section
 
 
 class Ramp(Section):
-    """A number that moves linearly from `start` to `end` over `steps` and then stays."""
+    """Linear from `start` to `end` over `steps`, then constant."""
 
     start: Fraction
     end: Fraction
@@ -21,18 +21,18 @@ class Ramp(Section):
 
 
 class LimitsConfig(Section):
-    """Of one episode in an environment."""
+    """Limits of one episode in an environment."""
 
     turns: PositiveInt | None = None
-    """Messages of the student. Unset: until the environment is done."""
+    """Assistant turns. Unset: until the environment is done."""
     tokens: PositiveInt | None = None
     """Of the whole episode. Unset: the model's context."""
     seconds: PositiveFloat | None = None
     """Of the whole episode, by the clock. Unset: no limit."""
     step_seconds: PositiveFloat = 60.0
-    """For the environment to answer one message. An episode that hangs is ended."""
+    """Time for the environment to answer one turn; the episode ends after it."""
     observation_chars: PositiveInt = 8000
-    """Of one message of the environment; what is cut off is told."""
+    """Characters of one message of the environment; a longer one is truncated, visibly."""
 
 
 class RolloutConfig(Section):
@@ -45,20 +45,32 @@ class RolloutConfig(Section):
     """0: off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer, beside the model's own end token."""
+    """Strings that end an answer, in addition to the model's end token."""
     student_fraction: Fraction | Ramp = 1.0
-    """λ: the share of each batch that the student writes itself. 1: on-policy; 0: off-policy."""
+    """λ: the fraction of each batch that the student samples. 1: on-policy; 0: off-policy."""
     off_policy_source: Literal["dataset", "teacher"] = "dataset"
-    """Who wrote the others: the tasks' `completion`, or the teacher, sampled now."""
+    """Source of the others: the tasks' `completion`, or samples of the teacher."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""
 
     limits: LimitsConfig = LimitsConfig()
     corrections: bool = False
-    """In an environment: every turn that went wrong once more, with what the environment says would
-    have been right, where it does; as data to imitate (`on = "dataset"`)."""
+    """In an environment: add each turn with an error again with the environment's correction, if
+    it has one, as data to imitate (`on = "dataset"`)."""
 
     def student_fraction_at(self, step: int) -> float:
-        share = self.student_fraction
-        return share.at(step) if isinstance(share, Ramp) else share
+        fraction = self.student_fraction
+        return fraction.at(step) if isinstance(fraction, Ramp) else fraction
+
+    @property
+    def student_fraction_range(self) -> tuple[float, float]:
+        """The lowest and the highest of the run."""
+        fraction = self.student_fraction
+        ends = (fraction.start, fraction.end) if isinstance(fraction, Ramp) else (fraction,)
+        return min(ends), max(ends)
+
+    @property
+    def off_policy(self) -> Literal["dataset", "teacher"] | None:
+        """Source of off-policy trajectories; None: all are the student's."""
+        return self.off_policy_source if self.student_fraction_range[0] < 1 else None

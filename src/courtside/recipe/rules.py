@@ -18,7 +18,7 @@ Detect = Literal[
 EVENT_DETECTORS: tuple[Detect, ...] = (
     "tool_not_found", "invalid_arguments", "unparsable_call", "tool_error", "no_call",
 )  # fmt: skip
-"""Those that repeat what the environment said about a turn; an `Event.kind` each."""
+"""Detectors of the environment's events; each is an `Event.kind`."""
 
 EVENT_SLOTS = ("tool", "arguments", "message", "listed")
 SLOTS: Mapping[str, tuple[str, ...]] = {
@@ -29,8 +29,8 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "over_length": ("tokens",),
     "pattern": ("match", "message"),
 }
-"""What a detector can tell a hint, beside {turn}. A word that is none of these is the name of a
-privileged field of the task, of another detail of the event or of a group of the pattern."""
+"""Slots that a detector fills, in addition to {turn}. Any other slot is a privileged field of the
+task, another detail of the event or a named group of the pattern."""
 RESERVED = frozenset(slot for slots in SLOTS.values() for slot in slots)
 
 HINTS: Mapping[str, str] = {
@@ -51,7 +51,7 @@ ERROR_PATTERN = (
     r"(?:\s+\d+)?[\"'\s]*(?:$|[\]!(.-]|(?:in|at|while|when|during|from|occurred)\b"
     r"|[:=](?!\s*(?:(?i:null|none|false|0)|\"\"|''|\[\s*\]|\{\s*\})\s*(?:[,}\]]|$))))"
 )
-"""Texts that begin like an error: `Error: …`, `Error 404`, `ValueError: …`, `{"error": "…"}`, but
+"""Texts that start like an error: `Error: …`, `Error 404`, `ValueError: …`, `{"error": "…"}`, but
 not `{"error": null}`."""
 
 
@@ -86,31 +86,31 @@ Regex = Annotated[str, AfterValidator(_check_regex)]
 
 
 class Rule(Section):
-    """Which turns it looks for, and what the hint above them says."""
+    """A detector of turns, and the hint before them."""
 
     detect: Detect
-    """The first six repeat what the environment reported; the others are read off the text."""
+    """The first six use the environment's events; the others the text."""
     hint: str | None = None
     """With slots: {turn}, {tool}, {message}, … of the detector, and the names of the task's
-    privileged fields. Unset: the detector's own. A turn that lacks a slot gets no hint, and is
-    counted."""
+    privileged fields. Unset: the detector's default. A turn without a value for a slot gets no
+    hint, and is counted."""
     event: str | None = None
-    """Of event: the kind of the environment's own to look for, e.g. `wrong_tool`."""
+    """Of event: the kind of event to detect, e.g. `wrong_tool`."""
     pattern: Regex | None = None
-    """Of pattern: the regular expression to find; its named groups are slots. Of
+    """Of pattern: the regular expression; its named groups are slots. Of
     answer_without_lookup: matches the prompts that need a lookup."""
     within: Literal["turn", "reply"] | None = None
     """Of pattern: searched in the assistant's text, or in what the environment replied to it.
     Unset: turn."""
     lookup_field: str | None = None
-    """Of answer_without_lookup: the privileged field whose presence says that a task needs one."""
+    """Of answer_without_lookup: a privileged field that only tasks have which need one."""
     max_tokens: PositiveInt | None = None
-    """Of over_length: longer turns count too. Unset: only those that ran into the limit."""
+    """Of over_length: longer turns count too. Unset: only truncated ones."""
 
     @model_validator(mode="before")
     @classmethod
-    def _own_hint(cls, data: Any) -> Any:
-        # Filled in here, so that the resolved recipe holds the words that were used.
+    def _fill_default_hint(cls, data: Any) -> Any:
+        # Filled in before validation, so that the stored recipe has the text that was used.
         if isinstance(data, dict) and data.get("hint") is None:
             detect = data.get("detect")
             if isinstance(detect, str) and detect in HINTS:
@@ -118,19 +118,19 @@ class Rule(Section):
         return data
 
     @model_validator(mode="after")
-    def _parameters_belong(self) -> Rule:
+    def _check_parameters(self) -> Rule:
         name = self.detect
         if self.hint is None or not self.hint.strip():
-            raise ValueError(f"detect = {name!r} needs the words of its `hint`; write them")
+            raise ValueError(f"detect = {name!r} needs a `hint`; write one")
         if self.pattern is not None and name not in ("pattern", "answer_without_lookup"):
             raise ValueError(
                 f"pattern does not belong to detect = {name!r}; use detect = 'pattern'"
             )
         if name == "pattern" and self.pattern is None:
-            raise ValueError("detect = 'pattern' needs a `pattern` to look for; write one")
+            raise ValueError("detect = 'pattern' needs a `pattern`; write one")
         if (self.event is not None) != (name == "event"):
             raise ValueError(
-                "event names the kind that detect = 'event' looks for; set it there, and only there"
+                "event names the kind that detect = 'event' detects; set it there, and only there"
             )
         if self.within is not None and name != "pattern":
             raise ValueError("within belongs to detect = 'pattern'; remove it")
@@ -146,12 +146,12 @@ class Rule(Section):
                 "privileged field in `lookup_field`, or give a `pattern` for the prompt, and not "
                 "both"
             )
-        has = ("turn", *SLOTS[name], *self._groups())
+        slots = ("turn", *SLOTS[name], *self._groups())
         for slot in parse_slots(self.hint):
-            if slot in RESERVED and slot not in has:
+            if slot in RESERVED and slot not in slots:
                 raise ValueError(
-                    f"hint: detect = {name!r} does not know {{{slot}}}; it has "
-                    f"{', '.join(f'{{{one}}}' for one in has)} and the task's privileged fields"
+                    f"hint: detect = {name!r} has no {{{slot}}}; it has "
+                    f"{', '.join(f'{{{name}}}' for name in slots)} and the task's privileged fields"
                 )
         return self
 
@@ -165,12 +165,12 @@ class Rule(Section):
 
     @property
     def needs_finding(self) -> bool:
-        """Whether the words depend on what was found, so that a clean turn cannot be given them."""
-        found = {*RESERVED, *self._groups()}
-        return any(slot in found for slot in parse_slots(self.template))
+        """Whether the hint has slots that only a detected turn can fill."""
+        from_finding = {*RESERVED, *self._groups()}
+        return any(slot in from_finding for slot in parse_slots(self.template))
 
     def __str__(self) -> str:
-        """As the reference shows a default."""
+        """The format of defaults in the reference."""
         return f'{{ detect = "{self.detect}" }}'
 
 

@@ -1,4 +1,4 @@
-"""Questions about the recipe's types: what a key may hold, which kinds a section comes in."""
+"""Introspection of the recipe's types: members of unions, kinds of sections, types of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unwrap(annotation: Any) -> Any:
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; none if it is no union."""
+    """The members of a union; empty if it is no union."""
     annotation = unwrap(annotation)
     if get_origin(annotation) not in (Union, UnionType):
         return ()

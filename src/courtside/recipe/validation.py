@@ -1,4 +1,4 @@
-"""What parts of a recipe cannot go together: the field, the reason and the fix of each."""
+"""Combinations of sections that cannot work: the field, the reason and the fix of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import RuleReaderConfig
 from courtside.recipe.recipe import Recipe
-from courtside.recipe.rollout import LimitsConfig, Ramp, RolloutConfig
+from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
@@ -28,116 +28,27 @@ SAMPLING = (
     "min_p",
     "stop",
 )
-"""Fields of [rollout] that say how a model writes."""
-
-
-def _asks_teacher(loss: Loss) -> bool:
-    return (loss.kind == "divergence" and loss.against == "teacher") or (
-        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
-    )
+"""Fields of [rollout] that configure sampling."""
 
 
 def find_problems(recipe: Recipe) -> Iterator[str]:
     names = recipe.loss_names()
     if len(set(names)) != len(names):
         yield f"losses: two are logged as the same name in {list(names)}; give each its own `name`"
-    shares = recipe.rollout.student_fraction
-    least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
-    most = max(shares.start, shares.end) if isinstance(shares, Ramp) else shares
-    if least == 1 and recipe.rollout.off_policy_source == "teacher":
-        yield (
-            "rollout.off_policy_source = 'teacher' needs a rest; set rollout.student_fraction "
-            "below 1"
-        )
-    if least < 1 and recipe.rollout.off_policy_source == "teacher" and recipe.teacher is None:
-        yield (
-            "rollout.off_policy_source = 'teacher' needs a [teacher] to write; add it, or use "
-            "off_policy_source = 'dataset'"
-        )
-    if (
-        least < 1
-        and recipe.rollout.off_policy_source == "dataset"
-        and recipe.tasks.kind == "instructions"
-    ):
-        yield (
-            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs tasks with a "
-            "`completion`; "
-            "tasks.kind = 'instructions' has none. Use off_policy_source = 'teacher'"
-        )
-    rest = recipe.rollout.off_policy_source if least < 1 else None
-    # Who wrote stored trajectories is looked up when they are read.
-    stored = recipe.tasks.kind == "trajectories"
-    written_by = {
-        "student": most > 0 or stored,
-        "dataset": rest == "dataset" or recipe.rollout.corrections,
-        "teacher": rest == "teacher" or stored,
-    }
+    yield from _rollout_problems(recipe)
     for index, loss in enumerate(recipe.losses):
-        where = f"losses[{index}] ({loss.kind})"
-        if loss.kind == "preference":
-            if not (least == most == 0 and recipe.rollout.off_policy_source == "dataset"):
-                yield (
-                    f"{where}: preference pairs come from the tasks (`completion` and `rejected`); "
-                    "set rollout.student_fraction = 0"
-                )
-            if loss.on not in ("all", "dataset"):
-                yield f"{where}: on = {loss.on!r}, but preference pairs are written by the dataset"
-            continue
-        if loss.on in written_by and not written_by[loss.on]:
-            yield (
-                f"{where}: on = {loss.on!r}, but rollout.student_fraction and "
-                "rollout.off_policy_source give no "
-                f"trajectories written by the {loss.on}"
-            )
-        if _asks_teacher(loss) and recipe.teacher is None:
-            yield f"{where}: compares with a teacher; add a [teacher] section"
-        if loss.kind == "policy_gradient":
-            others = least < 1 or recipe.rollout.corrections
-            if others and loss.on not in ("student", "hinted_turns"):
-                yield (
-                    f"{where}: a policy gradient is defined on the student's own samples; "
-                    "set on = 'student', or rollout.student_fraction = 1"
-                )
-            if loss.advantage == "reward" and recipe.rollout.samples_per_prompt < 2 and not stored:
-                yield (
-                    f"{where}: advantage = 'reward' compares samples of one prompt; "
-                    "set rollout.samples_per_prompt to 2 or more"
-                )
-        own = most > 0 or stored
-        if loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher") and own:
-            yield (
-                f"{where}: imitating the student's own samples degrades it. Use on = 'dataset' or "
-                "'teacher' (with rollout.student_fraction below 1)"
-            )
-    if isinstance(recipe.teacher, CustomTeacherConfig):
-        if least < 1 and recipe.rollout.off_policy_source == "teacher":
-            yield (
-                "rollout.off_policy_source = 'teacher': a teacher of kind = 'custom' scores and "
-                "does not sample. Use off_policy_source = 'dataset'"
-            )
-        if recipe.reader is not None:
-            yield (
-                "reader: hints go into the context of a model, and teacher.kind = 'custom' has "
-                "none. Use teacher.kind = 'self' or 'model', or remove the reader"
-            )
-    for teacher in recipe.model_teachers:
-        if not isinstance(teacher, SelfTeacherConfig):
-            continue
-        if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
-            yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
-        extra = teacher.context or recipe.reader or recipe.needs_reference
-        if teacher.weights == "live" and not extra:
-            yield (
-                "teacher: kind = 'self' with weights = 'live' and no context is the student "
-                "itself; every gap is zero. Give it a context, or weights = 'frozen'"
-            )
-    asked = (
-        any(_asks_teacher(loss) for loss in recipe.losses)
-        or recipe.rollout.off_policy_source == "teacher"
-    )
-    if recipe.teacher is not None and not asked:
-        yield "teacher: no loss asks it anything; remove the section, or add a divergence"
-    yield from _suite_problems(recipe)
+        for problem in _loss_problems(recipe, loss):
+            yield f"losses[{index}] ({loss.kind}): {problem}"
+    yield from _teacher_problems(recipe)
+    for name, changes in recipe.evaluate.suites.items():
+        if not name.isidentifier():
+            yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
+        try:
+            override_tasks(recipe.tasks, changes)
+        except ValidationError as error:
+            for details in error.errors():
+                field = ".".join(str(part) for part in details["loc"][1:])
+                yield f"evaluate.suites.{name}: {field}: {details['msg']}"
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
@@ -145,27 +56,112 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         yield "train.warmup_steps must be smaller than train.steps"
 
 
-def _suite_problems(recipe: Recipe) -> Iterator[str]:
-    for name, different in recipe.evaluate.suites.items():
-        if not name.isidentifier():
-            yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
-        try:
-            override_tasks(recipe.tasks, different)
-        except ValidationError as error:
-            for one in error.errors():
-                field = ".".join(str(part) for part in one["loc"][1:])
-                yield f"evaluate.suites.{name}: {field}: {one['msg']}"
+def _needs_teacher(loss: Loss) -> bool:
+    return (loss.kind == "divergence" and loss.against == "teacher") or (
+        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
+    )
+
+
+def _rollout_problems(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.off_policy_source == "teacher" and rollout.off_policy is None:
+        yield (
+            "rollout.off_policy_source = 'teacher' needs a rest; set rollout.student_fraction "
+            "below 1"
+        )
+    if rollout.off_policy == "teacher" and recipe.teacher is None:
+        yield (
+            "rollout.off_policy_source = 'teacher' needs a [teacher] to sample from; add it, or "
+            "use off_policy_source = 'dataset'"
+        )
+    if rollout.off_policy == "teacher" and isinstance(recipe.teacher, CustomTeacherConfig):
+        yield (
+            "rollout.off_policy_source = 'teacher': a teacher of kind = 'custom' scores and "
+            "does not sample. Use off_policy_source = 'dataset'"
+        )
+    if rollout.off_policy == "dataset" and recipe.tasks.kind == "instructions":
+        yield (
+            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs tasks with a "
+            "`completion`; tasks.kind = 'instructions' has none. Use off_policy_source = 'teacher'"
+        )
+
+
+def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
+    rollout = recipe.rollout
+    low, high = rollout.student_fraction_range
+    if loss.kind == "preference":
+        if high > 0 or rollout.off_policy_source != "dataset":
+            yield (
+                "preference pairs come from the tasks (`completion` and `rejected`); "
+                "set rollout.student_fraction = 0"
+            )
+        if loss.on not in ("all", "dataset"):
+            yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
+        return
+    # The source of stored trajectories is known when they are read.
+    is_stored = recipe.tasks.kind == "trajectories"
+    has_source = {
+        "student": high > 0 or is_stored,
+        "dataset": rollout.off_policy == "dataset" or rollout.corrections,
+        "teacher": rollout.off_policy == "teacher" or is_stored,
+    }
+    if not has_source.get(loss.on, True):
+        yield (
+            f"on = {loss.on!r}, but rollout.student_fraction and rollout.off_policy_source give "
+            f"no trajectories written by the {loss.on}"
+        )
+    if _needs_teacher(loss) and recipe.teacher is None:
+        yield "compares with a teacher; add a [teacher] section"
+    if loss.kind == "policy_gradient":
+        if (low < 1 or rollout.corrections) and loss.on not in ("student", "hinted_turns"):
+            yield (
+                "a policy gradient is defined on the student's own samples; "
+                "set on = 'student', or rollout.student_fraction = 1"
+            )
+        if loss.advantage == "reward" and rollout.samples_per_prompt < 2 and not is_stored:
+            yield (
+                "advantage = 'reward' compares samples of one prompt; "
+                "set rollout.samples_per_prompt to 2 or more"
+            )
+    is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
+    if is_imitation and has_source["student"]:
+        yield (
+            "imitating the student's own samples degrades it. Use on = 'dataset' or "
+            "'teacher' (with rollout.student_fraction below 1)"
+        )
+
+
+def _teacher_problems(recipe: Recipe) -> Iterator[str]:
+    if isinstance(recipe.teacher, CustomTeacherConfig) and recipe.reader is not None:
+        yield (
+            "reader: hints go into the context of a model, and teacher.kind = 'custom' has "
+            "none. Use teacher.kind = 'self' or 'model', or remove the reader"
+        )
+    for teacher in recipe.model_teachers:
+        if not isinstance(teacher, SelfTeacherConfig):
+            continue
+        if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
+            yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
+        differs = teacher.context or recipe.reader or recipe.needs_reference
+        if teacher.weights == "live" and not differs:
+            yield (
+                "teacher: kind = 'self' with weights = 'live' and no context is the student "
+                "itself; every gap is zero. Give it a context, or weights = 'frozen'"
+            )
+    is_used = recipe.rollout.off_policy_source == "teacher" or any(
+        map(_needs_teacher, recipe.losses)
+    )
+    if recipe.teacher is not None and not is_used:
+        yield "teacher: no loss uses it; remove the section, or add a divergence"
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
-    shares = recipe.rollout.student_fraction
-    least = min(shares.start, shares.end) if isinstance(shares, Ramp) else shares
     if recipe.tasks.is_environment:
-        if least < 1 and recipe.rollout.off_policy_source == "teacher":
+        if recipe.rollout.off_policy == "teacher":
             yield (
                 "rollout.off_policy_source = 'teacher': a teacher does not play episodes. Use "
-                "off_policy_source = 'dataset' "
-                "for the environment's own demonstrations, or student_fraction = 1"
+                "off_policy_source = 'dataset' for the environment's own demonstrations, or "
+                "student_fraction = 1"
             )
         if recipe.evaluate.forward_kl:
             yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
@@ -201,7 +197,7 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
         if loss.kind == "policy_gradient":
             yield (
                 f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
-                f"drawn with, and {kind} has none. Use kind = 'divergence'"
+                f"sampled with, and {kind} has none. Use kind = 'divergence'"
             )
 
 
@@ -209,13 +205,13 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
     kind = "tasks.kind = 'trajectories'"
     for name in SAMPLING:
         if getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}: nobody samples with {kind}; it is as it was then. Remove it"
+            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
     if tasks.select == "hinted" and not recipe.human_readers:
         yield (
-            "tasks.select = 'hinted' goes by a person's hints; add a [reader] of kind = 'human', "
-            "or use select = 'all'"
+            "tasks.select = 'hinted' selects by a person's hints; add a [reader] of kind = "
+            "'human', or use select = 'all'"
         )
-    alone = f"and {kind} draws them one by one, so that those of a prompt come in different steps"
+    alone = f"and {kind} batches them one by one, so those of a prompt are in different steps"
     for index, loss in enumerate(recipe.losses):
         if loss.kind == "preference":
             yield f"losses[{index}]: preferences compare the two texts of a pair, {alone}"
@@ -224,43 +220,40 @@ def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
                 f"losses[{index}]: advantage = 'reward' compares the samples of a prompt, {alone}. "
                 "Use advantage = 'teacher_gap'"
             )
-    for teacher in recipe.model_teachers:
-        if isinstance(teacher.context, SiblingContext):
-            yield f"teacher.context: a sibling is another sample of the prompt, {alone}"
+    if any(isinstance(teacher.context, SiblingContext) for teacher in recipe.model_teachers):
+        yield f"teacher.context: a sibling is another sample of the prompt, {alone}"
 
 
 def _hint_problems(recipe: Recipe) -> Iterator[str]:
-    hinted = [loss for loss in recipe.losses if loss.on == "hinted_turns"]
     if recipe.reader is None:
         if recipe.hints != HintsConfig():
-            yield "hints: nobody writes any; add a [reader], or remove the section"
+            yield "hints: there is no reader; add a [reader], or remove the section"
         for index, loss in enumerate(recipe.losses):
             if loss.on in ("hinted_turns", "unhinted_turns"):
-                yield f"losses[{index}]: on = {loss.on!r}, but nobody writes hints; add a [reader]"
+                yield f"losses[{index}]: on = {loss.on!r} needs hints; add a [reader]"
         return
     if recipe.hints.resamples and not recipe.tasks.is_environment:
         yield (
             "hints.resamples are checked by an environment, and tasks.kind = "
             f"{recipe.tasks.kind!r} is none; set it to 0"
         )
-    if not hinted:
-        yield "reader: no loss is taken on = 'hinted_turns', so its hints would train nothing"
-    for teacher in recipe.model_teachers:
-        if teacher.context is not None:
-            yield (
-                "teacher.context: with a [reader] the hint is what the teacher sees beside the "
-                "student's own context; remove one of the two"
-            )
+    if all(loss.on != "hinted_turns" for loss in recipe.losses):
+        yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
+    if any(teacher.context is not None for teacher in recipe.model_teachers):
+        yield (
+            "teacher.context: with a [reader] the hint is the teacher's additional context; "
+            "remove one of the two"
+        )
     for index, loss in enumerate(recipe.losses):
-        if _asks_teacher(loss) and loss.on != "hinted_turns":
+        if _needs_teacher(loss) and loss.on != "hinted_turns":
             yield (
-                f"losses[{index}] ({loss.kind}): with a [reader] the teacher speaks on hinted "
-                "turns only; set on = 'hinted_turns', or against = 'reference' for the others"
+                f"losses[{index}] ({loss.kind}): with a [reader] the teacher scores hinted turns "
+                "only; set on = 'hinted_turns', or against = 'reference' for the others"
             )
-    reports = recipe.tasks.is_environment or recipe.tasks.is_recorded
-    if isinstance(recipe.reader, RuleReaderConfig) and not reports:
-        blind = {"over_length", "pattern", "answer_without_lookup"}
-        if all(rule.detect not in blind for rule in recipe.reader.rules):
+    reports_errors = recipe.tasks.is_environment or recipe.tasks.is_recorded
+    if isinstance(recipe.reader, RuleReaderConfig) and not reports_errors:
+        text_detectors = {"over_length", "pattern", "answer_without_lookup"}
+        if all(rule.detect not in text_detectors for rule in recipe.reader.rules):
             yield (
                 "reader.kind = 'rules' needs an environment that reports errors; tasks.kind = "
                 f"{recipe.tasks.kind!r} reports none. Use reader.kind = 'model', or a rule with "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from courtside.recipe import Recipe
 from courtside.report.summary import format_duration, format_number, summarize_recipe
@@ -20,29 +20,17 @@ if TYPE_CHECKING:
 Numbers = Mapping[str, float | int | None]
 
 
-class RunConsole(Protocol):
+class RunConsole:
+    """Prints nothing; subclasses override what they print."""
+
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         """`first_step` is 0, or the first step of a resumed run."""
 
-    def phase(self, name: str) -> None: ...
-
-    def step(self, row: Numbers) -> None:
-        """One row of metrics, after the step it describes."""
-
-    def print_line(self, text: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class SilentConsole:
-    def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
-        pass
-
     def phase(self, name: str) -> None:
-        pass
+        """A phase starts, or continues after a nested one."""
 
     def step(self, row: Numbers) -> None:
-        pass
+        """`row` are the metrics of a step that is done."""
 
     def print_line(self, text: str) -> None:
         pass
@@ -100,7 +88,7 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
     return numbers
 
 
-class PlainConsole:
+class PlainConsole(RunConsole):
     """One line per step, for files and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,9 +99,6 @@ class PlainConsole:
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         self._progress = Progress(total_steps, first_step, self._clock)
         self.print_line(format_headline(recipe, total_steps, first_step))
-
-    def phase(self, name: str) -> None:
-        pass
 
     def step(self, row: Numbers) -> None:
         self._progress.step(int(row["step"] or 0))
@@ -132,11 +117,8 @@ class PlainConsole:
         text = text.encode(encoding, "replace").decode(encoding)
         print(text, file=self._stream, flush=True)
 
-    def finish(self) -> None:
-        pass
 
-
-class RichConsole:
+class RichConsole(RunConsole):
     """A live status line at the bottom, and one line per step."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

@@ -106,8 +106,8 @@ class RunService:
         """Ids of the trajectories whose turns contain every word of the query, in any case."""
         with self._lock:
             texts = self._cached(self._texts, 1, step, _read_lower_texts)
-            words = query.lower().split()
-            ids = [id for id, text in texts.items() if all(word in text for word in words)]
+            terms = query.lower().split()
+            ids = [id for id, text in texts.items() if all(term in text for term in terms)]
             return {"step": step, "ids": ids}
 
     def trajectory(self, step: int, id: str) -> Tree:

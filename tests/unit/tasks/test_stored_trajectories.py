@@ -196,9 +196,9 @@ FROZEN = {"kind": "self", "weights": "frozen"}
     [
         ({"rollout": {}}, r"written elsewhere.*student_fraction = 0"),
         ({"rollout": {"student_fraction": 0.0, "temperature": 0.7}},
-         r"rollout.temperature: nobody"),
+         r"rollout.temperature: nothing is sampled"),
         ({"rollout": {"student_fraction": 0.0, "samples_per_prompt": 2}},
-         r"rollout.samples_per_prompt: nobody samples"),
+         r"rollout.samples_per_prompt: nothing is sampled"),
         ({"losses": [REWARD], "reader": None, "teacher": None}, r"of a prompt, .*one by one"),
         ({"losses": [{"kind": "preference"}], "reader": None, "teacher": None}, r"of a pair"),
         ({"losses": [{"kind": "cross_entropy"}], "reader": None, "teacher": None}, r"degrades"),
@@ -209,7 +209,7 @@ FROZEN = {"kind": "self", "weights": "frozen"}
          r"the prompts they ha"),
         ({"tasks": {"kind": "trajectories", "path": "x", "steps": [1, 1]}}, r"names a step twice"),
         ({"tasks": {"kind": "trajectories", "path": "x", "select": "hinted"},
-          "reader": {"kind": "rules"}}, r"tasks.select = 'hinted' goes by a person's hints"),
+          "reader": {"kind": "rules"}}, r"tasks.select = 'hinted' selects by a person's hints"),
     ],
 )  # fmt: skip
 def test_what_stored_trajectories_cannot_be_used_for(
@@ -220,7 +220,7 @@ def test_what_stored_trajectories_cannot_be_used_for(
 
 
 def test_a_policy_gradient_on_recorded_conversations_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"were drawn with, and .*'conversations' has none"):
+    with pytest.raises(RecipeError, match=r"were sampled with, and .*'conversations' has none"):
         small_recipe(
             tiny_folder,
             tasks={"kind": "conversations", "path": "talks.jsonl"},

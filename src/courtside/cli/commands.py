@@ -1,0 +1,259 @@
+"""The commands, as functions for Typer. Heavy imports are inside them, after input checks."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="OVERRIDES",
+        show_default=False,
+        help="Changes to the recipe, each section.key=value: train.steps=10 losses.0.weight=2. "
+        "null removes a key.",
+    ),
+]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A folder that `courtside train` wrote.")
+]
+Step = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Of the checkpoint. Unset: the last one."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+VIEWER_PACKAGES = ("fastapi", "starlette", "uvicorn")
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+    ],
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="The run folder. Unset: runs/NAME-OF-THE-RECIPE.",
+        ),
+    ] = None,
+) -> None:
+    """Train a student. The same command resumes a run that was interrupted."""
+    from courtside.recipe.builtin import find_recipe, recipe_name
+    from courtside.recipe.load import load_recipe
+
+    file = find_recipe(recipe)
+    parsed = load_recipe(file, overrides or ())
+    folder = run or Path("runs") / recipe_name(file)
+
+    from courtside import api
+    from courtside.report.console import make_console
+
+    done = api.train(parsed, folder, console=make_console(sys.stdout))
+    typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
+    name = shlex.quote(str(done.path))
+    typer.echo(f"Trajectories and your own hints: courtside view {name}")
+    typer.echo(f"Weights: courtside export {name} FOLDER")
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_RUN",
+            help="A run folder: its trained student. A recipe: its student before training.",
+        ),
+    ],
+    overrides: Overrides = None,
+    split: Annotated[
+        Literal["train", "validation", "test"],
+        typer.Option(metavar="SPLIT", help="Which tasks: train, validation or test."),
+    ] = "test",
+    tasks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many. Unset: the recipe's evaluate.num_tasks."),
+    ] = None,
+    step: Step = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Evaluate the teacher with its context, too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Evaluate a student on held-out tasks, with 95% intervals."""
+    from courtside.errors import UserError
+    from courtside.recipe.builtin import RECIPE, find_recipe
+    from courtside.recipe.load import load_recipe
+
+    run = Path(target) if (Path(target) / "checkpoints").is_dir() else None
+    if run is None and step is not None:
+        raise UserError(f"--step {step}: {target} is a recipe and has no checkpoints. Give a run")
+    recipe = load_recipe(run / RECIPE if run else find_recipe(target), overrides or ())
+
+    from courtside import api
+    from courtside.cli.tables import evaluation_table, print_json, print_table
+    from courtside.report.console import make_console
+    from courtside.report.folder.parquet import serialize_evaluation
+
+    evaluations = api.evaluate_student(
+        recipe,
+        run=run,
+        step=step,
+        split=split,
+        num_tasks=tasks,
+        teacher=teacher,
+        console=make_console(sys.stderr),
+    )
+    if json:
+        print_json([serialize_evaluation(evaluation) for evaluation in evaluations])
+    else:
+        print_table(evaluation_table(evaluations))
+
+
+def view(
+    run: RunArgument,
+    hints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", show_default=False, help="The hints file. Unset: RUN/hints.jsonl."
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Which address of this machine to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="N",
+            show_default=False,
+            help="Unset: the first free one from 8765 on.",
+        ),
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Whether to open a browser.")
+    ] = True,
+) -> None:
+    """Read a run's trajectories in a browser, and write hints for their turns."""
+    from courtside.errors import UserError
+    from courtside.report.folder.folder import RunFolder
+
+    folder = RunFolder.read(run)
+    file = hints or run / "hints.jsonl"
+    try:
+        from courtside.viewer.server import listen, open_browser
+    except ModuleNotFoundError as error:
+        if error.name not in VIEWER_PACKAGES:
+            raise
+        raise UserError(
+            f"the viewer needs {error.name}, which is not installed: pip install "
+            "'courtside[viewer]'"
+        ) from None
+    from courtside.viewer.service import recipe_lines
+
+    listening = listen(folder, file, host=host, port=port)
+    typer.echo(f"Viewer: {listening.url} (Ctrl-C ends it)")
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        typer.echo(f"Whoever can reach {host} can read this run and write hints.")
+    typer.echo(f"Hints: {file}. In a recipe:\n\n{recipe_lines(folder, file)}")
+    if browser:
+        open_browser(listening.url)
+    listening.run()
+
+
+def rescore(
+    run: RunArgument,
+    overrides: Overrides = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Of which steps. Unset: all that are stored."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Try other losses or teachers on a run.
+
+    They are computed on its stored trajectories, without sampling again.
+    """
+    numbers = None if steps is None else [text.strip() for text in steps.split(",")]
+    if numbers is not None and not all(text.isdecimal() for text in numbers):
+        raise typer.BadParameter(f"{steps!r}: write step numbers with commas, as in 0,5,10")
+
+    from courtside import api
+    from courtside.cli.tables import number_table, print_json, print_table
+    from courtside.report.console import make_console
+
+    rows = api.rescore(
+        run,
+        overrides or (),
+        steps=None if numbers is None else [int(text) for text in numbers],
+        console=make_console(sys.stderr),
+    )
+    if json:
+        print_json(rows)
+    else:
+        print_table(number_table(rows))
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to write; must be new.")],
+    step: Step = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter. Unset: whole, merged weights.")
+    ] = False,
+) -> None:
+    """Write a student's weights for other programs.
+
+    The folder holds safetensors, config and tokenizer.
+    """
+    from courtside import api
+
+    typer.echo(f"Written: {api.export(run, to, step=step, adapter=adapter)}")
+
+
+def recipes() -> None:
+    """List the built-in recipes."""
+    from courtside.cli.tables import print_table, text_table
+    from courtside.recipe.builtin import list_builtin_recipes
+
+    rows = [(recipe.name, recipe.about, recipe.needs or "–") for recipe in list_builtin_recipes()]
+    print_table(text_table(("recipe", "what it does", "time and hardware"), rows))
+
+
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a built-in recipe.")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", show_default=False, help="Unset: a folder called NAME."),
+    ] = None,
+) -> None:
+    """Copy a built-in recipe to edit it."""
+    from courtside.errors import UserError
+    from courtside.recipe.builtin import RECIPE, find_builtin_recipe
+
+    source = find_builtin_recipe(name)
+    target = (folder or Path(name)) / RECIPE
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as copy:
+            copy.write(source.read_bytes())
+    except FileExistsError:
+        raise UserError(f"{target}: exists already. Name another folder, or remove it") from None
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror})") from None
+    typer.echo(f"Written: {target}")
+    typer.echo(f"Edit it, then: courtside train {shlex.quote(str(target))}")
+
+
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    from courtside.cli.tables import print_json
+    from courtside.recipe import Recipe
+
+    print_json(Recipe.model_json_schema())
