@@ -72,19 +72,45 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class _ServiceTracker:
+    """A service that resumes runs by id and cannot delete a step; `STATE` has both of each one."""
+
+    _run: Any
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path, self._name = folder / STATE, name
+        state = self._read_states().get(name, {})
+        self._identity: str | None = state.get("identity")
+        self._next_step: int = state.get("next_step", 0)
+
+    def log(self, row: Numbers, step: int) -> None:
+        if step >= self._next_step:
+            self._next_step = step + 1
+            self._save_state()
+            self._run.log(_drop_missing(row), step=step)
+
+    def _save_state(self) -> None:
+        state = {"identity": self._identity, "next_step": self._next_step}
+        states = self._read_states() | {self._name: state}
+        replace_file(self._path, encode_json(states, indent=2))
+
+    def _read_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = json.loads(self._path.read_bytes()) if self._path.exists() else {}
+        return states
+
+
+class WandbTracker(_ServiceTracker):
     """Works offline too, with WANDB_MODE=offline."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
         wandb = _import_package("wandb", tracker="wandb")
-        self._state = _TrackerState(folder, "wandb")
-        if self._state.identity is None:
-            self._state.identity = uuid.uuid4().hex[:12]
+        super().__init__(folder, "wandb")
+        self._identity = self._identity or uuid.uuid4().hex[:12]
         try:
             self._run = wandb.init(
                 project=project,
                 name=run_name,
-                id=self._state.identity,
+                id=self._identity,
                 dir=str(folder),
                 resume="allow",
                 # Every redraw of the live line would be recorded.
@@ -95,64 +121,27 @@ class WandbTracker:
                 f"run.trackers: W&B did not start ({error}). Log in with `wandb login`, set "
                 "WANDB_MODE=offline, or remove 'wandb' from run.trackers"
             ) from None
-        self._state.save()
-
-    def log(self, row: Numbers, step: int) -> None:
-        if self._state.take(step):
-            self._run.log(_drop_missing(row), step=step)
+        self._save_state()
 
     def close(self) -> None:
         self._run.finish()
 
 
-class TrackioTracker:
+class TrackioTracker(_ServiceTracker):
     """Local by default; TRACKIO_SPACE_ID sends it to a Space."""
 
     def __init__(self, folder: Path, project: str, run_name: str) -> None:
         self._trackio = _import_package("trackio", tracker="trackio")
-        self._state = _TrackerState(folder, "trackio")
-        if self._state.identity is None:
-            # trackio resumes a run by its name, which must be unique.
-            self._state.identity = f"{run_name}-{uuid.uuid4().hex[:6]}"
+        super().__init__(folder, "trackio")
+        # trackio resumes a run by its name, which must be unique.
+        self._identity = self._identity or f"{run_name}-{uuid.uuid4().hex[:6]}"
         self._run = self._trackio.init(
-            project=project, name=self._state.identity, resume="allow", embed=False
+            project=project, name=self._identity, resume="allow", embed=False
         )
-        self._state.save()
-
-    def log(self, row: Numbers, step: int) -> None:
-        if self._state.take(step):
-            self._run.log(_drop_missing(row), step=step)
+        self._save_state()
 
     def close(self) -> None:
         self._trackio.finish()
-
-
-class _TrackerState:
-    """State of one service, stored in the run folder across processes."""
-
-    def __init__(self, folder: Path, tracker: str) -> None:
-        self._path, self._tracker = folder / STATE, tracker
-        state = self._all().get(tracker, {})
-        self.identity: str | None = state.get("identity")
-        self._next_step: int = state.get("next_step", 0)
-
-    def take(self, step: int) -> bool:
-        """Whether the service does not have this step yet; marks it as logged."""
-        if step < self._next_step:
-            return False
-        self._next_step = step + 1
-        self.save()
-        return True
-
-    def save(self) -> None:
-        state = {"identity": self.identity, "next_step": self._next_step}
-        replace_file(self._path, encode_json(self._all() | {self._tracker: state}, indent=2))
-
-    def _all(self) -> dict[str, Any]:
-        if not self._path.exists():
-            return {}
-        states: dict[str, Any] = json.loads(self._path.read_bytes())
-        return states
 
 
 def _drop_missing(row: Numbers) -> dict[str, float | int]:
@@ -165,6 +154,5 @@ def _import_package(name: str, *, tracker: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"run.trackers: {tracker!r} needs a package that is missing ({error.name}). Install it "
-            "with "
-            f"pip install 'courtside[tracking]', or remove {tracker!r} from run.trackers"
+            f"with pip install 'courtside[tracking]', or remove {tracker!r} from run.trackers"
         ) from None
