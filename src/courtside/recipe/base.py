@@ -1,4 +1,4 @@
-"""What every node of the tree shares."""
+"""Base class and types of the recipe's sections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def import_path(example: str) -> AfterValidator:
 
 
 class Section(BaseModel):
-    """Every node of the tree: frozen, and an unknown key is an error."""
+    """A section of the recipe: frozen; unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -27,4 +27,4 @@ class Section(BaseModel):
 
 
 class RefusedValue(Section):
-    """Known only so that it can be refused with the reason, not as an unknown word."""
+    """An option that is refused with its reason instead of as unknown."""

@@ -18,19 +18,19 @@ class HintsConfig(Section):
     role: Literal["user", "system", "tool"] | None = None
     """Of the hint's own message, with position = 'before_turn'. Unset: user."""
     min_shift: float | None = None
-    """In nats: how much the log-probability of the turn, summed over its tokens, must fall under
-    the hint. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
-    and a live self-teacher reads hints in the update's own pass, which costs least."""
+    """In nats: how much the hint must lower the log-probability of the turn, summed over its
+    tokens. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
+    and a live self-teacher scores hints in the update's forward pass, which is the cheapest."""
     resamples: NonNegativeInt = 0
-    """Replies that are written under each hint and checked by the environment, before it trains.
-    Costs decoding; tells how good the hints are."""
+    """Replies to sample with each hint, checked by the environment, before it trains. Costs
+    decoding; measures how good the hints are."""
     min_pass_rate: Fraction = 0.0
-    """Share of these that must pass, or the hint is dropped and counted."""
+    """Fraction of these that must pass, or the hint is dropped and counted."""
     cumulative: bool = False
-    """Whether the hints of earlier turns stay in view of later ones."""
+    """Whether the hints of earlier turns stay in the context of later ones."""
 
     @model_validator(mode="after")
-    def _role_belongs(self) -> HintsConfig:
+    def _check_fields(self) -> HintsConfig:
         if self.min_pass_rate and not self.resamples:
             raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
         if self.resamples and self.cumulative:

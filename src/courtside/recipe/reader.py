@@ -24,32 +24,31 @@ from courtside.recipe.rules import DEFAULT_RULES, Regex, Rule
 
 class ReaderBase(Section):
     max_hints: PositiveInt = 8
-    """Of one trajectory; the first ones are kept and the others counted."""
+    """Per trajectory; the first ones are used, the others dropped and counted."""
     control: Literal["none", "random_turn", "random_hint", "all_turns"] = "none"
-    """For honest experiments. random_turn: each hint above another assistant turn of its
-    trajectory, one that no hint was meant for. random_hint: each turn gets the words meant for
-    another turn of the batch. all_turns: above every assistant turn of a trajectory that has a
-    hint."""
+    """Control experiments. random_turn: each hint before another assistant turn of its trajectory
+    that has no hint. random_hint: each hint's text is that of another turn of the batch. all_turns:
+    a hint before every assistant turn of a trajectory that has a hint."""
 
 
 class SingleReader(ReaderBase):
     max_chars: PositiveInt = 1000
-    """Of one hint; longer ones are dropped and counted."""
+    """Characters of one hint; longer ones are dropped and counted."""
 
 
 class RuleReaderConfig(SingleReader):
     kind: Literal["rules"]
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)] = DEFAULT_RULES
-    """Where two of them find the same turn, the first one's hint is used."""
+    """If several detect the same turn, the first one's hint is used."""
     error_pattern: Regex | None = None
     """A reply that matches is an error, even if the environment reported no event. Unset: replies
-    that begin like one, such as `Error: …`, `ValueError: …` or `{"error": "…"}`."""
+    that start like one, such as `Error: …`, `ValueError: …` or `{"error": "…"}`."""
     false_positive_rate: Fraction = 0.0
-    """A worse reader, for sweeps: the share of turns without a finding that get a rule's hint
-    anyway."""
+    """For experiments with a worse reader: the fraction of turns without a finding that get a
+    rule's hint."""
 
     @model_validator(mode="after")
-    def _has_words_for_clean_turns(self) -> RuleReaderConfig:
+    def _check_clean_rules(self) -> RuleReaderConfig:
         if self.false_positive_rate and all(rule.needs_finding for rule in self.rules):
             raise ValueError(
                 "false_positive_rate: every rule's hint has a slot that only a finding can fill; "
@@ -63,28 +62,28 @@ Plain = str | int | float | bool
 
 
 class EndpointConfig(Section):
-    """A server that speaks OpenAI's chat completions: vLLM, llama.cpp, a provider."""
+    """A server with OpenAI's chat completions API: vLLM, llama.cpp, a provider."""
 
     base_url: str
-    """Up to and with the version, e.g. `http://localhost:8000/v1`."""
+    """With the version, e.g. `http://localhost:8000/v1`."""
     model: str
-    """The server's name for it."""
+    """Name of the model on the server."""
     api_key_env: str | None = None
-    """Name of the environment variable with the key, which itself is never written anywhere.
-    Unset: no key is sent."""
+    """Name of the environment variable with the key; the key itself is never stored. Unset: no key
+    is sent."""
     timeout: PositiveFloat = 120.0
     """Seconds to wait for one reply."""
     max_retries: NonNegativeInt = 5
     """After 429, 5xx and failed connections, waiting longer each time."""
     max_concurrency: PositiveInt = 8
-    """Requests under way at once."""
+    """Concurrent requests."""
     extra_body: Mapping[str, Plain | Mapping[str, Plain]] = Field(default_factory=dict)
     """Further fields of each request, e.g. `seed`, or `max_completion_tokens` for servers that
     refuse `max_tokens`."""
 
     @field_validator("base_url")
     @classmethod
-    def _is_http(cls, value: str) -> str:
+    def _check_url(cls, value: str) -> str:
         parts = urlsplit(value)
         _ = parts.port  # raises where it is no port
         if parts.username is not None or parts.password is not None:
@@ -100,7 +99,7 @@ class EndpointConfig(Section):
 
     @field_validator("api_key_env")
     @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
+    def _check_variable_name(cls, value: str | None) -> str | None:
         # The message does not repeat the value: it may be the key itself.
         if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
             raise ValueError(
@@ -110,7 +109,7 @@ class EndpointConfig(Section):
 
     @field_validator("extra_body")
     @classmethod
-    def _leaves_ours(
+    def _check_extra_fields(
         cls, value: Mapping[str, Plain | Mapping[str, Plain]]
     ) -> Mapping[str, Plain | Mapping[str, Plain]]:
         homes = {
@@ -129,32 +128,32 @@ class EndpointConfig(Section):
 class ModelReaderConfig(SingleReader):
     kind: Literal["model"]
     endpoint: EndpointConfig | None = None
-    """Unset: the student reads its own trajectories, in process."""
+    """Unset: the student reviews its own trajectories, in process."""
     hints_per_window: PositiveInt = 3
-    """How many the model may propose each time it is asked."""
+    """How many hints the model may propose per request."""
     min_confidence: Fraction = 0.0
-    """Hints that the model is less sure of are dropped and counted; with a value above 0, also
-    those without a confidence."""
+    """Hints with a lower confidence are dropped and counted; with a value above 0, also those
+    without a confidence."""
     extra_instructions: str | None = None
-    """Added to the model's instructions: what to look for, what a good hint says."""
+    """Added to the model's instructions."""
     show_outcome: bool = True
-    """Show the model the grade and what the environment reported."""
+    """Include the grade and the environment's events in the prompt."""
     window_chars: Annotated[int, Field(ge=1000)] = 24000
-    """Characters of the trajectory shown at once. A longer one is read in several windows."""
+    """Characters of the trajectory per request. A longer one takes several windows."""
     overlap_chars: NonNegativeInt = 2000
-    """Characters of a window that are shown again in the next."""
+    """Characters of a window that the next one repeats."""
     max_message_chars: Annotated[int, Field(ge=100)] = 2000
-    """Characters of one message; of a longer one the middle is left out, visibly."""
+    """Characters of one message; the middle of a longer one is omitted, visibly."""
     max_new_tokens: PositiveInt = 512
-    """Of a reply."""
+    """Tokens of a reply."""
     temperature: NonNegativeFloat = 0.0
     """0: greedy."""
 
     @model_validator(mode="after")
-    def _windows_move_on(self) -> ModelReaderConfig:
+    def _check_overlap(self) -> ModelReaderConfig:
         if self.overlap_chars * 2 > self.window_chars:
             raise ValueError(
-                "overlap_chars must be at most half of window_chars, or reading hardly moves on"
+                "overlap_chars must be at most half of window_chars, or the windows hardly advance"
             )
         return self
 
@@ -171,7 +170,7 @@ class CustomReaderConfig(SingleReader):
     kind: Literal["custom"]
     path: Annotated[str, import_path("my_readers:Reader")]
     """`module:Class`; an instance is called with trajectories and returns hints. The module is
-    installed, or lies where the command runs."""
+    installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
@@ -188,10 +187,10 @@ class CombinedReaderConfig(ReaderBase):
         ],
         Field(min_length=2),
     ]
-    """In order: where two have a hint for the same turn, the first one's is used."""
+    """In order: if several have a hint for the same turn, the first one's is used."""
 
     @model_validator(mode="after")
-    def _one_control(self) -> CombinedReaderConfig:
+    def _check_control(self) -> CombinedReaderConfig:
         if any(reader.control != "none" for reader in self.readers):
             raise ValueError("a control belongs to the whole; set reader.control, not a member's")
         return self

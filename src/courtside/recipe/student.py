@@ -1,4 +1,4 @@
-"""[student]: which model is trained, and how."""
+"""[student]: the model to train."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class StudentConfig(Section):
     model: str
     """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
     adapter: Path | None = None
-    """A LoRA adapter's folder, or one that comes with a recipe (`targeted-hints/warm`). It is
-    merged into `model` before anything else: where training starts."""
+    """A LoRA adapter's folder, or that of a built-in recipe (`targeted-hints/warm`). It is
+    merged into `model` before training."""
     lora: LoraConfig | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the matrix products. auto: bfloat16 on a GPU and on a CPU that has instructions for it
+    """Of the matmuls. auto: bfloat16 on a GPU and on a CPU that has instructions for it
     (avx512_bf16, amx_bf16, ARM's bf16), float32 on others. Trained weights, the optimizer and every
     log-softmax are float32 either way, and on a CPU so is attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep_layers: tuple[NonNegativeInt, ...] | None = None
     """Prune: keep only these decoder layers of the model."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Compute activations again in the backward pass: less memory, about a third more time, the
-    same numbers. auto: on a GPU, where a pass of `train.micro_batch_tokens` would not fit without
-    (measured at the start, and said); never on a CPU."""
+    """Recompute activations in the backward pass: less memory, about a third more time, the same
+    result. auto: on a GPU if a pass of `train.micro_batch_tokens` would not fit otherwise (measured
+    and printed at the start); never on a CPU."""
     trust_remote_code: bool = False

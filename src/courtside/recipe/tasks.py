@@ -1,4 +1,4 @@
-"""[tasks]: where the prompts come from."""
+"""[tasks]: the source of prompts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class TasksBase(Section):
     system_prompt: str | None = None
     """A system prompt that the student sees on every task."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """A prompt that does not fit the context: stop, or leave it out and count it."""
+    """A prompt that does not fit the context: stop, or drop and count it."""
 
     @property
     def is_environment(self) -> bool:
-        """Whether a task is the beginning of an episode: the world answers, and grades the end."""
+        """Whether a task starts an episode, which the environment answers and grades."""
         return False
 
     @property
     def is_recorded(self) -> bool:
-        """Whether nobody acts: what is trained on was written before, and nothing answers in it."""
+        """Whether trajectories are given and not sampled, so that nothing answers the student."""
         return False
 
 
@@ -44,7 +44,7 @@ class ArithmeticTasks(TasksBase):
     digits: Annotated[int, Field(ge=1, le=12)] = 3
     """Of each operand."""
     scratchpad: bool = True
-    """The reference solution works digit by digit; otherwise it is the answer alone."""
+    """True: the reference solution works digit by digit. False: it is the answer alone."""
 
 
 CheckName = Literal[
@@ -56,10 +56,10 @@ CheckName = Literal[
 class InstructionTasks(TasksBase):
     kind: Literal["instructions"]
     checks: Annotated[tuple[CheckName, ...], Field(min_length=1)] = ("lower_case",)
-    """Which instructions are drawn from; one of them per task."""
+    """Instructions to sample from, one per task."""
     instruction_in_prompt: bool = True
     """True: the prompt states the instruction. False: only the privileged field `rule` does, and
-    the student must have internalised it."""
+    the student must have learned it."""
 
 
 def _check_grader(name: str) -> str:
@@ -97,7 +97,7 @@ class CustomTasks(TasksBase):
     kind: Literal["custom"]
     path: Annotated[str, import_path("my_tasks:make_tasks")]
     """`module:function`, which returns an iterable of `courtside.types.Task`, or of dicts with the
-    keys of JSONL tasks; the module is installed, or lies where the command runs."""
+    keys of JSONL tasks; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     grader: GraderName | None = None
@@ -105,14 +105,14 @@ class CustomTasks(TasksBase):
 
 
 class ConversationTasks(TasksBase):
-    """Conversations recorded elsewhere, to be read, hinted and trained on as they are."""
+    """Recorded conversations, to hint and train on without sampling."""
 
     kind: Literal["conversations"]
     path: Path
     """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
-    privileged, tags and `id`, by which a person's hints name the conversation."""
+    privileged, tags and `id`, which a hints file refers to."""
     tool_call_format: Literal["json", "plain"] = "json"
-    """How tool calls are written where the chat template does not write them itself."""
+    """Format of tool calls if the chat template does not render them."""
 
     @property
     def is_recorded(self) -> bool:
@@ -120,7 +120,7 @@ class ConversationTasks(TasksBase):
 
 
 class TrajectoryTasks(TasksBase):
-    """What another run has stored, token by token and under its own ids: a task each."""
+    """Stored trajectories of another run, with their tokens and ids: a task each."""
 
     kind: Literal["trajectories"]
     path: Path
@@ -128,17 +128,17 @@ class TrajectoryTasks(TasksBase):
     steps: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Which of its steps, counted from 0. Unset: all that are stored."""
     select: Literal["all", "hinted"] = "all"
-    """hinted: those that a person's hints of this recipe name when the run starts."""
+    """hinted: those with a hint of this recipe's human reader when the run starts."""
 
     @property
     def is_recorded(self) -> bool:
         return True
 
     @model_validator(mode="after")
-    def _as_they_are(self) -> TrajectoryTasks:
+    def _check_stored(self) -> TrajectoryTasks:
         if self.system_prompt is not None:
             raise ValueError(
-                "system_prompt: stored trajectories have the prompts they have; remove it"
+                "system_prompt: the prompts of stored trajectories are fixed; remove it"
             )
         if self.steps is not None and len(set(self.steps)) < len(self.steps):
             raise ValueError(f"steps = {list(self.steps)} names a step twice; name each once")
@@ -149,11 +149,11 @@ class TrajectoryTasks(TasksBase):
 
 
 class EnvironmentTasks(TasksBase):
-    """Episodes of an environment of your own: docs/environments.md says what such a class has."""
+    """Episodes of a custom environment: see docs/environments.md."""
 
     kind: Literal["environment"]
     path: Annotated[str, import_path("my_environments.maze:Maze")]
-    """`module:Class`; the module is installed, or lies where the command runs."""
+    """`module:Class`; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
@@ -171,47 +171,47 @@ NumTurns = Annotated[int, Field(ge=1, le=200)]
 
 
 class ToolboxTasks(TasksBase):
-    """Episodes of requests that each need one call of a listed tool. What a tool is called differs
-    from episode to episode, so the list must be read."""
+    """Episodes of requests that each need one call of a listed tool. Tools have different names in
+    every episode, so the model must use the list."""
 
     kind: Literal["toolbox"]
     turns: NumTurns | tuple[NumTurns, NumTurns] = 4
     """Requests in an episode: a number, or the least and the most."""
     num_tools: PositiveInt = 4
-    """Listed in an episode."""
+    """Tools listed in an episode."""
     capabilities: Annotated[tuple[CapabilityName, ...], Field(min_length=1)] = (
         "weather", "calculate", "convert", "days_between", "contact", "price", "write_note",
         "read_note",
     )  # fmt: skip
-    """What the tools of an episode are drawn from."""
+    """Tools to sample from."""
     names: Literal["seen", "held_out", "all"] = "seen"
-    """Which names a tool may be listed under. Train on `seen`; `held_out` names tell whether the
-    list is read, or names were learned by heart."""
+    """Names a tool may be listed under. Train on `seen`; `held_out` names measure whether the
+    model uses the list or memorized names."""
     common_name_fraction: Fraction | None = None
     """How often a tool is listed under its common name (`get_weather`). Unset: as often as under
     any other name."""
     random_name_fraction: Fraction = 0.0
-    """How often a tool is listed under two words that say nothing (`amber_lantern`), whatever
-    `names` says. Nobody knows those by heart: a warm start on some of them learns to read."""
+    """How often a tool is listed under two random words (`amber_lantern`), for any `names`. These
+    cannot be memorized: a warm start on some of them teaches the model to use the list."""
     tool_call_format: Literal["json", "plain"] = "json"
     """json: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. plain: `name(argument="…")`."""
     habit_fraction: Fraction = 0.0
-    """Of the calls in the environment's own demonstrations: made under the common name whatever the
-    list says. A habit to plant, for something to unlearn."""
+    """Fraction of calls in the environment's demonstrations that use the common name in spite of
+    the list: a planted mistake to unlearn."""
     reminder_fraction: Fraction = 0.0
-    """Of the calls in these demonstrations, the first of an episode excepted: made below a reminder
-    of the listed names, where a hint would stand, and there never by habit. Also planted: a small
-    model must be taught that such words are worth reading."""
+    """Fraction of calls in these demonstrations, but the first of an episode, after a reminder of
+    the listed names at the position of a hint, and then always correct: a small model must learn to
+    use such hints."""
     retries: NonNegativeInt = 0
-    """How many more replies a request gets that was not solved. 0: the next request follows."""
+    """Further attempts at a request that was not solved."""
     reward: Literal["share", "all"] = "share"
-    """share: of the requests that were solved. all: 1 if every one was and nothing else was
-    changed, else 0."""
+    """share: the fraction of requests that were solved. all: 1 if every one was and nothing else
+    was changed, else 0."""
     tool_role: bool = True
-    """False: for templates that know only user and assistant. The list of tools stands above the
-    first request, and results above the next one."""
+    """False: for templates with the roles user and assistant only. The list of tools precedes the
+    first request, and results precede the next one."""
     max_result_chars: Annotated[int, Field(ge=40)] = 400
-    """Characters of a tool's result that are shown; what is cut off is told."""
+    """Characters of a tool's result; a longer one is truncated, visibly."""
 
     @property
     def is_environment(self) -> bool:
@@ -222,7 +222,7 @@ class ToolboxTasks(TasksBase):
         return self.turns if isinstance(self.turns, tuple) else (self.turns, self.turns)
 
     @model_validator(mode="after")
-    def _can_be_listed(self) -> ToolboxTasks:
+    def _check_listing(self) -> ToolboxTasks:
         least, most = self.turn_range
         if least > most:
             raise ValueError(f"turns = [{least}, {most}]: the least comes first")
@@ -235,8 +235,8 @@ class ToolboxTasks(TasksBase):
         needs_write = "delete_note" in self.capabilities
         if needs_write and ("write_note" not in self.capabilities or self.num_tools < 2):
             raise ValueError(
-                "capabilities: 'delete_note' would run out of notes without 'write_note' beside "
-                "it; add that, with num_tools of at least 2"
+                "capabilities: 'delete_note' would run out of notes without 'write_note'; "
+                "add that, with num_tools of at least 2"
             )
         if self.names == "held_out" and self.common_name_fraction:
             raise ValueError(
@@ -267,9 +267,9 @@ TasksConfig = Annotated[
 ]
 
 
-def override_tasks(tasks: TasksConfig, different: Mapping[str, Any]) -> TasksConfig:
-    """The same section with some fields changed; a ValidationError where they do not fit."""
+def override_tasks(tasks: TasksConfig, changes: Mapping[str, Any]) -> TasksConfig:
+    """The section with some fields changed; a ValidationError if they are invalid."""
     changed: TasksConfig = TypeAdapter(TasksConfig).validate_python(
-        {**tasks.model_dump(exclude_unset=True), **different}
+        {**tasks.model_dump(exclude_unset=True), **changes}
     )
     return changed

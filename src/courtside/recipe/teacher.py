@@ -1,4 +1,4 @@
-"""[teacher]: who scores, with which weights and what it knows."""
+"""[teacher]: the model that scores, its weights and its context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMA_DECAY = 0.99
 class SystemContext(Section):
     kind: Literal["system"]
     text: str
-    """A system prompt that only the teacher sees."""
+    """A system prompt for the teacher only."""
 
 
 class FieldContext(Section):
@@ -24,7 +24,7 @@ class FieldContext(Section):
     field: str
     """Name of the tasks' privileged field, e.g. `rule` or `solution`."""
     position: Literal["system", "user"] = "system"
-    """Where it goes: the system prompt, or the end of the last user message."""
+    """In the system prompt, or at the end of the last user message."""
     template: str = "{text}"
 
     @field_validator("template")
@@ -39,14 +39,14 @@ class FeedbackContext(Section):
     kind: Literal["feedback"]
     position: Literal["system", "user"] = "user"
     template: str = "A first attempt was checked. The checker said: {text}"
-    """Trajectories whose grader has nothing to say get no teacher, and are counted."""
+    """Trajectories without feedback are not scored, and counted."""
 
 
 class SiblingContext(Section):
     kind: Literal["sibling"]
     position: Literal["system", "user"] = "user"
     template: str = "A correct answer to this, for reference:\n{text}"
-    """A passing sample of the same prompt; groups without one get no teacher, and are counted."""
+    """A passing sample of the same prompt; groups without one are not scored, and counted."""
 
 
 Context = Annotated[
@@ -91,9 +91,9 @@ class RoutedTeacherConfig(Section):
         ],
         Field(min_length=1),
     ]
-    """Tag of a task → its teacher. A task goes to the first of its tags that has a route."""
+    """Tag of a task → its teacher. The first tag of a task that has a route decides."""
     default: str | None = None
-    """Tag whose teacher takes the tasks that no route fits. Unset: such a task is an error."""
+    """Tag whose teacher scores tasks without a route. Unset: such a task is an error."""
 
     @model_validator(mode="after")
     def _default_is_a_route(self) -> RoutedTeacherConfig:
@@ -103,12 +103,12 @@ class RoutedTeacherConfig(Section):
 
 
 class CustomTeacherConfig(Section):
-    """A teacher of your own: docs/extending.md shows one."""
+    """A custom teacher: see docs/extending.md."""
 
     kind: Literal["custom"]
     path: Annotated[str, import_path("my_teachers:Teacher")]
     """`module:name` of a class or function that returns an object with `score(trajectories)`. The
-    module is installed, or lies where the command runs."""
+    module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class or function."""
 

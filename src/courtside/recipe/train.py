@@ -16,7 +16,7 @@ class TrainConfig(Section):
     learning_rate: PositiveFloat | None = None
     """Unset: 1e-4 with LoRA, 1e-5 without."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine go down to zero at the last step."""
+    """After warm-up; linear and cosine decay to zero at the last step."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
@@ -27,7 +27,6 @@ class TrainConfig(Section):
     less GPU memory (twice the size of the trained weights), the same values."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward and backward pass; they do not change the update. Unset: 512 on a CPU,
-    or up to three times a prompt where samples share it; 16384 on a GPU, which waits for its host
-    with fewer."""
+    or up to three times a prompt that samples share; 16384 on a GPU."""
     logits_chunk_tokens: PositiveInt | None = None
-    """Positions whose logits exist at once. Unset: chosen for the vocabulary and device."""
+    """Positions whose logits are computed at once. Unset: chosen for the vocabulary and device."""

@@ -206,7 +206,7 @@ FROZEN = {"kind": "self", "weights": "frozen"}
           "teacher": FROZEN | {"context": {"kind": "sibling"}}}, r"a sibling is another sample"),
         ({"evaluate": {"suites": {"more": {"limit": 1}}}}, r"evaluate.suites: nothing answers"),
         ({"tasks": {"kind": "trajectories", "path": "x", "system_prompt": "Hm."}},
-         r"the prompts they ha"),
+         r"the prompts of stored trajectories"),
         ({"tasks": {"kind": "trajectories", "path": "x", "steps": [1, 1]}}, r"names a step twice"),
         ({"tasks": {"kind": "trajectories", "path": "x", "select": "hinted"},
           "reader": {"kind": "rules"}}, r"tasks.select = 'hinted' selects by a person's hints"),

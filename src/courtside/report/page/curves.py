@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from courtside.report.page.svg import Point, Series, line_chart
 from courtside.types import Evaluation
@@ -106,8 +106,7 @@ def _points(key: str, rows: Rows) -> tuple[Point, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class Rate(NamedTuple):
     """A rate of an evaluation with its interval."""
 
     evaluation: Evaluation
@@ -118,62 +117,48 @@ class Rate:
 
 def evaluation_figure(evaluations: Sequence[Evaluation]) -> str | None:
     """Held-out scores over steps with 95% intervals; teachers are dashed lines."""
-    rates = [
-        Rate(
-            evaluation=evaluation,
-            value=evaluation.mean_score,
-            low=evaluation.ci_low,
-            high=evaluation.ci_high,
-        )
-        for evaluation in evaluations
-    ]
+    rates = [Rate(e, e.mean_score, e.ci_low, e.ci_high) for e in evaluations]
     return _evaluation_chart(rates, title="Held-out score, 95% intervals", unit="mean score")
 
 
 def error_figure(evaluations: Sequence[Evaluation]) -> str | None:
     """The fraction of turns with an error over steps, for environments."""
+    ends = ("error_rate/low", "error_rate/high")
     rates = [
-        Rate(
-            evaluation=evaluation,
-            value=evaluation.metrics["error_rate"],
-            low=evaluation.metrics.get("error_rate/low", math.nan),
-            high=evaluation.metrics.get("error_rate/high", math.nan),
-        )
-        for evaluation in evaluations
-        if "error_rate" in evaluation.metrics
+        Rate(e, e.metrics["error_rate"], *(e.metrics.get(end, math.nan) for end in ends))
+        for e in evaluations
+        if "error_rate" in e.metrics
     ]
-    return _evaluation_chart(
-        rates, title="Held-out errors, 95% intervals", unit="fraction of turns"
-    )
+    title = "Held-out errors, 95% intervals"
+    return _evaluation_chart(rates, title=title, unit="fraction of turns")
 
 
 def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
     """None: the student was not measured."""
-    finite = [rate for rate in rates if math.isfinite(rate.value)]
-    lines: dict[tuple[str, str], list[Rate]] = {}
-    for rate in sorted(finite, key=lambda rate: rate.evaluation.step):
+    students: dict[str, list[Rate]] = {}
+    others: list[Series] = []
+    for rate in sorted(rates, key=lambda rate: rate.evaluation.step):
+        name = f"{rate.evaluation.policy}, {rate.evaluation.split}"
+        if not math.isfinite(rate.value):
+            continue
         if is_student(rate.evaluation.policy):
-            lines.setdefault((rate.evaluation.policy, rate.evaluation.split), []).append(rate)
-    if not lines:
+            students.setdefault(name, []).append(rate)
+        else:
+            point = (rate.evaluation.step, rate.value)
+            others.append(Series(name=name, points=(point,), flat=True))
+    if not students:
         return None
     series = [
         Series(
-            name=f"{policy}, {split}",
+            name=name,
             points=tuple((rate.evaluation.step, rate.value) for rate in line),
             bars=tuple((rate.low, rate.high) for rate in line),
         )
-        for (policy, split), line in lines.items()
+        for name, line in students.items()
     ]
-    series += [
-        Series(
-            name=f"{rate.evaluation.policy}, {rate.evaluation.split}",
-            points=((rate.evaluation.step, rate.value),),
-            flat=True,
-        )
-        for rate in finite
-        if not is_student(rate.evaluation.policy)
-    ]
-    return line_chart(series, title=title, x_label="optimizer step", y_label=unit, as_percent=True)
+    return line_chart(
+        [*series, *others], title=title, x_label="optimizer step", y_label=unit, as_percent=True
+    )
 
 
 def is_student(policy: str) -> bool:

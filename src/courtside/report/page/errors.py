@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from html import escape
 
 from courtside.report.page.svg import Interval, interval_plot
-from courtside.report.page.tables import render_table
+from courtside.report.page.tables import render_interval, render_number, render_table
 from courtside.report.summary import format_number, format_percent
 from courtside.types import Evaluation
 
@@ -35,9 +35,10 @@ def render_error_rates(pairs: Mapping[str, Pair]) -> str:
     if not pairs:
         return ""
     before, after = next(iter(pairs.values()))
-    numbers = _render_rate("before", before)
+    numbers = render_number("turns with an error, before", *_error_rate(before))
     if after is not None:
-        numbers += _render_rate(f"after {after.step} steps", after)
+        name = f"turns with an error, after {after.step} steps"
+        numbers += render_number(name, *_error_rate(after))
     caption = (
         "Fraction of assistant turns for which the environment reported an error, with 95% "
         "intervals."
@@ -54,29 +55,12 @@ def render_error_rates(pairs: Mapping[str, Pair]) -> str:
     )
 
 
-def _render_rate(name: str, evaluation: Evaluation) -> str:
-    return (
-        f'<div class="number"><span>turns with an error, {escape(name)}</span>'
-        f"<b>{format_percent(_metric(evaluation, 'error_rate'))}</b>"
-        f"<small>{_format_interval(evaluation)}</small></div>"
-    )
-
-
 def _intervals(pair: Pair, prefix: str) -> list[Interval]:
-    labeled = zip(("before", "after"), pair, strict=True)
+    rates = [None if evaluation is None else _error_rate(evaluation) for evaluation in pair]
     return [
-        Interval(
-            name=f"{prefix}{name}",
-            value=_metric(evaluation, "error_rate"),
-            low=_metric(evaluation, "error_rate/low"),
-            high=_metric(evaluation, "error_rate/high"),
-            color=color,
-        )
-        for color, (name, evaluation) in enumerate(labeled)
-        if evaluation is not None
-        and all(
-            math.isfinite(_metric(evaluation, f"error_rate{end}")) for end in ("", "/low", "/high")
-        )
+        Interval(name=f"{prefix}{name}", value=rate[0], low=rate[1], high=rate[2], color=color)
+        for color, (name, rate) in enumerate(zip(("before", "after"), rates, strict=True))
+        if rate is not None and all(map(math.isfinite, rate))
     ]
 
 
@@ -94,7 +78,7 @@ def _render_suites(pairs: Mapping[str, Pair]) -> str:
     }
     rows = (
         f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
-        f"<td>{_render_interval(before)}</td><td>{_render_interval(after)}</td>"
+        f"<td>{_render_rate(before)}</td><td>{_render_rate(after)}</td>"
         f"<td>{_format_turns(before)} → {_format_turns(after)}</td>"
         f"{''.join(f'<td>{_format_drop(after, name)}</td>' for name in drops)}</tr>"
         for policy, (before, after) in pairs.items()
@@ -140,21 +124,16 @@ def _format_change(before: float, after: float | None) -> str:
     return f"{format_percent(before)} → {'–' if after is None else format_percent(after)}"
 
 
-def _render_interval(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "–"
-    rate = format_percent(_metric(evaluation, "error_rate"))
-    return f"<b>{rate}</b> <small>{_format_interval(evaluation)}</small>"
+def _render_rate(evaluation: Evaluation | None) -> str:
+    return "–" if evaluation is None else render_interval(*_error_rate(evaluation))
 
 
-def _format_interval(evaluation: Evaluation) -> str:
-    low, high = (_metric(evaluation, f"error_rate/{end}") for end in ("low", "high"))
-    return f"{format_percent(low)} to {format_percent(high)}"
+def _error_rate(evaluation: Evaluation) -> tuple[float, float, float]:
+    """With the ends of its interval."""
+    keys = ("error_rate", "error_rate/low", "error_rate/high")
+    value, low, high = (evaluation.metrics.get(key, math.nan) for key in keys)
+    return value, low, high
 
 
 def _format_turns(evaluation: Evaluation | None) -> str:
     return format_number(None if evaluation is None else evaluation.metrics.get("turns"))
-
-
-def _metric(evaluation: Evaluation, name: str) -> float:
-    return evaluation.metrics.get(name, math.nan)

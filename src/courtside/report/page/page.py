@@ -30,13 +30,12 @@ from courtside.report.page.samples import (
 )
 from courtside.report.page.shifted_tokens import find_shifted_tokens, render_shifted_tokens
 from courtside.report.page.svg import SMOOTH_FROM, Interval, interval_plot
-from courtside.report.page.tables import render_table
+from courtside.report.page.tables import render_interval, render_number, render_table
 from courtside.report.page.token_gaps import Decode, render_legend
 from courtside.report.page.transcript import render_episode
 from courtside.report.summary import (
     format_duration,
     format_number,
-    format_percent,
     format_points,
     summarize_recipe,
 )
@@ -152,7 +151,7 @@ def _render_result(
     teacher = next((e for e in evaluations if e.policy == "teacher"), None)
     labeled = [("before", before), (f"after {after.step} steps" if after else "after", after)]
     labeled.append(("teacher, with its context", teacher))
-    numbers = "".join(_render_number(name, e) for name, e in labeled if e is not None)
+    numbers = "".join(render_number(name, *_score(e)) for name, e in labeled if e is not None)
     if comparison is not None:
         numbers += _render_difference(comparison)
     intervals = [
@@ -186,18 +185,11 @@ def _render_scores(suites: Mapping[str, Pair]) -> str:
 
 
 def _render_score(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "–"
-    ends = f"{format_percent(evaluation.ci_low)} to {format_percent(evaluation.ci_high)}"
-    return f"<b>{format_percent(evaluation.mean_score)}</b> <small>{ends}</small>"
+    return "–" if evaluation is None else render_interval(*_score(evaluation))
 
 
-def _render_number(name: str, evaluation: Evaluation) -> str:
-    ends = f"{format_percent(evaluation.ci_low)} to {format_percent(evaluation.ci_high)}"
-    return (
-        f'<div class="number"><span>{escape(name)}</span>'
-        f"<b>{format_percent(evaluation.mean_score)}</b><small>{ends}</small></div>"
-    )
+def _score(evaluation: Evaluation) -> tuple[float, float, float]:
+    return evaluation.mean_score, evaluation.ci_low, evaluation.ci_high
 
 
 def _render_difference(comparison: Comparison) -> str:
