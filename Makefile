@@ -29,7 +29,7 @@ check: .venv/.ready
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
-	$(BIN)/python scripts/check_names.py benchmarks examples recipes scripts tests
+	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py

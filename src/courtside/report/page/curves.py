@@ -136,7 +136,7 @@ def error_figure(evaluations: Sequence[Evaluation]) -> str | None:
 def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | None:
     """None: the student was not measured."""
     students: dict[str, list[Rate]] = {}
-    others: list[Series] = []
+    reference_series: list[Series] = []
     for rate in sorted(rates, key=lambda rate: rate.evaluation.step):
         name = f"{rate.evaluation.policy}, {rate.evaluation.split}"
         if not math.isfinite(rate.value):
@@ -145,7 +145,7 @@ def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | 
             students.setdefault(name, []).append(rate)
         else:
             point = (rate.evaluation.step, rate.value)
-            others.append(Series(name=name, points=(point,), flat=True))
+            reference_series.append(Series(name=name, points=(point,), flat=True))
     if not students:
         return None
     series = [
@@ -157,7 +157,7 @@ def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | 
         for name, line in students.items()
     ]
     return line_chart(
-        [*series, *others], title=title, x_label="optimizer step", y_label=unit, as_percent=True
+        [*series, *reference_series], title=title, x_label="optimizer step", y_label=unit, as_percent=True
     )
 
 
