@@ -157,7 +157,11 @@ def _evaluation_chart(rates: Sequence[Rate], *, title: str, unit: str) -> str | 
         for name, line in students.items()
     ]
     return line_chart(
-        [*series, *reference_series], title=title, x_label="optimizer step", y_label=unit, as_percent=True
+        [*series, *reference_series],
+        title=title,
+        x_label="optimizer step",
+        y_label=unit,
+        as_percent=True,
     )
 
 
