@@ -235,5 +235,5 @@ def test_the_recipe_of_a_run_is_loaded_again(
     recipe = again_recipe(roomy_folder, first, hints, tasks={"select": "hinted"})
     with RunFolder.open(tmp_path / "run", recipe) as folder:
         assert folder.recipe() == recipe
-    with pytest.raises(RecipeError, match="nobody samples"):
+    with pytest.raises(RecipeError, match="nothing is sampled"):
         again_recipe(roomy_folder, first, hints, rollout={"student_fraction": 0.0, "top_k": 5})
