@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.gradients import compute_gradients, take_gradients
-from support.small_runs import small_recipe
+from support.small_runs import small_recipe, train_until_killed
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble
@@ -177,21 +177,13 @@ def test_later_on_a_batch_may_have_only_hints_that_do_too_little(
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(roomy_folder: Path, tmp_path: Path) -> None:
     whole = train(tree(roomy_folder), tmp_path / "whole")
-    pid = os.fork()
-    if pid == 0:
-        from courtside.report.folder.folder import RunFolder
-
-        recorded = RunFolder.record
-
-        def record(self: Any, step: int, *args: Any, **kwargs: Any) -> Any:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return recorded(self, step, *args, **kwargs)
-
-        RunFolder.record = record  # type: ignore[method-assign]
-        train(tree(roomy_folder), tmp_path / "cut")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    # Not a fork: torch's threads of the parent do not exist in one, and a child waits for them.
+    child = get_context("spawn").Process(
+        target=train_until_killed, args=(tree(roomy_folder), tmp_path / "cut", 2)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     cut = train(tree(roomy_folder), tmp_path / "cut")
 
     def plain(rows: Any) -> Any:

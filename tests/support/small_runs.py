@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+from courtside.api import train
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
+from courtside.report.folder.folder import RunFolder
 
 
 def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) -> dict[str, Any]:
@@ -29,6 +33,19 @@ def small_tree(student: Path, teacher: Path | None = None, /, **changes: Any) ->
 
 def small_recipe(student: Path, teacher: Path | None = None, /, **changes: Any) -> Recipe:
     return parse_recipe(small_tree(student, teacher, **changes))
+
+
+def train_until_killed(recipe: Recipe, folder: Path, step: int) -> None:
+    """For a process of its own, which is killed when it records that step."""
+    record = RunFolder.record
+
+    def record_or_kill(self: RunFolder, current: int, *args: Any, **kwargs: Any) -> Any:
+        if current == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return record(self, current, *args, **kwargs)
+
+    RunFolder.record = record_or_kill  # type: ignore[method-assign]
+    train(recipe, folder)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
