@@ -36,11 +36,6 @@ from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
-from courtside.training.memory import (
-    FreeBytes,
-    choose_gradient_checkpointing,
-    free_bytes,
-)
 from courtside.training.student import Student
 
 
@@ -48,7 +43,7 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = free_bytes) -> Runtime:
+def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
     """`serve` may put another engine in the place of those that sample and of model teachers."""
     limit_threads()
     notes: list[str] = []
@@ -65,10 +60,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     incremental = IncrementalTemplate(template)
 
     student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
-    checkpointing = choose_gradient_checkpointing(
-        student, free, context_length=local.context_length
-    )
-    notes += [] if checkpointing is None else [checkpointing]
 
     limit = make_prompt_limit(recipe, template, engine.context_length)
     environment = make_environment(recipe.tasks)

@@ -15,7 +15,7 @@ from courtside.engines.precision import quantize_linear_layers, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import ModelTeacherConfig
-from courtside.training.memory import device_bytes, kv_cache_tokens
+from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
 ModelKey = tuple[str, Path | None, str]
