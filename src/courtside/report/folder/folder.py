@@ -44,7 +44,7 @@ from courtside.report.folder.parquet import (
     read_hints,
     read_trajectories,
     serialize_evaluation,
-    write_trajectories,
+    serialize_trajectories,
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
@@ -200,7 +200,8 @@ class RunFolder:
         self._check_writable()
         row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
         if store_trajectories:
-            write_trajectories(self._trajectory_file(step), scored, update.student_logp)
+            trajectories = serialize_trajectories(scored, update.student_logp)
+            replace_file(self._trajectory_file(step), trajectories)
         append_line(self._file("metrics.jsonl"), row)
         return row
 

@@ -75,6 +75,13 @@ class StoredTrajectory:
 def write_trajectories(
     path: Path, scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
 ) -> None:
+    replace_file(path, serialize_trajectories(scored, student_logp))
+
+
+def serialize_trajectories(
+    scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
+) -> bytes:
+    """A Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,7 +89,7 @@ def write_trajectories(
     table = pa.Table.from_pylist(rows, schema=_schema())
     stream = pa.BufferOutputStream()
     pq.write_table(table, stream, compression="zstd")
-    replace_file(path, stream.getvalue().to_pybytes())
+    return bytes(stream.getvalue().to_pybytes())
 
 
 def read_trajectories(
