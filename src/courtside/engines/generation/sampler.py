@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from courtside.engines.base import Sampling
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches import layer_ops
+from courtside.engines.patches.fused_layers import KERNEL_DTYPES
 from courtside.types import Sample, StopReason
 
 MAX_BLOCK, MIN_BLOCK = 256, 64
@@ -37,7 +37,8 @@ def sample_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` from the head's logits; untruncated on a GPU by a Triton kernel, which needs
     no float32 copy of the logits."""
-    if layer_ops.can_run_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
+    has_kernel = hidden_BD.is_cuda and hidden_BD.dtype in KERNEL_DTYPES
+    if has_kernel and sampling.temperature > 0 and not sampling.truncates:
         from courtside.engines.kernels.decode import sample_from_logits  # needs Triton
 
         if head.softcap is None:
