@@ -296,10 +296,10 @@ def test_the_last_step_is_saved_before_it_is_measured(
     saved = []
     real = RunFolder.record_evaluation
 
-    def record(self: RunFolder, evaluation: Any) -> None:
+    def record(self: RunFolder, evaluation: Any, trajectories: Any) -> None:
         latest = checkpoints.latest(self.checkpoints)
         saved.append((evaluation.step, latest and latest.name))
-        real(self, evaluation)
+        real(self, evaluation, trajectories)
 
     monkeypatch.setattr(RunFolder, "record_evaluation", record)
     train(recipe, tmp_path / "run")

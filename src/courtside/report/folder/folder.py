@@ -20,6 +20,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
+from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.files import (
     Row,
     append_line,
@@ -48,9 +49,11 @@ from courtside.report.folder.parquet import (
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
-from courtside.types import Evaluation, HintOutcome, Scored, Update
+from courtside.types import Evaluation, HintOutcome, Scored, Trajectory, Update
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
+FURTHER_EVALUATIONS = "further_evaluations.jsonl"
+EVALUATION_KEYS = ("schema_version", "step", "policy", "split", "scores")
 
 
 class RunFolder:
@@ -127,11 +130,38 @@ class RunFolder:
 
     def metrics(self) -> list[Row]:
         """One row per step; docs/metrics.md describes the keys."""
-        return read_lines(self._file("metrics.jsonl"))
+        return read_lines(self._file("metrics.jsonl"), keys=("step",))
 
     def evaluations(self) -> list[Evaluation]:
-        path = self._file("evaluations.jsonl")
-        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path)]
+        """Those of the run itself, in their order."""
+        return self._read_evaluations("evaluations.jsonl")
+
+    def further_evaluations(self) -> list[Evaluation]:
+        """Those that `courtside evaluate` or `evaluate_student` added afterwards."""
+        return self._read_evaluations(FURTHER_EVALUATIONS)
+
+    def _read_evaluations(self, name: str) -> list[Evaluation]:
+        path = self._file(name)
+        rows = read_lines(path, keys=EVALUATION_KEYS)
+        return [parse_evaluation(tree, where=str(path)) for tree in rows]
+
+    def stored_evaluations(self) -> list[EvaluationName]:
+        """Evaluations whose trajectories are stored, by step."""
+        folder = self._file("evaluations")
+        if not folder.is_dir():
+            return []
+        names = (EvaluationName.parse(path.name) for path in folder.iterdir())
+        return sorted(name for name in names if name is not None)
+
+    def evaluation_file(self, name: EvaluationName) -> Path:
+        """The Parquet file with the trajectories of an evaluation."""
+        return self._file("evaluations") / name.file_name
+
+    def evaluation_trajectories(self, evaluation: Evaluation) -> list[Trajectory]:
+        """All answers or episodes of an evaluation of the run, in the order of its tasks."""
+        name = EvaluationName.of(evaluation)
+        stored = read_trajectories(self.evaluation_file(name), evaluation.step)
+        return [item.trajectory for item in stored]
 
     def alarms(self) -> list[Row]:
         """Rows with `step` and `message`."""
@@ -144,7 +174,12 @@ class RunFolder:
 
     def read_costs(self) -> dict[str, PhaseCost]:
         """Seconds, tokens and FLOPs by phase."""
-        return {phase: PhaseCost(**cost) for phase, cost in self._json("costs.json").items()}
+        tree = self._json("costs.json")
+        try:
+            return {phase: PhaseCost(**cost) for phase, cost in tree.items()}
+        except TypeError as error:
+            path = self._file("costs.json")
+            raise UserError(f"{path}: not as courtside writes it ({error}). Remove it") from None
 
     def trajectory_steps(self) -> list[int]:
         """Steps whose trajectories are stored, in order."""
@@ -204,9 +239,25 @@ class RunFolder:
         append_line(self._file("metrics.jsonl"), row)
         return row
 
-    def record_evaluation(self, evaluation: Evaluation) -> None:
+    def record_evaluation(
+        self, evaluation: Evaluation, trajectories: Sequence[Trajectory] = ()
+    ) -> None:
+        """`trajectories`: all answers, of which the evaluation itself holds a few."""
         self._check_writable()
+        if trajectories:
+            path = self.evaluation_file(EvaluationName.of(evaluation))
+            with explain_write_errors(path):
+                path.parent.mkdir(exist_ok=True)
+            write_trajectories(path, [Scored(trajectory=t, target=None) for t in trajectories], {})
         append_line(self._file("evaluations.jsonl"), serialize_evaluation(evaluation))
+
+    def add_further_evaluation(self, evaluation: Evaluation, changes: Sequence[str]) -> None:
+        """Store an evaluation that is not part of the run's own course; needs no lock.
+
+        `changes`: in which fields its recipe differs from the run's.
+        """
+        row = {**serialize_evaluation(evaluation), "changes": list(changes)}
+        append_line(self._file(FURTHER_EVALUATIONS), row)
 
     def record_alarm(self, alarm: Mapping[str, Any]) -> None:
         self._check_writable()
@@ -220,9 +271,14 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Delete what was recorded after a checkpoint of `step` optimizer steps, but not costs."""
         self._check_writable()
-        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
-        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
+        keys = ("step",)
+        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step, keys=keys)
+        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step, keys=keys)
         filter_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
+        for name in self.stored_evaluations():
+            if name.step > step:
+                with explain_write_errors(self.evaluation_file(name)):
+                    self.evaluation_file(name).unlink()
         for stored in self.trajectory_steps():
             if stored >= step:
                 with explain_write_errors(self._trajectory_file(stored)):
@@ -239,9 +295,13 @@ class RunFolder:
         if not path.exists():
             return {}
         try:
-            tree: dict[str, Any] = json.loads(path.read_bytes())
+            tree = json.loads(path.read_bytes())
         except ValueError as error:
             raise UserError(f"{path}: not valid JSON ({error}). Remove the file") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: not a JSON object. Remove the file")
         return tree
 
     def _check_writable(self) -> None:

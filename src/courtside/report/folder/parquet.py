@@ -313,6 +313,16 @@ def serialize_evaluation(evaluation: Evaluation) -> Tree:
 
 def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
     check_schema(tree.get("schema_version"), where)
+    try:
+        return _parse_evaluation(tree)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{where}: the evaluation of step {tree.get('step')} is not as courtside writes one "
+            f"({error!r}). Remove its line, or restore the file from a copy"
+        ) from None
+
+
+def _parse_evaluation(tree: Mapping[str, Any]) -> Evaluation:
     return Evaluation(
         step=tree["step"],
         policy=tree["policy"],

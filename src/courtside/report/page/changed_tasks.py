@@ -1,0 +1,73 @@
+"""The same held-out tasks before and after training: fixed and broken ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from courtside.report.evaluation_pairs import ChangedTasks, Pair, find_changed_tasks
+from courtside.report.page.reading import FolderReader
+from courtside.report.page.samples import render_answer, render_prompt
+from courtside.report.page.tables import render_table
+from courtside.types import Evaluation, Trajectory
+
+NUM_SHOWN = {"fixed": 3, "broken": 3, "same": 1}
+"""Cards of each kind and suite. Of the same: one, where nothing or little changed."""
+TITLES = {"fixed": "Fixed", "broken": "Broken", "same": "Unchanged"}
+
+
+def render_changed_tasks(pairs: Mapping[str, Pair], reader: FolderReader) -> str:
+    """A table of counts by suite, then cards; empty while nothing was evaluated twice."""
+    twice = [(policy, before, after) for policy, (before, after) in pairs.items() if after]
+    changes = [(policy, find_changed_tasks(before, after)) for policy, before, after in twice]
+    if not changes:
+        return ""
+    caption = (
+        '<p class="caption">Fixed: the score of the task rose. Broken: it fell. Shown are the '
+        "largest changes of each.</p>"
+    )
+    cards = "".join(
+        _render_suite(policy if len(twice) > 1 else "", (before, after), tasks, reader)
+        for (policy, before, after), (_, tasks) in zip(twice, changes, strict=True)
+    )
+    return f"{caption}{_render_counts(changes)}{cards}"
+
+
+def _render_counts(changes: Sequence[tuple[str, ChangedTasks]]) -> str:
+    rows = (
+        f"<tr><th>{escape(policy)}</th><td>{len(tasks.fixed)}</td><td>{len(tasks.broken)}</td>"
+        f"<td>{len(tasks.same)}</td></tr>"
+        for policy, tasks in changes
+    )
+    return render_table(["policy", "fixed", "broken", "unchanged"], rows)
+
+
+def _render_suite(
+    policy: str, pair: tuple[Evaluation, Evaluation], tasks: ChangedTasks, reader: FolderReader
+) -> str:
+    before, after = pair
+    first, last = (_first_by_task(reader.answers(evaluation)) for evaluation in pair)
+    parts: list[str] = []
+    for kind, ids in tasks._asdict().items():
+        shown = [id for id in ids if id in first and id in last][: NUM_SHOWN[kind]]
+        if not shown or (kind == "same" and parts):
+            continue
+        suite = f", {escape(policy)}" if policy else ""
+        count = f"{len(shown)} of {len(ids)}"
+        parts.append(f"<h3>{TITLES[kind]}{suite} <small>{count}</small></h3>")
+        parts += [_render_pair(first[id], last[id], before, after) for id in shown]
+    return "".join(parts)
+
+
+def _first_by_task(answers: Sequence[Trajectory]) -> dict[str, Trajectory]:
+    return {answer.task.id: answer for answer in reversed(answers)}
+
+
+def _render_pair(first: Trajectory, last: Trajectory, before: Evaluation, after: Evaluation) -> str:
+    task = first.task.id
+    scores = f"score {before.scores[task]:.3g} → {after.scores[task]:.3g}"
+    return (
+        f'<article class="sample"><header><span>{escape(scores)}</span></header>'
+        f'{render_prompt(first)}<div class="pair">{render_answer("before", first)}'
+        f"{render_answer(f'after {after.step} steps', last)}</div></article>"
+    )
