@@ -43,6 +43,7 @@ class Run:
         self.num_steps = 0
         """Optimizer steps done."""
         self.interrupted = False
+        parts.progress.watch(console.progress)
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -104,6 +105,7 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with self.meter.phase(name):
+            self.parts.progress.clear()
             self.console.phase(name)
             yield
         if self.meter.current_phase is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from courtside.progress import PhaseProgress
 from courtside.recipe import Recipe
 from courtside.report.summary import format_duration, format_number, summarize_recipe
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Numbers = Mapping[str, float | int | None]
+
+FIRST_PROGRESS, PROGRESS_EVERY = 10.0, 30.0
+"""Seconds until a phase has a line of its own in a log, and between further ones."""
 
 
 class RunConsole:
@@ -28,6 +32,9 @@ class RunConsole:
 
     def phase(self, name: str) -> None:
         """A phase starts, or continues after a nested one."""
+
+    def progress(self, progress: PhaseProgress) -> None:
+        """Counts inside the phase; called many times a second."""
 
     def step(self, row: Numbers) -> None:
         """`row` are the metrics of a step that is done."""
@@ -88,13 +95,33 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
     return numbers
 
 
+def format_progress(progress: PhaseProgress) -> str:
+    """`23/48 episodes · 310 tok/s · ETA 40s`."""
+    parts = [f"{progress.finished}/{progress.total} {progress.unit}"]
+    if progress.tokens_per_second is not None:
+        parts.append(f"{format_number(progress.tokens_per_second)} tok/s")
+    if progress.remaining is not None:
+        parts.append(f"ETA {format_duration(progress.remaining)}")
+    return " · ".join(parts)
+
+
 class PlainConsole(RunConsole):
-    """One line per step, for files and pipes."""
+    """One line per step, and now and then one inside a long phase, for files and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._progress = Progress(0, 0, clock)
+        self._phase = ""
+        self._next_line = clock() + FIRST_PROGRESS
+
+    def phase(self, name: str) -> None:
+        self._phase, self._next_line = name, self._clock() + FIRST_PROGRESS
+
+    def progress(self, progress: PhaseProgress) -> None:
+        if self._clock() >= self._next_line:
+            self._next_line = self._clock() + PROGRESS_EVERY
+            self.print_line(f"{self._phase}: {format_progress(progress)}")
 
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         self._progress = Progress(total_steps, first_step, self._clock)
@@ -130,6 +157,7 @@ class RichConsole(RunConsole):
         self._progress = Progress(0, 0, clock)
         self._phase = "starting"
         self._phase_start = clock()
+        self._phase_progress: PhaseProgress | None = None
         self._speed: float | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
@@ -143,12 +171,19 @@ class RichConsole(RunConsole):
         self._phase_start = self._clock()
         line = format_headline(recipe, total_steps, first_step)
         self._print(Text.assemble(("courtside", "bold cyan"), "  ", (line, "dim")))
-        self._live.start(refresh=True)
+        if not self._live.is_started:
+            self._live.start(refresh=True)
 
     def phase(self, name: str) -> None:
         self._phase, self._phase_start = name, self._clock()
+        self._phase_progress = None
         if self._live.is_started:
             self._live.refresh()
+        else:
+            self._live.start(refresh=True)
+
+    def progress(self, progress: PhaseProgress) -> None:
+        self._phase_progress = progress  # the live line is redrawn by itself
 
     def step(self, row: Numbers) -> None:
         from rich.text import Text
@@ -182,12 +217,18 @@ class RichConsole(RunConsole):
         from rich.text import Text
 
         progress = self._progress
-        status = Text.assemble(
-            (f"step {min(progress.done + 1, progress.total)}/{progress.total}", "bold"),
-            "  ",
-            (self._phase, "cyan"),
-            (f" {format_duration(self._clock() - self._phase_start)}", "dim"),
-        )
+        status = Text()
+        if progress.total:  # not in an evaluation by itself
+            step = min(progress.done + 1, progress.total)
+            status.append(f"step {step}/{progress.total}  ", style="bold")
+        status.append(self._phase, style="cyan")
+        status.append(f" {format_duration(self._clock() - self._phase_start)}", style="dim")
+        if self._phase_progress is not None:
+            status.append(f"  {format_progress(self._phase_progress)}")
+        if not progress.total:
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_row(self._spinner, status)
+            return grid
         rates = [] if self._speed is None else [f"{format_number(self._speed)} tok/s"]
         rates.append(f"{format_duration(progress.elapsed)} elapsed")
         if progress.remaining is not None:
