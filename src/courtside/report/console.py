@@ -6,11 +6,14 @@ an error (in environments), the number of trained hints, and the gradient norm.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from courtside.errors import UserError
 from courtside.progress import PhaseProgress
 from courtside.recipe import Recipe
 from courtside.report.summary import format_duration, format_number, summarize_recipe
@@ -250,6 +253,31 @@ class RichConsole(RunConsole):
 def format_headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
     steps = f"steps {first_step + 1} to {total_steps}" if first_step else f"{total_steps} steps"
     return f"{summarize_recipe(recipe)} · {steps}"
+
+
+class LogConsole(PlainConsole):
+    """The lines of a quiet run, for whoever configures `logging`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(sys.stderr, clock)
+        self._logger = logging.getLogger("courtside")
+
+    def print_line(self, text: str) -> None:
+        self._logger.info("%s", text)
+
+
+def choose_console(console: RunConsole | None, *, quiet: bool) -> RunConsole:
+    """For calls from Python: the given one, the logger, or standard error.
+
+    Results of a program stay alone on its standard output; notebooks show both, one in red.
+    """
+    if console is not None:
+        if quiet:
+            raise UserError("quiet=True and console=…: give one of the two")
+        return console
+    if quiet:
+        return LogConsole()
+    return make_console(sys.stdout if "ipykernel" in sys.modules else sys.stderr)
 
 
 def make_console(stream: TextIO) -> RunConsole:

@@ -119,8 +119,8 @@ def test_packages_that_are_not_installed(missing: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: the viewer needs {missing}, which is not installed: pip install "
-        "'courtside[viewer]'\n"
+        f"error: the viewer needs {missing}, which is not installed: pip install -e '.[viewer]' "
+        "in the clone of courtside\n"
     )
 
 

@@ -10,10 +10,10 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
@@ -31,10 +31,18 @@ from courtside.report.folder.files import (
     replace_file,
     replace_non_finite,
 )
+from courtside.report.folder.frames import (
+    Decode,
+    make_evaluations_frame,
+    make_metrics_frame,
+    make_tokens_frame,
+    make_trajectories_frame,
+)
 from courtside.report.folder.locking import (
     RECIPE,
     acquire_lock,
     dump_recipe,
+    find_differences,
     refuse_foreign_folder,
     refuse_other_recipe,
 )
@@ -50,6 +58,9 @@ from courtside.report.folder.parquet import (
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
 from courtside.types import Evaluation, HintOutcome, Scored, Trajectory, Update
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 FURTHER_EVALUATIONS = "further_evaluations.jsonl"
@@ -215,6 +226,27 @@ class RunFolder:
             )
         return path
 
+    # ── pandas ───────────────────────────────────────────────────────────────────────────────────
+
+    def metrics_frame(self) -> DataFrame:
+        """`metrics` as a pandas DataFrame, indexed by step."""
+        return make_metrics_frame(self.metrics())
+
+    def evaluations_frame(self) -> DataFrame:
+        """The run's evaluations, a row each, with a column for each of their metrics."""
+        return make_evaluations_frame(self.evaluations())
+
+    def trajectories_frame(self, step: int) -> DataFrame:
+        """A row for each stored trajectory of a step: texts, grade, turns, errors, hints."""
+        return make_trajectories_frame(self.trajectories(step))
+
+    def tokens_frame(self, step: int, decode: Decode | None = None) -> DataFrame:
+        """A row for each completion token of a step, with both log-probs and their gap.
+
+        `decode`: texts of token ids, one each, for the column `text`.
+        """
+        return make_tokens_frame(self.trajectories(step), decode)
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def record(
@@ -251,13 +283,20 @@ class RunFolder:
             write_trajectories(path, [Scored(trajectory=t, target=None) for t in trajectories], {})
         append_line(self._file("evaluations.jsonl"), serialize_evaluation(evaluation))
 
-    def add_further_evaluation(self, evaluation: Evaluation, changes: Sequence[str]) -> None:
-        """Store an evaluation that is not part of the run's own course; needs no lock.
+    def open_further_evaluations(self, recipe: Recipe) -> Callable[[Evaluation], None] | None:
+        """Stores evaluations with a recipe that may differ from the run's; None: not writable.
 
-        `changes`: in which fields its recipe differs from the run's.
+        Needs no lock: a run in progress has nothing to do with that file.
         """
-        row = {**serialize_evaluation(evaluation), "changes": list(changes)}
-        append_line(self._file(FURTHER_EVALUATIONS), row)
+        path = self._file(FURTHER_EVALUATIONS)
+        if not os.access(path if path.exists() else self.path, os.W_OK):
+            return None
+        changes = list(find_differences(dump_recipe(self.recipe()), dump_recipe(recipe)))
+
+        def store(evaluation: Evaluation) -> None:
+            append_line(path, {**serialize_evaluation(evaluation), "changes": changes})
+
+        return store
 
     def record_alarm(self, alarm: Mapping[str, Any]) -> None:
         self._check_writable()
