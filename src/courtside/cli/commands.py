@@ -166,13 +166,14 @@ def view(
             f"the viewer needs {error.name}, which is not installed: pip install -e '.[viewer]' "
             "in the clone of courtside"
         ) from None
-    from courtside.viewer.service import recipe_lines
+    from courtside.viewer.hints_recipe import hints_recipe
 
     listening = listen(folder, file, host=host, port=port)
     typer.echo(f"Viewer: {listening.url} (Ctrl-C ends it)")
     if host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo(f"Whoever can reach {host} can read this run and write hints.")
-    typer.echo(f"Hints: {file}. In a recipe:\n\n{recipe_lines(folder, file)}")
+    recipe = hints_recipe(folder.recipe(), run=folder.path, hints=file)
+    typer.echo(f"Hints: {file}. A recipe that trains on them:\n\n{recipe}")
     if browser:
         open_browser(listening.url)
     listening.run()

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from unit.report.played import hinted, make_episode
 from unit.viewer.viewed_runs import (
     FIRST,
     SEND,
     TOKEN,
+    get,
+    opened,
+    put_hint,
+    start_run,
+    store,
 )
 
+from courtside.errors import UserError
 from courtside.report.folder.folder import RunFolder
-from courtside.viewer.app import FILES
-from courtside.viewer.guard import HEADERS, is_own_host
+from courtside.types import Message
+from courtside.viewer.app import FILES, viewer_app
+from courtside.viewer.guard import HEADERS, Guard, is_own_host
+from courtside.viewer.server import listen
 
 
 def test_the_page_and_its_parts(client: TestClient) -> None:
@@ -50,6 +63,15 @@ def test_other_names_are_refused(client: TestClient, host: str) -> None:
         ({**SEND, "content-type": "application/x-www-form-urlencoded"}, 415),
         ({**SEND, "host": "evil.example"}, 403),
         ({**SEND, "content-type": "application/json; charset=utf-8"}, 200),
+        ({**SEND, "origin": "http://127.0.0.1:8765"}, 200),
+        ({**SEND, "origin": "https://127.0.0.1:8765"}, 200),  # a proxy in front
+        ({**SEND, "host": "localhost:9000", "origin": "http://localhost:9000"}, 200),  # a tunnel
+        ({**SEND, "origin": "https://evil.example"}, 403),
+        ({**SEND, "origin": "http://127.0.0.1:9999"}, 403),  # another server of this machine
+        ({**SEND, "origin": "http://localhost:8765"}, 403),
+        ({**SEND, "origin": "null"}, 403),
+        ({**SEND, "origin": ""}, 403),
+        ({**SEND, "content-length": "1e3"}, 400),
     ],
 )
 def test_only_our_page_writes(
@@ -85,3 +107,88 @@ def delete_as(client: TestClient, headers: dict[str, Any]) -> Any:
 )
 def test_names_of_this_machine(name: str, host: str, ours: bool) -> None:
     assert is_own_host(name, host) == ours
+
+
+# ── bodies ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def send_body(guard: Guard, chunks: int, size: int, headers: dict[str, str]) -> tuple[int, int]:
+    """Status of the answer, and how many chunks of the body were taken."""
+    taken, statuses = 0, []
+
+    async def receive() -> Any:
+        nonlocal taken
+        taken += 1
+        return {"type": "http.request", "body": b"x" * size, "more_body": taken < chunks}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    sent = {"host": "127.0.0.1:8765", "content-type": "application/json", **SEND, **headers}
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": f"{FIRST}/hints/1",
+        "raw_path": f"{FIRST}/hints/1".encode(),
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
+    }
+    asyncio.run(guard(scope, receive, send))
+    return statuses[0], taken
+
+
+@pytest.fixture
+def guard(folder: RunFolder) -> Guard:
+    return viewer_app(folder, folder.path / "hints.jsonl", host="127.0.0.1", token=TOKEN)
+
+
+def test_a_long_body_is_refused_before_it_is_read(guard: Guard) -> None:
+    assert send_body(guard, 50, 2**20, {"content-length": str(50 * 2**20)}) == (413, 0)
+
+
+def test_a_body_of_unknown_length_is_read_up_to_the_limit(guard: Guard) -> None:
+    status, taken = send_body(guard, 10_000, 2**14, {"transfer-encoding": "chunked"})
+    assert status == 413 and taken * 2**14 <= guard.max_body + 2**14
+
+
+@pytest.mark.parametrize("headers", [{"x-courtside-token": "other"}, {"origin": "http://evil"}])
+def test_a_body_of_somebody_else_is_not_read(guard: Guard, headers: dict[str, str]) -> None:
+    assert send_body(guard, 3, 100, headers) == (403, 0)
+
+
+def test_the_longest_hint_fits(client: TestClient) -> None:
+    # A character outside the basic plane takes 12 bytes in JSON escapes.
+    text = json.dumps({"text": "\U0001f642" * 1000})
+    headers = {**SEND, "content-type": "application/json"}
+    answer = client.put(f"{FIRST}/hints/1", content=text, headers=headers)
+    assert answer.status_code == 200
+
+
+# ── marks that reorder or hide text ──────────────────────────────────────────────────────────────
+
+
+def test_invisible_marks_are_shown_as_such(tmp_path: Path) -> None:
+    text = "safe \u202eevil\u202c \u2066x\u2069 \u200bzero \x1b[31m 🙂\u200d🙂 \tשלום"
+    episode = hinted(make_episode("0-0"))
+    turns = list(episode.trajectory.turns)
+    turns[1] = replace(turns[1], text=text)
+    turns[2] = replace(turns[2], messages=(Message(role="tool", content=text),))
+    with start_run(tmp_path / "run") as folder:
+        trajectory = replace(episode.trajectory, turns=tuple(turns))
+        store(folder, 0, [replace(episode, trajectory=trajectory)])
+    shown = get(opened(folder), FIRST)["turns"]
+    expected = (
+        "safe [U+202E]evil[U+202C] [U+2066]x[U+2069] [U+200B]zero [U+001B][31m 🙂\u200d🙂 \tשלום"
+    )
+    assert shown[1]["text"] == expected and shown[2]["messages"][0]["content"] == expected
+
+
+def test_a_link_in_the_place_of_the_hints_file(client: TestClient, folder: RunFolder) -> None:
+    elsewhere = folder.path.parent / "elsewhere.jsonl"
+    (folder.path / "hints.jsonl").symlink_to(elsewhere)
+    answer = put_hint(client, f"{FIRST}/hints/1", "x")
+    assert answer.status_code == 409 and "became a symbolic link" in answer.json()["detail"]
+    assert not elsewhere.exists()
+    with pytest.raises(UserError, match=r"hints.jsonl: is a symbolic link.* Give the file itself"):
+        listen(folder, folder.path / "hints.jsonl", host="127.0.0.1", port=0)

@@ -1,14 +1,13 @@
-"""File names of stored evaluations: `step-000008-student%3Aunseen-test.parquet`."""
+"""File names of stored evaluations: `step-000008-student.held_out-test.parquet`."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple, cast
-from urllib.parse import quote, unquote
 
 from courtside.types import Evaluation, Split
 
-FILE_NAME = re.compile(r"step-(\d+)-(.+)-(train|validation|test)\.parquet")
+FILE_NAME = re.compile(r"step-(\d+)-([\w.]+)-(train|validation|test)\.parquet")
 
 
 class EvaluationName(NamedTuple):
@@ -27,9 +26,10 @@ class EvaluationName(NamedTuple):
         match = FILE_NAME.fullmatch(file_name)
         if match is None:
             return None
-        return cls(int(match[1]), unquote(match[2]), cast(Split, match[3]))
+        return cls(int(match[1]), match[2].replace(".", ":"), cast(Split, match[3]))
 
     @property
     def file_name(self) -> str:
-        """A suite may have any name, also one with a slash."""
-        return f"step-{self.step:06d}-{quote(self.policy, safe='')}-{self.split}.parquet"
+        # A suite's name is an identifier.
+        policy = self.policy.replace(":", ".")
+        return f"step-{self.step:06d}-{policy}-{self.split}.parquet"

@@ -43,6 +43,7 @@ from courtside.report.summary import (
     format_number,
     summarize_recipe,
 )
+from courtside.sanitize import show_invisible
 from courtside.types import Evaluation
 
 NUM_SAMPLES = 4
@@ -105,7 +106,7 @@ def write_report(
         ),
     )
     path = folder.path / "report.html"
-    replace_file(path, page.encode("utf-8", "replace"))
+    replace_file(path, show_invisible(page).encode("utf-8", "replace"))
     return path
 
 
