@@ -268,9 +268,9 @@ def test_held_out_answers_are_shown_without_editors(
     expect(page).to_have_url(re.compile(r"#/0/0-0$"))
     labels = page.locator("#step optgroup").evaluate_all("groups => groups.map((g) => g.label)")
     assert labels == ["training steps", "held-out evaluations"]
-    page.select_option("#step", label="after 0 steps, student:a_b, test · 2 of 3 with errors")
+    page.select_option("#step", label="test (a_b) after 0 steps · 2 of 3 with errors")
     # The first with an error is opened.
-    expect(page.locator(".head")).to_contain_text("student:a_b, test · student-0-1")
+    expect(page.locator(".head")).to_contain_text("test (a_b) after 0 steps · student-0-1")
     expect(page.locator(".head")).to_contain_text("A held-out answer.")
     expect(turn(page, 3).locator(".badge")).to_have_text("tool not found")
     assert page.locator(".hint-editor").count() == 0

@@ -40,7 +40,7 @@ def held_out_batches(folder: RunFolder) -> list[Batch]:
     return [
         Batch(
             key=name.file_name,
-            title=f"after {name.step} steps, {name.policy}, {name.split}",
+            title=_describe_evaluation(name),
             path=folder.evaluation_file(name),
             step=name.step,
             is_held_out=True,
@@ -77,6 +77,12 @@ def choose_start(batches: Sequence[Mapping[str, Any]]) -> str | None:
     wrong = [batch for batch in in_training if batch["failed"]]
     last = (wrong or in_training)[-1:]
     return str(last[0]["key"]) if last else None
+
+
+def _describe_evaluation(name: EvaluationName) -> str:
+    """`test after 8 steps`, `test (held_out) after 8 steps`."""
+    suite = name.policy.removeprefix("student").removeprefix(":")
+    return f"{name.split}{f' ({suite})' if suite else ''} after {name.step} steps"
 
 
 def _training_batch(folder: RunFolder, step: int) -> Batch:

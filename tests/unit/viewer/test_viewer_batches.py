@@ -80,7 +80,7 @@ def test_held_out_answers_are_listed_after_the_steps(evaluated: RunFolder) -> No
         ("step-000000-student.a_b-test.parquet", True),
     ]
     held_out = run["batches"][1]
-    assert held_out["title"] == "after 0 steps, student, test"
+    assert held_out["title"] == "test after 0 steps"
     assert (held_out["trajectories"], held_out["errors"]) == (4, 3)
     assert run["start"] == "0"  # not an evaluation, though it has errors
 
@@ -90,7 +90,7 @@ def test_held_out_answers_can_be_read_and_searched(evaluated: RunFolder) -> None
     rows = get(client, f"/api/batches/{KEY}")["trajectories"]
     assert [row["errors"] for row in rows] == [0, 1, 1, 1]
     one = get(client, f"/api/batches/{KEY}/trajectories/student-0-1")
-    assert one["held_out"] and one["batch"] == "after 0 steps, student, test"
+    assert one["held_out"] and one["batch"] == "test after 0 steps"
     assert one["turns"][3]["events"][0]["kind"] == "tool_not_found"
     found = get(client, f"/api/batches/{KEY}/search?query=calculator not found")["ids"]
     assert found == ["student-0-1", "student-0-2", "student-0-3"]
