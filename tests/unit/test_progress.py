@@ -121,6 +121,24 @@ def test_the_live_line_has_the_phase_s_numbers(recipe: Any) -> None:
     console.finish()
 
 
+@pytest.mark.parametrize("width", [80, 100, 139, 140, 200])
+def test_no_number_is_cut_off_on_a_terminal(recipe: Any, width: int) -> None:
+    clock = Clock()
+    console = RichConsole(Console(file=io.StringIO(), force_terminal=True, width=width), clock)
+    console.start(recipe, 1000, 0)
+    for step in (997, 998):
+        clock.now += 500
+        console.step({"step": step, "tokens_per_second": 1234.5})
+    console.phase("evaluate")
+    console.progress(progress())
+    line = drawn(console, width)
+    assert "step 1000/1000  evaluate 0.0s  23/48 episodes · 310 tok/s · ETA 22s" in line
+    assert "…" not in line and ("16m 40s elapsed · run's ETA 8m 20s" in line) == (width >= 140)
+    console.phase("update")
+    assert "…" not in drawn(console, width)
+    console.finish()
+
+
 def test_an_evaluation_by_itself_has_a_live_line_without_steps() -> None:
     console = RichConsole(Console(file=io.StringIO(), force_terminal=True, width=150), Clock())
     console.phase("evaluate")
@@ -130,8 +148,8 @@ def test_an_evaluation_by_itself_has_a_live_line_without_steps() -> None:
     console.finish()
 
 
-def drawn(console: RichConsole) -> str:
-    plain = Console(file=io.StringIO(), width=150)
+def drawn(console: RichConsole, width: int = 150) -> str:
+    plain = Console(file=io.StringIO(), width=width)
     plain.print(console._line())
     return plain.file.getvalue()  # type: ignore[attr-defined]
 

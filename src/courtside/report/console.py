@@ -20,11 +20,14 @@ from courtside.report.summary import format_duration, format_number, summarize_r
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 Numbers = Mapping[str, float | int | None]
 
 FIRST_PROGRESS, PROGRESS_EVERY = 10.0, 30.0
 """Seconds until a phase has a line of its own in a log, and between further ones."""
+MEDIUM, WIDE = 100, 140
+"""Columns that hold a bar, and the numbers of a phase and of the run side by side."""
 
 
 class RunConsole:
@@ -215,12 +218,23 @@ class RichConsole(RunConsole):
         self._console.print(line, highlight=False)
 
     def _line(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
+
+        cells: list[RenderableType] = [self._spinner, self._status()]
+        # The numbers of a phase take the place of the run's where there is none for both.
+        if self._progress.total and (self._phase_progress is None or self._console.width >= WIDE):
+            cells += [self._bar()] if self._console.width >= MEDIUM else []
+            cells.append(self._rates())
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for _ in cells:
+            grid.add_column(no_wrap=True)
+        grid.add_row(*cells)
+        return grid
+
+    def _status(self) -> Text:
         from rich.text import Text
 
-        progress = self._progress
-        status = Text()
+        progress, status = self._progress, Text()
         if progress.total:  # not in an evaluation by itself
             step = min(progress.done + 1, progress.total)
             status.append(f"step {step}/{progress.total}  ", style="bold")
@@ -228,26 +242,32 @@ class RichConsole(RunConsole):
         status.append(f" {format_duration(self._clock() - self._phase_start)}", style="dim")
         if self._phase_progress is not None:
             status.append(f"  {format_progress(self._phase_progress)}")
-        if not progress.total:
-            grid = Table.grid(padding=(0, 2, 0, 0))
-            grid.add_row(self._spinner, status)
-            return grid
-        rates = [] if self._speed is None else [f"{format_number(self._speed)} tok/s"]
-        rates.append(f"{format_duration(progress.elapsed)} elapsed")
-        if progress.remaining is not None:
-            rates.append(f"ETA {format_duration(progress.remaining)}")
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(4):
-            grid.add_column(no_wrap=True)
-        bar = ProgressBar(
-            total=max(progress.total, 1),
-            completed=progress.done,
+        return status
+
+    def _bar(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+
+        return ProgressBar(
+            total=max(self._progress.total, 1),
+            completed=self._progress.done,
             width=24,
             complete_style="cyan",
             finished_style="cyan",
         )
-        grid.add_row(self._spinner, status, bar, Text(" · ".join(rates), style="dim"))
-        return grid
+
+    def _rates(self) -> Text:
+        """Of the whole run."""
+        from rich.text import Text
+
+        progress, has_own_numbers = self._progress, self._phase_progress is not None
+        rates = []
+        if self._speed is not None and not has_own_numbers:
+            rates.append(f"{format_number(self._speed)} tok/s")
+        rates.append(f"{format_duration(progress.elapsed)} elapsed")
+        if progress.remaining is not None:
+            name = "run's ETA" if has_own_numbers else "ETA"
+            rates.append(f"{name} {format_duration(progress.remaining)}")
+        return Text(" · ".join(rates), style="dim")
 
 
 def format_headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
