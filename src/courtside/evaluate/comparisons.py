@@ -63,8 +63,13 @@ def _read(folder: RunFolder, evaluation: Evaluation) -> list[Outline]:
 
 
 def _compare(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:
-    """None: not the same tasks, or a score that is not a number."""
-    values = [*before.values(), *after.values()]
-    if not before or before.keys() != after.keys() or not all(map(math.isfinite, values)):
+    """Of the tasks that both have a number for; None: there are none."""
+    ids = [
+        id
+        for id, score in before.items()
+        if id in after and math.isfinite(score) and math.isfinite(after[id])
+    ]
+    if not ids:
         return None
-    return Difference(*paired_difference(before, after))
+    pairs = ({id: scores[id] for id in ids} for scores in (before, after))
+    return Difference(*paired_difference(*pairs))

@@ -101,6 +101,18 @@ def test_every_suite_has_paired_differences_of_scores_and_errors(run):
     assert "worse +11.7 +6.7 to +16.7" in section(page, "Errors", "Same tasks before and after")
 
 
+def test_tasks_that_only_one_evaluation_has_are_left_out_of_the_pairs(tmp_path):
+    """An environment's bug may have ended an episode of one of them."""
+    before, after = make_evaluation(0), make_evaluation(4)
+    before = replace(before, scores={"a": 0.0, "b": 0.0, "c": 1.0, "nan": float("nan")})
+    after = replace(after, scores={"a": 1.0, "b": 0.0, "d": 0.0, "nan": 0.0})
+    with RunFolder.open(tmp_path / "run", make_recipe()) as folder:
+        folder.record_evaluation(before)
+        folder.record_evaluation(after)
+    differences = compare_evaluations(RunFolder.read(tmp_path / "run"))
+    assert differences["student", "score"].mean == 0.5 and len(differences) == 1
+
+
 def test_errors_that_got_worse_are_marked(run):
     _, page = report(run)
     errors = section(page, "Errors", "Same tasks before and after")
@@ -148,13 +160,17 @@ def damage(run, name, content):
     [
         ("metrics.jsonl", b"{\n{}\n", "line 1: not valid JSON"),
         ("metrics.jsonl", b"[1]\n{}\n", "line 1: not a JSON object"),
-        ("metrics.jsonl", b'{"loss": 1}\n', "line 1: has no `step`"),
+        ("metrics.jsonl", b'{"loss": 1}\n', "line 1: no `step` with a whole number"),
         ("metrics.jsonl", b"", "has no metrics of steps 0 to 2"),
-        ("evaluations.jsonl", b'{"schema_version": 1, "policy": "student"}\n', "has no `step`"),
+        (
+            "evaluations.jsonl",
+            b'{"schema_version": 1, "policy": "student"}\n',
+            "line 1: no `step` with a whole number",
+        ),
         (
             "evaluations.jsonl",
             b'{"schema_version": 1, "step": 0, "policy": "a", "split": "test", "scores": 5}\n',
-            "the evaluation of step 0 is not as courtside writes one",
+            "the evaluation of step 0 is incomplete",
         ),
         ("alarms.jsonl", b"null\n", "not a JSON object"),
         ("costs.json", b"[]", "not a JSON object"),
@@ -164,7 +180,7 @@ def damage(run, name, content):
         ("trajectories/step-000000.parquet", b"", "cannot be read as Parquet"),
         ("evaluations/step-000003-student-test.parquet", b"?", "cannot be read as Parquet"),
         ("evaluations/step-000000-student.held_out-test.parquet", b"", "cannot be read"),
-        ("further_evaluations.jsonl", b"{}\n", "has no `schema_version`"),
+        ("further_evaluations.jsonl", b"{}\n", "no `step` with a whole number"),
     ],
 )
 def test_a_damaged_part_is_named_and_the_rest_is_shown(run, name, content, reason):

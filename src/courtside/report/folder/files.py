@@ -91,10 +91,10 @@ def append_bytes(path: Path, content: bytes) -> None:
             raise
 
 
-def read_lines(path: Path, *, keys: Sequence[str] = ()) -> list[Row]:
+def read_lines(path: Path, required: str | None = None) -> list[Row]:
     """All rows; none if there is no file. A last line that was cut off does not count.
 
-    `keys`: what every row must have.
+    `required`: a key with a whole number, which every row must have.
     """
     if not path.exists():
         return []
@@ -111,26 +111,26 @@ def read_lines(path: Path, *, keys: Sequence[str] = ()) -> list[Row]:
         except (ValueError, RecursionError) as error:  # not JSON, or cut inside a character
             if number == len(lines):
                 break
-            raise _line_error(path, number, f"not valid JSON ({error})") from None
+            raise _changed(path, number, f"not valid JSON ({error})") from None
         if not isinstance(row, dict):
-            raise _line_error(path, number, "not a JSON object")
-        if missing := [key for key in keys if key not in row]:
-            raise _line_error(path, number, f"has no `{missing[0]}`")
+            raise _changed(path, number, "not a JSON object")
+        if required is not None and type(row.get(required)) is not int:
+            raise _changed(path, number, f"no `{required}` with a whole number")
         rows.append(row)
     return rows
 
 
-def _line_error(path: Path, number: int, problem: str) -> UserError:
+def _changed(path: Path, number: int, reason: str) -> UserError:
     return UserError(
-        f"{path}, line {number}: {problem}. The file was changed by something else; remove that "
+        f"{path}, line {number}: {reason}. The file was changed by something else; remove that "
         "line, or restore the file from a copy"
     )
 
 
-def filter_lines(path: Path, keep: Callable[[Row], bool], *, keys: Sequence[str] = ()) -> None:
+def filter_lines(path: Path, keep: Callable[[Row], bool], required: str | None = None) -> None:
     """Rewrite the file with the rows to keep; also drops a last line that was cut off."""
     if not path.exists():
         return
-    content = b"".join(encode_json(row) for row in read_lines(path, keys=keys) if keep(row))
+    content = b"".join(encode_json(row) for row in read_lines(path, required) if keep(row))
     if content != path.read_bytes():
         replace_file(path, content)

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 FURTHER_EVALUATIONS = "further_evaluations.jsonl"
-EVALUATION_KEYS = ("schema_version", "step", "policy", "split", "scores")
 
 
 class RunFolder:
@@ -141,7 +140,7 @@ class RunFolder:
 
     def metrics(self) -> list[Row]:
         """One row per step; docs/metrics.md describes the keys."""
-        return read_lines(self._file("metrics.jsonl"), keys=("step",))
+        return read_lines(self._file("metrics.jsonl"), "step")
 
     def evaluations(self) -> list[Evaluation]:
         """Those of the run itself, in their order."""
@@ -153,8 +152,7 @@ class RunFolder:
 
     def _read_evaluations(self, name: str) -> list[Evaluation]:
         path = self._file(name)
-        rows = read_lines(path, keys=EVALUATION_KEYS)
-        return [parse_evaluation(tree, where=str(path)) for tree in rows]
+        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path, "step")]
 
     def stored_evaluations(self) -> list[EvaluationName]:
         """Evaluations whose trajectories are stored, by step."""
@@ -310,9 +308,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Delete what was recorded after a checkpoint of `step` optimizer steps, but not costs."""
         self._check_writable()
-        keys = ("step",)
-        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step, keys=keys)
-        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step, keys=keys)
+        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step, "step")
+        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step, "step")
         filter_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
         for name in self.stored_evaluations():
             if name.step > step:
