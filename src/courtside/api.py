@@ -43,15 +43,16 @@ def train(
     path = _default_folder(recipe) if folder is None else Path(folder)
     recipe = _load(recipe)
     _discard_failed_start(path, recipe)
-    try:
-        with RunFolder.open(path, recipe) as opened:
+    with RunFolder.open(path, recipe) as opened:
+        try:
             console.phase("loading models")
             parts = assemble(recipe)
             run = Run(parts, opened, console)
-            train_loop(parts, run)
-            run.write_report()
-    finally:
-        console.finish()
+        except BaseException:
+            console.finish()  # else the loop does
+            raise
+        train_loop(parts, run)
+        run.write_report()
     return RunFolder.read(path)
 
 

@@ -13,6 +13,7 @@ from support.small_runs import small_recipe
 from courtside.api import train
 from courtside.engines.base import Sampling
 from courtside.engines.generation.sampler import SampleBuffer
+from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.report.console import PlainConsole, RichConsole, RunConsole, format_progress
 
@@ -157,6 +158,16 @@ def drawn(console: RichConsole, width: int = 150) -> str:
 @pytest.fixture
 def recipe(tiny_folder: Path) -> Any:
     return small_recipe(tiny_folder, tiny_folder)
+
+
+def test_the_line_of_a_start_that_fails_does_not_stay(tmp_path: Path, tiny_folder: Path) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    console = RichConsole(terminal)
+    recipe = small_recipe(tiny_folder, tmp_path / "no-such-teacher")
+    with pytest.raises(ModelError):
+        train(recipe, tmp_path / "run", console=console)
+    assert not console._live.is_started
+    assert "loading models" in terminal.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────

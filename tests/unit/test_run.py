@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
+from courtside.progress import ProgressMeter
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
@@ -66,6 +68,7 @@ def test_the_console_shows_the_outer_phase_after_a_nested_one() -> None:
     names: list[str] = []
     run = object.__new__(Run)
     run.console, run.meter = RunConsole(), CostMeter()
+    run.parts = SimpleNamespace(progress=ProgressMeter())
     run.console.phase = names.append
     with run.phase("evaluate"), run.phase("rollout"):
         pass
