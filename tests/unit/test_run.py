@@ -89,12 +89,16 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     ]  # fmt: skip
     assert [p.name for p in sorted(folder.checkpoints.iterdir())] == ["step-000004", "step-000005"]
     assert folder.trajectory_steps() == [0, 1, 2, 3, 4]
+    assert sorted(folder.stored_evaluations()) == sorted(measured)
+    for evaluation in folder.evaluations():
+        answers = folder.evaluation_trajectories(evaluation)
+        assert {t.task.id: t.grade.score for t in answers} == evaluation.scores
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
     assert console.steps == 5 and console.finished == 1
     step = ["rollout", "reader", "teacher", "update"]
     saved = ["checkpoint", "evaluate"]
-    between = ["evaluate"] * 3, [], saved, [], saved
+    between = ["loading models", *["evaluate"] * 3], [], saved, [], saved
     assert console.phases == [p for before in between for p in (*before, *step)] + saved
     assert not (folder.path / "failed").exists()
 
