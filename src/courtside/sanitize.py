@@ -14,7 +14,7 @@ INVISIBLE = re.compile(
 """Invisible marks that reorder, hide or smuggle text. Joiners stay: scripts and emoji need them."""
 
 
-SHOWN_AS_CODE = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|{INVISIBLE.pattern}")
+RENDERED_AS_CODE = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|{INVISIBLE.pattern}")
 
 
 def is_no_character(c: str) -> bool:
@@ -36,7 +36,7 @@ def show_invisible(text: str) -> str:
     >>> show_invisible("user\u202e\u2066// admin\x1b[0m")
     'user[U+202E][U+2066]// admin[U+001B][0m'
     """
-    return SHOWN_AS_CODE.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
+    return RENDERED_AS_CODE.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def to_one_line(text: str) -> str:

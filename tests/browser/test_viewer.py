@@ -254,7 +254,7 @@ def test_the_newest_file_is_unreadable(
     expect(turn(page, 1)).to_be_visible()
 
 
-def test_held_out_answers_are_shown_without_editors(
+def test_held_out_answers_have_no_editors(
     page: Page, serve: Callable[..., str], tmp_path: Path
 ) -> None:
     from playwright.sync_api import expect

@@ -1,4 +1,4 @@
-"""Numbers inside a long phase: who counts, what is shown, and how often."""
+"""Numbers inside a long phase: who counts, what is displayed, and how often."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Clock:
 
 
 def watched(clock: Clock) -> tuple[ProgressMeter, list[PhaseProgress]]:
-    meter, shown = ProgressMeter(clock), []
-    meter.watch(shown.append)
-    return meter, shown
+    meter, reports = ProgressMeter(clock), []
+    meter.watch(reports.append)
+    return meter, reports
 
 
 def test_answers_under_way_count_by_their_tokens() -> None:
     clock = Clock()
-    meter, shown = watched(clock)
+    meter, reports = watched(clock)
     meter.begin(4, "answers", max_tokens=10)
-    assert shown[-1].fraction == 0 and shown[-1].remaining is None
+    assert reports[-1].fraction == 0 and reports[-1].remaining is None
     clock.now = 2.0
     meter.add_samples(4, 0, 0)
     meter.add_samples(4, 2, 16)  # two end after two tokens each
-    last = shown[-1]
+    last = reports[-1]
     assert (last.finished, last.total, last.num_tokens) == (2, 4, 8)
     assert last.fraction == 24 / 40 and last.tokens_per_second == 4.0
     assert last.remaining == pytest.approx(2.0 * 16 / 24)
@@ -47,21 +47,21 @@ def test_answers_under_way_count_by_their_tokens() -> None:
 
 
 def test_samples_inside_episodes_are_tokens_only() -> None:
-    meter, shown = watched(Clock())
+    meter, reports = watched(Clock())
     meter.begin(3, "episodes")
     meter.add_samples(12, 3, 5)
-    assert (shown[-1].finished, shown[-1].num_tokens, shown[-1].fraction) == (0, 12, 0.0)
+    assert (reports[-1].finished, reports[-1].num_tokens, reports[-1].fraction) == (0, 12, 0.0)
     meter.set_finished(1, 0.5)
-    assert (shown[-1].finished, shown[-1].fraction) == (1, 0.5)
+    assert (reports[-1].finished, reports[-1].fraction) == (1, 0.5)
 
 
 def test_counts_without_a_beginning_go_nowhere() -> None:
-    meter, shown = watched(Clock())
+    meter, reports = watched(Clock())
     meter.add_samples(5, 1, 0)
     meter.begin(2, "answers", max_tokens=4)
     meter.clear()
     meter.add_samples(5, 1, 0)
-    assert len(shown) == 1 and shown[0].num_tokens == 0
+    assert len(reports) == 1 and reports[0].num_tokens == 0
 
 
 @pytest.mark.parametrize("stop", [(), ("never",)])
@@ -116,9 +116,9 @@ def test_the_live_line_has_the_phase_s_numbers(recipe: Any) -> None:
     console.start(recipe, 50, 0)
     console.phase("evaluate")
     console.progress(progress())
-    assert "step 1/50  evaluate 0.0s  23/48 episodes · 310 tok/s · ETA 22s" in drawn(console)
+    assert "step 1/50  evaluate 0.0s  23/48 episodes · 310 tok/s · ETA 22s" in render_line(console)
     console.phase("update")
-    assert "episodes" not in drawn(console)
+    assert "episodes" not in render_line(console)
     console.finish()
 
 
@@ -132,11 +132,11 @@ def test_no_number_is_cut_off_on_a_terminal(recipe: Any, width: int) -> None:
         console.step({"step": step, "tokens_per_second": 1234.5})
     console.phase("evaluate")
     console.progress(progress())
-    line = drawn(console, width)
+    line = render_line(console, width)
     assert "step 1000/1000  evaluate 0.0s  23/48 episodes · 310 tok/s · ETA 22s" in line
     assert "…" not in line and ("16m 40s elapsed · run's ETA 8m 20s" in line) == (width >= 140)
     console.phase("update")
-    assert "…" not in drawn(console, width)
+    assert "…" not in render_line(console, width)
     console.finish()
 
 
@@ -144,12 +144,12 @@ def test_an_evaluation_by_itself_has_a_live_line_without_steps() -> None:
     console = RichConsole(Console(file=io.StringIO(), force_terminal=True, width=150), Clock())
     console.phase("evaluate")
     console.progress(progress())
-    line = drawn(console)
+    line = render_line(console)
     assert "evaluate 0.0s  23/48 episodes" in line and "step" not in line
     console.finish()
 
 
-def drawn(console: RichConsole, width: int = 150) -> str:
+def render_line(console: RichConsole, width: int = 150) -> str:
     plain = Console(file=io.StringIO(), width=width)
     plain.print(console._line())
     return plain.file.getvalue()  # type: ignore[attr-defined]
@@ -187,14 +187,14 @@ class Recorder(RunConsole):
 
 
 def phases(console: Recorder, name: str) -> list[list[PhaseProgress]]:
-    return [shown for phase, shown in console.phases if phase == name and shown]
+    return [reports for phase, reports in console.phases if phase == name and reports]
 
 
-def check(shown: list[PhaseProgress], total: int, unit: str) -> None:
-    last = shown[-1]
+def check(reports: list[PhaseProgress], total: int, unit: str) -> None:
+    last = reports[-1]
     assert (last.finished, last.total, last.unit, last.fraction) == (total, total, unit, 1.0)
     assert last.num_tokens > 0
-    fractions = [p.fraction for p in shown]
+    fractions = [p.fraction for p in reports]
     assert fractions == sorted(fractions) and len(set(fractions)) > 2
 
 
@@ -208,8 +208,8 @@ def test_single_turns_report_answers(
     train(recipe, tmp_path / "run", console=console)
     evaluations = phases(console, "evaluate")
     assert len(evaluations) == 3  # the student before and after, and the teacher
-    for shown in evaluations:
-        check(shown, 2, "answers")
+    for reports in evaluations:
+        check(reports, 2, "answers")
     (rollout,) = phases(console, "rollout")
     check(rollout, 4, "answers")
 
@@ -228,9 +228,9 @@ def test_episodes_report_episodes(
         train={"steps": 1, "prompts_per_step": 2, "learning_rate": 1e-3},
     )
     train(recipe, tmp_path / "run", console=console)
-    for shown in phases(console, "evaluate"):
-        assert (shown[-1].finished, shown[-1].total, shown[-1].unit) == (3, 3, "episodes")
-        assert shown[-1].fraction == 1.0 and shown[-1].num_tokens > 0
+    for reports in phases(console, "evaluate"):
+        assert (reports[-1].finished, reports[-1].total, reports[-1].unit) == (3, 3, "episodes")
+        assert reports[-1].fraction == 1.0 and reports[-1].num_tokens > 0
     (rollout,) = phases(console, "rollout")
     assert (rollout[-1].finished, rollout[-1].total) == (4, 4)
     # With a limit the share is known from the first turn on; without, from the first that ends.

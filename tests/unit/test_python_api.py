@@ -79,10 +79,10 @@ def test_training_shows_progress_by_default(
     recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     courtside.train(recipe_file, tmp_path / "run")
-    shown = capsys.readouterr()
-    assert shown.out == ""  # the program's own
-    assert "· 1 steps" in shown.err and "step 1/1  kl " in shown.err
-    assert "student on 2 test tasks after 1 steps: " in shown.err
+    printed = capsys.readouterr()
+    assert printed.out == ""  # the program's own
+    assert "· 1 steps" in printed.err and "step 1/1  kl " in printed.err
+    assert "student on 2 test tasks after 1 steps: " in printed.err
 
 
 def test_a_quiet_run_logs(
@@ -93,8 +93,8 @@ def test_a_quiet_run_logs(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="courtside"):
         courtside.train(recipe_file, tmp_path / "run", quiet=True)
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")
     messages = [record.message for record in caplog.records if record.name == "courtside"]
     assert any(message.startswith("step 1/1  kl ") for message in messages)
 
@@ -108,8 +108,8 @@ def test_quiet_and_a_console_exclude_each_other(recipe_file: str, tmp_path: Path
 def test_the_console_of_a_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = RunConsole()
-    assert choose_console(given, quiet=False) is given
+    own_console = RunConsole()
+    assert choose_console(own_console, quiet=False) is own_console
     assert isinstance(choose_console(None, quiet=True), LogConsole)
     console = choose_console(None, quiet=False)
     assert isinstance(console, PlainConsole)
@@ -240,10 +240,10 @@ def test_a_report_without_the_tokenizer_is_plain_and_says_so(
     run_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = RunFolder.read(run_path).recipe()
-    moved = recipe.model_copy(
+    other_recipe = recipe.model_copy(
         update={"student": recipe.student.model_copy(update={"model": str(tmp_path / "gone")})}
     )
-    with RunFolder.open(tmp_path / "run", moved):
+    with RunFolder.open(tmp_path / "run", other_recipe):
         pass
     text = courtside.write_report(tmp_path / "run").read_text()
     assert "No evaluation has been recorded." in text

@@ -183,7 +183,7 @@ def damage(run, name, content):
         ("further_evaluations.jsonl", b"{}\n", "no `step` with a whole number"),
     ],
 )
-def test_a_damaged_part_is_named_and_the_rest_is_shown(run, name, content, reason):
+def test_a_damaged_part_is_named_and_the_rest_is_rendered(run, name, content, reason):
     path = damage(run, name, content)
     _, page = report(run)
     damaged = section(page, "Damaged files", "Result")
@@ -212,7 +212,7 @@ def test_steps_are_listed_as_ranges():
 
 
 @pytest.mark.parametrize("policy", ["student", "student:held_out", "teacher"])
-def test_an_evaluation_is_found_again_by_its_file_name(policy):
+def test_a_file_name_gives_its_evaluation_back(policy):
     name = EvaluationName(step=12, policy=policy, split="test")
     assert EvaluationName.parse(name.file_name) == name
     assert EvaluationName.parse("step-000001.parquet") is None

@@ -98,8 +98,8 @@ def test_it_trains(roomy_folder: Path, tmp_path: Path) -> None:
     hints = tmp_path / "hints.jsonl"
     turn = stored.hintable_turns[0]
     append_hint(hints, Hint(trajectory=stored.id, turn=turn, text="Call a tool.", source="human"))
-    file = tmp_path / "again.toml"
+    file = tmp_path / "second_run.toml"
     file.write_text(hints_recipe(RunFolder.read(run.path).recipe(), run=run.path, hints=hints))
-    again = train(file, tmp_path / "again", quiet=True)
-    (row,) = again.metrics()
+    second_run = train(file, tmp_path / "second_run", quiet=True)
+    (row,) = second_run.metrics()
     assert row["hints/trained"] == 1 and row["tokens/divergence"] > 0

@@ -89,11 +89,11 @@ def test_held_out_answers_can_be_read_and_searched(evaluated: RunFolder) -> None
     client = opened(evaluated)
     rows = get(client, f"/api/batches/{KEY}")["trajectories"]
     assert [row["errors"] for row in rows] == [0, 1, 1, 1]
-    one = get(client, f"/api/batches/{KEY}/trajectories/student-0-1")
-    assert one["held_out"] and one["batch"] == "test after 0 steps"
-    assert one["turns"][3]["events"][0]["kind"] == "tool_not_found"
-    found = get(client, f"/api/batches/{KEY}/search?query=calculator not found")["ids"]
-    assert found == ["student-0-1", "student-0-2", "student-0-3"]
+    episode = get(client, f"/api/batches/{KEY}/trajectories/student-0-1")
+    assert episode["held_out"] and episode["batch"] == "test after 0 steps"
+    assert episode["turns"][3]["events"][0]["kind"] == "tool_not_found"
+    ids = get(client, f"/api/batches/{KEY}/search?query=calculator not found")["ids"]
+    assert ids == ["student-0-1", "student-0-2", "student-0-3"]
     assert len(get(client, f"/api/batches/{ODD}")["trajectories"]) == 2
 
 

@@ -113,13 +113,13 @@ def test_names_of_this_machine(name: str, host: str, ours: bool) -> None:
 
 
 def send_body(guard: Guard, chunks: int, size: int, headers: dict[str, str]) -> tuple[int, int]:
-    """Status of the answer, and how many chunks of the body were taken."""
-    taken, statuses = 0, []
+    """Status of the answer, and how many chunks of the body were read."""
+    num_chunks, statuses = 0, []
 
     async def receive() -> Any:
-        nonlocal taken
-        taken += 1
-        return {"type": "http.request", "body": b"x" * size, "more_body": taken < chunks}
+        nonlocal num_chunks
+        num_chunks += 1
+        return {"type": "http.request", "body": b"x" * size, "more_body": num_chunks < chunks}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -135,7 +135,7 @@ def send_body(guard: Guard, chunks: int, size: int, headers: dict[str, str]) -> 
         "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
     }
     asyncio.run(guard(scope, receive, send))
-    return statuses[0], taken
+    return statuses[0], num_chunks
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_a_long_body_is_refused_before_it_is_read(guard: Guard) -> None:
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(guard: Guard) -> None:
-    status, taken = send_body(guard, 10_000, 2**14, {"transfer-encoding": "chunked"})
-    assert status == 413 and taken * 2**14 <= guard.max_body + 2**14
+    status, num_chunks = send_body(guard, 10_000, 2**14, {"transfer-encoding": "chunked"})
+    assert status == 413 and num_chunks * 2**14 <= guard.max_body + 2**14
 
 
 @pytest.mark.parametrize("headers", [{"x-courtside-token": "other"}, {"origin": "http://evil"}])
@@ -168,7 +168,7 @@ def test_the_longest_hint_fits(client: TestClient) -> None:
 # ── marks that reorder or hide text ──────────────────────────────────────────────────────────────
 
 
-def test_invisible_marks_are_shown_as_such(tmp_path: Path) -> None:
+def test_invisible_marks_are_rendered_as_code_points(tmp_path: Path) -> None:
     text = "safe \u202eevil\u202c \u2066x\u2069 \u200bzero \x1b[31m 🙂\u200d🙂 \tשלום"
     episode = hinted(make_episode("0-0"))
     turns = list(episode.trajectory.turns)
@@ -177,11 +177,14 @@ def test_invisible_marks_are_shown_as_such(tmp_path: Path) -> None:
     with start_run(tmp_path / "run") as folder:
         trajectory = replace(episode.trajectory, turns=tuple(turns))
         store(folder, 0, [replace(episode, trajectory=trajectory)])
-    shown = get(opened(folder), FIRST)["turns"]
+    page_turns = get(opened(folder), FIRST)["turns"]
     expected = (
         "safe [U+202E]evil[U+202C] [U+2066]x[U+2069] [U+200B]zero [U+001B][31m 🙂\u200d🙂 \tשלום"
     )
-    assert shown[1]["text"] == expected and shown[2]["messages"][0]["content"] == expected
+    assert (
+        turns[1]["text"] == expected
+        and turns[2]["messages"][0]["content"] == expected
+    )
 
 
 def test_a_link_in_the_place_of_the_hints_file(client: TestClient, folder: RunFolder) -> None:

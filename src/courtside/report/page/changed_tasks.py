@@ -49,13 +49,13 @@ def _render_suite(
     first, last = (_first_by_task(reader.answers(evaluation)) for evaluation in pair)
     parts: list[str] = []
     for kind, ids in tasks._asdict().items():
-        shown = [id for id in ids if id in first and id in last][: NUM_SHOWN[kind]]
-        if not shown or (kind == "same" and parts):
+        selected_ids = [id for id in ids if id in first and id in last][: NUM_SHOWN[kind]]
+        if not selected_ids or (kind == "same" and parts):
             continue
         suite = f", {escape(policy)}" if policy else ""
-        count = f"{len(shown)} of {len(ids)}"
+        count = f"{len(selected_ids)} of {len(ids)}"
         parts.append(f"<h3>{TITLES[kind]}{suite} <small>{count}</small></h3>")
-        parts += [_render_pair(first[id], last[id], before, after) for id in shown]
+        parts += [_render_pair(first[id], last[id], before, after) for id in selected_ids]
     return "".join(parts)
 
 

@@ -61,8 +61,8 @@ class FolderReader:
     ) -> None:
         """Steps that something else in the folder knows of must have their metrics."""
         recorded = {row["step"] for row in metrics}
-        known = {*recorded, *self.folder.trajectory_steps(), *(e.step - 1 for e in evaluations)}
-        missing = sorted(set(range(max(known, default=-1) + 1)) - recorded)
+        steps = {*recorded, *self.folder.trajectory_steps(), *(e.step - 1 for e in evaluations)}
+        missing = sorted(set(range(max(steps, default=-1) + 1)) - recorded)
         if missing:
             self.problems.append(
                 f"{self.folder.path / 'metrics.jsonl'}: has no metrics of {list_steps(missing)}. "
