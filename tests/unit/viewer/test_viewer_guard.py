@@ -177,14 +177,11 @@ def test_invisible_marks_are_rendered_as_code_points(tmp_path: Path) -> None:
     with start_run(tmp_path / "run") as folder:
         trajectory = replace(episode.trajectory, turns=tuple(turns))
         store(folder, 0, [replace(episode, trajectory=trajectory)])
-    page_turns = get(opened(folder), FIRST)["turns"]
+    answer = get(opened(folder), FIRST)["turns"]
     expected = (
         "safe [U+202E]evil[U+202C] [U+2066]x[U+2069] [U+200B]zero [U+001B][31m 🙂\u200d🙂 \tשלום"
     )
-    assert (
-        turns[1]["text"] == expected
-        and turns[2]["messages"][0]["content"] == expected
-    )
+    assert answer[1]["text"] == answer[2]["messages"][0]["content"] == expected
 
 
 def test_a_link_in_the_place_of_the_hints_file(client: TestClient, folder: RunFolder) -> None:
