@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from courtside.errors import UserError
 from courtside.evaluate.intervals import paired_difference
 from courtside.report.evaluation_pairs import Difference, Differences, Pair, pair_evaluations
-from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.outlines import Outline, read_outlines
-from courtside.types import Evaluation
+from courtside.report.folder.outlines import Outline
 
 
 def compare_evaluations(folder: RunFolder) -> Differences:
@@ -52,14 +50,10 @@ def _compare_error_rates(folder: RunFolder, pair: Pair) -> Difference | None:
     if after is None or any("error_rate" not in e.metrics for e in (before, after)):
         return None
     try:
-        return _compare(*(error_rates_by_task(_read(folder, e)) for e in (before, after)))
+        outlines = [folder.evaluation_outlines(evaluation) for evaluation in (before, after)]
     except UserError:
         return None
-
-
-def _read(folder: RunFolder, evaluation: Evaluation) -> list[Outline]:
-    path = folder.evaluation_file(EvaluationName.of(evaluation))
-    return read_outlines(path, evaluation.step)
+    return _compare(*map(error_rates_by_task, outlines))
 
 
 def _compare(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:

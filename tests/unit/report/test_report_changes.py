@@ -8,6 +8,7 @@ from unit.report.made_up import make_batch, make_evaluation, make_recipe, make_u
 from unit.report.pages import read
 from unit.report.played import make_episode, make_episode_evaluation
 
+from courtside.errors import UserError
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.report.evaluation_pairs import find_changed_tasks
 from courtside.report.folder.evaluation_names import EvaluationName
@@ -216,3 +217,24 @@ def test_a_file_name_gives_its_evaluation_back(policy):
     name = EvaluationName(step=12, policy=policy, split="test")
     assert EvaluationName.parse(name.file_name) == name
     assert EvaluationName.parse("step-000001.parquet") is None
+
+
+def test_answers_that_are_not_stored_are_told(run):
+    evaluation = run.evaluations()[0]
+    run.evaluation_file(EvaluationName.of(evaluation)).unlink()
+    with pytest.raises(UserError, match=r"student-test\.parquet: no such file, so the answers of"):
+        run.evaluation_trajectories(evaluation)
+    _, page = report(run)  # and the page has the samples of the evaluation itself
+    assert "Fixed, student 1 of 8" in page.text
+
+
+def test_marks_that_reorder_text_do_not_act_in_the_report(tmp_path):
+    batch = make_batch(0)
+    turns = batch[0].trajectory.turns
+    odd = replace(turns[1], text="run \u202etxt.exe")
+    scored = replace(batch[0], trajectory=replace(batch[0].trajectory, turns=(turns[0], odd)))
+    with RunFolder.open(tmp_path / "run", make_recipe()) as folder:
+        update = make_update(0, [scored])
+        folder.record(0, [scored], update, seconds={}, store_trajectories=True)
+    text, page = read(write_report(folder))
+    assert "run [U+202E]txt.exe" in page.text and "\u202e" not in text

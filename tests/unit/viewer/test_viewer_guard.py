@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,31 @@ def test_a_body_of_unknown_length_is_read_up_to_the_limit(guard: Guard) -> None:
 @pytest.mark.parametrize("headers", [{"x-courtside-token": "other"}, {"origin": "http://evil"}])
 def test_a_body_of_somebody_else_is_not_read(guard: Guard, headers: dict[str, str]) -> None:
     assert send_body(guard, 3, 100, headers) == (403, 0)
+
+
+@pytest.mark.parametrize(
+    "length", [b"Content-Length: 52428800", b"Transfer-Encoding: chunked"], ids=["known", "chunked"]
+)
+def test_fifty_megabytes_are_refused_on_the_wire(folder: RunFolder, length: bytes) -> None:
+    listening = listen(folder, folder.path / "hints.jsonl", host="127.0.0.1", port=0)
+    guard = listening.server.config.app
+    assert isinstance(guard, Guard)
+    thread = threading.Thread(target=listening.run)
+    thread.start()
+    try:
+        with socket.create_connection(listening.sockets[0].getsockname(), timeout=10) as client:
+            path = f"{FIRST}/hints/1".encode()
+            head = b"PUT " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length + b"\r\n"
+            head += b"X-Courtside-Token: " + guard.token.encode()
+            client.sendall(head + b"\r\nContent-Type: application/json\r\n\r\n")
+            if b"chunked" in length:
+                piece = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
+                client.sendall(piece * (guard.max_body // 0x4000 + 2))
+            answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
+    finally:
+        listening.server.should_exit = True
+        thread.join()
 
 
 def test_the_longest_hint_fits(client: TestClient) -> None:

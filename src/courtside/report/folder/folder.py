@@ -166,11 +166,26 @@ class RunFolder:
         """The Parquet file with the trajectories of an evaluation."""
         return self._file("evaluations") / name.file_name
 
-    def evaluation_trajectories(self, evaluation: Evaluation) -> list[Trajectory]:
-        """All answers or episodes of an evaluation of the run, in the order of its tasks."""
-        name = EvaluationName.of(evaluation)
-        stored = read_trajectories(self.evaluation_file(name), evaluation.step)
-        return [item.trajectory for item in stored]
+    def evaluation_trajectories(
+        self, evaluation: Evaluation, ids: Collection[str] | None = None
+    ) -> list[Trajectory]:
+        """All answers or episodes of an evaluation of the run, in the order of its tasks; `ids`:
+        only those."""
+        path = self._stored_evaluation(evaluation)
+        return [item.trajectory for item in read_trajectories(path, evaluation.step, ids)]
+
+    def evaluation_outlines(self, evaluation: Evaluation) -> list[Outline]:
+        """The same without texts and tokens, which is much cheaper."""
+        return read_outlines(self._stored_evaluation(evaluation), evaluation.step)
+
+    def _stored_evaluation(self, evaluation: Evaluation) -> Path:
+        path = self.evaluation_file(EvaluationName.of(evaluation))
+        if not path.exists():
+            raise UserError(
+                f"{path}: no such file, so the answers of this evaluation are not stored. Those of "
+                "`courtside evaluate` and of older versions are not; a few are in its `samples`"
+            )
+        return path
 
     def alarms(self) -> list[Row]:
         """Rows with `step` and `message`."""

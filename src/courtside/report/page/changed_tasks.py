@@ -46,21 +46,30 @@ def _render_suite(
     policy: str, pair: tuple[Evaluation, Evaluation], tasks: ChangedTasks, reader: FolderReader
 ) -> str:
     before, after = pair
-    first, last = (_first_by_task(reader.answers(evaluation)) for evaluation in pair)
+    answered = [reader.answered_tasks(evaluation) for evaluation in pair]
+    in_both = answered[0].keys() & answered[1].keys()
+    selected = {
+        kind: [id for id in ids if id in in_both][: NUM_SHOWN[kind]]
+        for kind, ids in tasks._asdict().items()
+    }
+    if selected["fixed"] or selected["broken"]:
+        selected["same"] = []
+    first, last = (
+        reader.answers(evaluation, {ids[task] for group in selected.values() for task in group})
+        for evaluation, ids in zip(pair, answered, strict=True)
+    )
     parts: list[str] = []
-    for kind, ids in tasks._asdict().items():
-        selected_ids = [id for id in ids if id in first and id in last][: NUM_SHOWN[kind]]
-        if not selected_ids or (kind == "same" and parts):
-            continue
-        suite = f", {escape(policy)}" if policy else ""
-        count = f"{len(selected_ids)} of {len(ids)}"
-        parts.append(f"<h3>{TITLES[kind]}{suite} <small>{count}</small></h3>")
-        parts += [_render_pair(first[id], last[id], before, after) for id in selected_ids]
+    for kind, group in selected.items():
+        cards = [
+            _render_pair(first[task], last[task], before, after)
+            for task in group
+            if task in first and task in last
+        ]
+        if cards:
+            suite = f", {escape(policy)}" if policy else ""
+            count = f"{len(cards)} of {len(getattr(tasks, kind))}"
+            parts += [f"<h3>{TITLES[kind]}{suite} <small>{count}</small></h3>", *cards]
     return "".join(parts)
-
-
-def _first_by_task(answers: Sequence[Trajectory]) -> dict[str, Trajectory]:
-    return {answer.task.id: answer for answer in reversed(answers)}
 
 
 def _render_pair(first: Trajectory, last: Trajectory, before: Evaluation, after: Evaluation) -> str:

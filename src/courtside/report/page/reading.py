@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from courtside.errors import UserError
 from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.outlines import Outline
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.types import Evaluation, HintOutcome, Trajectory
 
@@ -49,12 +50,26 @@ class FolderReader:
         ends = dict.fromkeys(step for step in (last, first) if step is not None)
         return [self.trajectories(step) for step in ends]
 
-    def answers(self, evaluation: Evaluation) -> list[Trajectory]:
-        """All answers of an evaluation; the few in itself where the others are not stored."""
-        stored: list[Trajectory] = []
+    def answered_tasks(self, evaluation: Evaluation) -> dict[str, str]:
+        """By task: the id of its first answer. Of the few in the evaluation itself, where the
+        others are not stored."""
+        answers = [(sample.task.id, sample.id) for sample in evaluation.samples]
         if self.folder.evaluation_file(EvaluationName.of(evaluation)).exists():
-            stored = self.read(lambda: self.folder.evaluation_trajectories(evaluation), [])
-        return stored or list(evaluation.samples)
+            outlines: list[Outline] = self.read(
+                lambda: self.folder.evaluation_outlines(evaluation), []
+            )
+            answers = [(o.trajectory.task.id, o.trajectory.id) for o in outlines] or answers
+        return dict(reversed(answers))
+
+    def answers(self, evaluation: Evaluation, ids: Collection[str]) -> dict[str, Trajectory]:
+        """By task."""
+        answers = [sample for sample in evaluation.samples if sample.id in ids]
+        if self.folder.evaluation_file(EvaluationName.of(evaluation)).exists():
+            stored: list[Trajectory] = self.read(
+                lambda: self.folder.evaluation_trajectories(evaluation, ids), []
+            )
+            answers = stored or answers
+        return {answer.task.id: answer for answer in answers}
 
     def check_metrics(
         self, metrics: Sequence[Mapping[str, Any]], evaluations: Sequence[Evaluation]
