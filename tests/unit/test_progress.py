@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from courtside.engines.generation.sampler import SampleBuffer
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.report.console import PlainConsole, RichConsole, RunConsole, format_progress
+from courtside.report.costs import CostMeter
+from courtside.run import Run
 
 
 class Clock:
@@ -62,6 +65,17 @@ def test_counts_without_a_beginning_go_nowhere() -> None:
     meter.clear()
     meter.add_samples(5, 1, 0)
     assert len(reports) == 1 and reports[0].num_tokens == 0
+
+
+def test_a_phase_does_not_go_on_with_the_counts_of_the_one_before() -> None:
+    meter, reports = watched(Clock())
+    run = object.__new__(Run)
+    run.console, run.meter, run.parts = RunConsole(), CostMeter(), SimpleNamespace(progress=meter)
+    with run.phase("rollout"):
+        meter.begin(2, "answers", max_tokens=4)
+    with run.phase("reader"):  # which may sample too
+        meter.add_samples(5, 1, 0)
+    assert len(reports) == 1
 
 
 @pytest.mark.parametrize("stop", [(), ("never",)])
