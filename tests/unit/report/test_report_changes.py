@@ -4,7 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from unit.report.made_up import make_batch, make_evaluation, make_recipe, make_update
+from unit.report.made_up import (
+    make_batch,
+    make_evaluation,
+    make_recipe,
+    make_trajectory,
+    make_update,
+)
 from unit.report.pages import read
 from unit.report.played import make_episode, make_episode_evaluation
 
@@ -72,6 +78,27 @@ def test_fixed_and_broken_tasks_come_first_and_unchanged_ones_only_without_them(
     # Of a fixed task the episode before has an error, and the one after has none.
     outlines = re.findall(r'<ol class="outline">.*?</ol>', text)
     assert ["not found" in outline for outline in outlines[:8]] == [True, False] * 3 + [False, True]
+
+
+def test_of_several_samples_the_pair_shows_the_change(tmp_path):
+    """Of a fixed task a failed answer and then a passed one, of a broken one the reverse."""
+
+    def sampled(step, scores):
+        answers = [
+            make_trajectory(f"{step}-{task}-{n}", task, passed=passed)
+            for task, passes in enumerate(scores)
+            for n, passed in enumerate(passes)
+        ]
+        means = {f"task-{task}": sum(passes) / 2 for task, passes in enumerate(scores)}
+        return replace(make_evaluation(step), scores=means, samples=()), answers
+
+    with RunFolder.open(tmp_path / "run", make_recipe()) as folder:
+        folder.record_evaluation(*sampled(0, [(True, False), (True, False)]))
+        folder.record_evaluation(*sampled(4, [(True, True), (False, False)]))
+    text, _ = report(RunFolder.read(tmp_path / "run"))
+    cards = re.findall(r'<div class="pair">.*?</article>', text)
+    labels = [re.findall(r'<span class="badge (\w+)"', card) for card in cards]
+    assert labels == [["failed", "passed"], ["passed", "failed"]]
 
 
 def test_changes_are_ordered_by_their_size():

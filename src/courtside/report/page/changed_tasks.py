@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from courtside.report.evaluation_pairs import ChangedTasks, Pair, find_changed_tasks
-from courtside.report.page.reading import FolderReader
+from courtside.report.page.reading import FolderReader, GradedId
 from courtside.report.page.samples import render_answer, render_prompt
 from courtside.report.page.tables import render_table
 from courtside.types import Evaluation, Trajectory
@@ -46,17 +46,18 @@ def _render_suite(
     policy: str, pair: tuple[Evaluation, Evaluation], tasks: ChangedTasks, reader: FolderReader
 ) -> str:
     before, after = pair
-    answered = [reader.answered_tasks(evaluation) for evaluation in pair]
-    in_both = answered[0].keys() & answered[1].keys()
-    selected = {
-        kind: [id for id in ids if id in in_both][: NUM_SHOWN[kind]]
-        for kind, ids in tasks._asdict().items()
-    }
-    if selected["fixed"] or selected["broken"]:
-        selected["same"] = []
+    grades = [reader.grades_by_task(evaluation) for evaluation in pair]
+    selected = _select_tasks(tasks, grades)
     first, last = (
-        reader.answers(evaluation, {ids[task] for group in selected.values() for task in group})
-        for evaluation, ids in zip(pair, answered, strict=True)
+        reader.answers(
+            evaluation,
+            {
+                _pick_answer(by_task[task], kind, is_before=evaluation is before)
+                for kind, group in selected.items()
+                for task in group
+            },
+        )
+        for evaluation, by_task in zip(pair, grades, strict=True)
     )
     parts: list[str] = []
     for kind, group in selected.items():
@@ -70,6 +71,27 @@ def _render_suite(
             count = f"{len(cards)} of {len(getattr(tasks, kind))}"
             parts += [f"<h3>{TITLES[kind]}{suite} <small>{count}</small></h3>", *cards]
     return "".join(parts)
+
+
+def _select_tasks(
+    tasks: ChangedTasks, grades: Sequence[Mapping[str, Sequence[GradedId]]]
+) -> dict[str, list[str]]:
+    """By kind of change, of those tasks with answers before and after."""
+    selected = {
+        kind: [id for id in ids if all(id in by_task for by_task in grades)][: NUM_SHOWN[kind]]
+        for kind, ids in tasks._asdict().items()
+    }
+    if selected["fixed"] or selected["broken"]:
+        selected["same"] = []
+    return selected
+
+
+def _pick_answer(answers: Sequence[GradedId], kind: str, *, is_before: bool) -> str:
+    """Of several samples of a task the one that tells most about its change."""
+    if kind == "same":
+        return answers[0].id
+    pick = max if (kind == "broken") == is_before else min
+    return pick(answers, key=lambda answer: answer.score).id
 
 
 def _render_pair(first: Trajectory, last: Trajectory, before: Evaluation, after: Evaluation) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from courtside.errors import UserError
 from courtside.report.folder.evaluation_names import EvaluationName
@@ -15,6 +15,12 @@ from courtside.types import Evaluation, HintOutcome, Trajectory
 T = TypeVar("T")
 MAX_LISTED = 12
 """Steps that are listed one by one."""
+
+
+class GradedId(NamedTuple):
+    id: str
+    """Of a trajectory."""
+    score: float
 
 
 class FolderReader:
@@ -50,16 +56,20 @@ class FolderReader:
         ends = dict.fromkeys(step for step in (last, first) if step is not None)
         return [self.trajectories(step) for step in ends]
 
-    def answered_tasks(self, evaluation: Evaluation) -> dict[str, str]:
-        """By task: the id of its first answer. Of the few in the evaluation itself, where the
-        others are not stored."""
-        answers = [(sample.task.id, sample.id) for sample in evaluation.samples]
+    def grades_by_task(self, evaluation: Evaluation) -> dict[str, list[GradedId]]:
+        """Ids and scores of the answers to each task. Of the few in the evaluation itself, where
+        the others are not stored."""
+        answers: Sequence[Trajectory] = evaluation.samples
         if self.folder.evaluation_file(EvaluationName.of(evaluation)).exists():
             outlines: list[Outline] = self.read(
                 lambda: self.folder.evaluation_outlines(evaluation), []
             )
-            answers = [(o.trajectory.task.id, o.trajectory.id) for o in outlines] or answers
-        return dict(reversed(answers))
+            answers = [outline.trajectory for outline in outlines] or answers
+        grades: dict[str, list[GradedId]] = {}
+        for answer in answers:
+            score = answer.grade.score if answer.grade is not None else 0.0
+            grades.setdefault(answer.task.id, []).append(GradedId(answer.id, score))
+        return grades
 
     def answers(self, evaluation: Evaluation, ids: Collection[str]) -> dict[str, Trajectory]:
         """By task."""
