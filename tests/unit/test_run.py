@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
+from courtside.progress import ProgressMeter
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
@@ -66,6 +68,7 @@ def test_the_console_shows_the_outer_phase_after_a_nested_one() -> None:
     names: list[str] = []
     run = object.__new__(Run)
     run.console, run.meter = RunConsole(), CostMeter()
+    run.parts = SimpleNamespace(progress=ProgressMeter())
     run.console.phase = names.append
     with run.phase("evaluate"), run.phase("rollout"):
         pass
@@ -86,12 +89,16 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     ]  # fmt: skip
     assert [p.name for p in sorted(folder.checkpoints.iterdir())] == ["step-000004", "step-000005"]
     assert folder.trajectory_steps() == [0, 1, 2, 3, 4]
+    assert sorted(folder.stored_evaluations()) == sorted(measured)
+    for evaluation in folder.evaluations():
+        answers = folder.evaluation_trajectories(evaluation)
+        assert {t.task.id: t.grade.score for t in answers} == evaluation.scores
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
     assert console.steps == 5 and console.finished == 1
     step = ["rollout", "reader", "teacher", "update"]
     saved = ["checkpoint", "evaluate"]
-    between = ["evaluate"] * 3, [], saved, [], saved
+    between = ["loading models", *["evaluate"] * 3], [], saved, [], saved
     assert console.phases == [p for before in between for p in (*before, *step)] + saved
     assert not (folder.path / "failed").exists()
 
@@ -296,10 +303,10 @@ def test_the_last_step_is_saved_before_it_is_measured(
     saved = []
     real = RunFolder.record_evaluation
 
-    def record(self: RunFolder, evaluation: Any) -> None:
+    def record(self: RunFolder, evaluation: Any, trajectories: Any) -> None:
         latest = checkpoints.latest(self.checkpoints)
         saved.append((evaluation.step, latest and latest.name))
-        real(self, evaluation)
+        real(self, evaluation, trajectories)
 
     monkeypatch.setattr(RunFolder, "record_evaluation", record)
     train(recipe, tmp_path / "run")

@@ -27,6 +27,7 @@ from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
+from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
@@ -48,7 +49,8 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
     limit_threads()
     notes: list[str] = []
 
-    models = load_models(recipe)
+    progress = ProgressMeter()
+    models = load_models(recipe, progress)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
     engine = serve(local)
     if not engine.capabilities.weight_updates:
@@ -88,9 +90,13 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
         rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
     elif environment is None:
-        rollout = make_single_turn_rollout(recipe, engine, template, teacher.teacher)
+        rollout = make_single_turn_rollout(
+            recipe, engine, template, teacher.teacher, progress=progress
+        )
     else:
-        episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
+        episodes, rollout = make_episode_rollout(
+            recipe, environment, engine, incremental, progress=progress
+        )
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
     if tasks.num_dropped:
@@ -125,7 +131,9 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
             grade=grade,
             teacher=teacher.teacher,
             run_episodes=run_episodes,
+            progress=progress,
         ),
+        progress=progress,
         renderer=template,
         averages=teachers.averages,
         teacher_sizes=teachers.sizes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode, EpisodeRequest
+from courtside.progress import ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for, trajectory_id
@@ -50,11 +51,14 @@ class EpisodeRollout:
     start: Callable[[Task], Episode]
     context_length: int
     seed: int
+    progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __post_init__(self) -> None:
         self.limits = self.config.limits
         self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
         self.sampling = make_sampling(self.config)
+        self._expected_turns: float | None = None
+        """Of the episodes that finished last."""
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
@@ -86,6 +90,7 @@ class EpisodeRollout:
         running: dict[int, EpisodeState] = {}
         """By row of the session."""
         finished: dict[int, Trajectory] = {}
+        self.progress.begin(len(requests), "episodes")
         while waiting or running:
             while waiting and free_rows:
                 session.restart(row := free_rows.popleft())
@@ -104,6 +109,7 @@ class EpisodeRollout:
                     del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
+                self._report_progress(len(requests), finished.values(), running.values())
         return [finished[index] for index in range(len(requests))]
 
     def _run_turn(
@@ -128,6 +134,20 @@ class EpisodeRollout:
         )
         for state, sample, result in zip(states, samples, results, strict=True):
             state.add_turn(sample, result, self.template, self.limits)
+
+    def _report_progress(
+        self, total: int, finished: Collection[Trajectory], running: Collection[EpisodeState]
+    ) -> None:
+        """Episodes under way count by their turns, once it is known how many there may be."""
+        num_ended = len(finished) + sum(state.stop is not None for state in running)
+        fraction = num_ended / total
+        if finished:
+            turns = [t.role == "assistant" for episode in finished for t in episode.turns]
+            self._expected_turns = sum(turns) / len(finished)
+        if limit := self.limits.turns or self._expected_turns:
+            shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
+            fraction += sum(shares) / total
+        self.progress.set_finished(num_ended, fraction)
 
     def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
         """Expected tokens of the longest episode, within the context length."""
