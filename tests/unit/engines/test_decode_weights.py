@@ -19,12 +19,13 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from courtside.engines.base import Sampling, ScoreRequest
 from courtside.engines.generation import continuous_batching
-from courtside.engines.generation.decode_weights import DecodeWeights, FusedLinear
+from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import STEPS_PER_SYNC
 from courtside.engines.generation.sampler import sample_from_hidden, sample_tokens
 from courtside.engines.kernels import layers
 from courtside.engines.lm_head import LMHead, find_lm_head
 from courtside.engines.patches import fused_layers
+from courtside.engines.patches.fused_layers import FusedLinear, linear
 
 KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head]
 
@@ -151,7 +152,7 @@ def count_calls(calls: Counter[str], function: Any) -> Any:
 def test_a_fused_linear_layer_returns_slices_only_for_the_input_it_ran_on() -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(12, 4), torch.randn(12), torch.randn(2, 4)
-    fused = FusedLinear(weight, bias, [6, 4, 2])
+    fused = FusedLinear(partial(linear, weight_OI=weight, bias_O=bias), [6, 4, 2])
     separate = [lambda x, w=w, b=b: x @ w.T + b for w, b in
            zip(weight.split([6, 4, 2]), bias.split([6, 4, 2]), strict=True)]  # fmt: skip
     torch.testing.assert_close(fused.forward(0, x), separate[0](x))

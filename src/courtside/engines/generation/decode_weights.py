@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.fused_layers import FusedLayers, FusedLinear, Trace, linear
+from courtside.engines.patches.fused_layers import (
+    FUSED_PROJECTIONS,
+    FusedLayers,
+    FusedLinear,
+    Trace,
+    linear,
+)
 from courtside.engines.patches.patch import Patch, apply_patches
-
-FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that may have the same input, in the order of their calls."""
 
 
 class DecodeWeights:
@@ -97,7 +100,8 @@ class DecodeWeights:
         num_groups = len(self.groups)
         for group, (weight_OI, bias_O) in zip(self.groups, weights[:num_groups], strict=True):
             assert weight_OI is not None
-            fused = FusedLinear(weight_OI, bias_O, [module.out_features for module in group])
+            compute = partial(linear, weight_OI=weight_OI, bias_O=bias_O)
+            fused = FusedLinear(compute, [module.out_features for module in group])
             for index, module in enumerate(group):
                 yield Patch(module, "forward", partial(fused.forward, index))
         if self.dtype is None:

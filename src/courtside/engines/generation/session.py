@@ -26,7 +26,8 @@ from courtside.engines.patches.attention import (
     new_positions,
     use_gqa_attention,
 )
-from courtside.engines.patches.onednn_prepack import prepack_if_faster
+from courtside.engines.patches.onednn_prepack import make_prepacked_patches
+from courtside.engines.patches.patch import Patch, apply_patches
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -107,7 +108,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
 
 class CachedSession:
-    """Rows with KV caches that persist: a turn costs its own tokens."""
+    """Rows with KV caches that persist: a turn costs its own tokens.
+
+    The model's weights must not change while a session is in use: they are prepacked once for all
+    of its turns.
+    """
 
     def __init__(
         self,
@@ -127,6 +132,7 @@ class CachedSession:
         """The row at each index of the buffers."""
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[_Layer(self) for _ in range(num_layers)])
+        self.prepacked: list[Patch] = []
         self.capacity = 0
         """Positions of each row of the buffers."""
         self.first_row, self.width = 0, 0
@@ -157,7 +163,7 @@ class CachedSession:
 
         with (
             self.autocast_context(),
-            prepack_if_faster(self.model, self.head, num_steps=sampling.max_new_tokens),
+            self._use_prepacked(num_steps=sampling.max_new_tokens),
             use_gqa_attention(self.model),
         ):
             hidden = self._prefill(prompts)
@@ -173,6 +179,11 @@ class CachedSession:
 
     def restart(self, row: int) -> None:
         self.length[row] = 0
+
+    def _use_prepacked(self, *, num_steps: int) -> AbstractContextManager[None]:
+        if not self.prepacked:
+            self.prepacked = make_prepacked_patches(self.model, self.head, num_steps=num_steps)
+        return apply_patches(self.prepacked)
 
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """Hidden state of each row's last token. Empty rows with equal prompts share a prefill."""

@@ -216,32 +216,34 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 # ── linear layers ────────────────────────────────────────────────────────────────────────────────
 
 
+FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that may have the same input, in the order of their calls."""
+
+
 class FusedLinear:
     """Linear layers with the same input: the first computes all, the others take their slice.
 
-    A layer whose input is another tensor than the first one's runs by itself.
+    A layer whose input is another tensor than the first one's takes its slice of that one's.
     """
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, sizes: Sequence[int]):
-        self.weight_OI, self.bias_O, self.sizes = weight_OI, bias_O, list(sizes)
+    def __init__(self, compute: Callable[[Tensor], Tensor], sizes: Sequence[int]):
+        self.compute, self.sizes = compute, list(sizes)
         self._input: Tensor | None = None
         self._slices: dict[int, Tensor] = {}
         """Outputs that their layers have not taken yet."""
 
     def forward(self, index: int, x: Tensor) -> Tensor:
-        if index == 0:
-            slices = linear(x, self.weight_OI, self.bias_O).split(self.sizes, -1)
-            self._slices = dict(enumerate(slices[1:], start=1))
-            self._input = x if self._slices else None
-            first: Tensor = slices[0]
-            return first
-        if x is self._input and index in self._slices:
+        if index and x is self._input and index in self._slices:
             output = self._slices.pop(index)
             if not self._slices:
                 self._input = None
             return output
-        bias_O = None if self.bias_O is None else self.bias_O.split(self.sizes)[index]
-        return linear(x, self.weight_OI.split(self.sizes)[index], bias_O)
+        slices = self.compute(x).split(self.sizes, -1)
+        if index == 0:
+            self._slices = dict(enumerate(slices[1:], start=1))
+            self._input = x if self._slices else None
+        result: Tensor = slices[index]
+        return result
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -5,21 +5,25 @@ in oneDNN's blocked layout. Prepacking costs as much as a few steps, so it is do
 them, and undone before training. Where autocast would cast float32 weights to bfloat16, they are
 cast once.
 
-A LoRA adapter adds two narrow matmuls, the second of which accumulates into the output of the
-layer; in PEFT's forward they take as long as a wide one.
+Layers with the same input (QKV, gate/up) are one matmul, because a call costs as much as reading a
+small weight. Their LoRA adapters add two narrow ones: the stacked A matrices, and the B matrices as
+one block-diagonal matrix, which accumulates into the output of the layers. Adapters are not merged:
+bfloat16 would round most of what they learned away.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from courtside.engines.lm_head import LMHead
+from courtside.engines.patches.fused_layers import FUSED_PROJECTIONS, FusedLinear
 from courtside.engines.patches.patch import Patch, apply_patches
 
 MIN_DECODE_STEPS = 12
@@ -31,13 +35,19 @@ PREPACK_ROWS = 16
 
 
 @contextmanager
-def prepack_if_faster(model: Any, head: LMHead, *, num_steps: int = 0) -> Iterator[None]:
-    """Around `num_steps` decoding steps, or around prefill and scoring."""
+def prepack_if_faster(model: Any, head: LMHead) -> Iterator[None]:
+    """Around prefill and scoring."""
+    with apply_patches(make_prepacked_patches(model, head)):
+        yield
+
+
+def make_prepacked_patches(model: Any, head: LMHead, *, num_steps: int = 0) -> list[Patch]:
+    """Of the current weights, for `num_steps` decoding steps; none where they would not pay."""
     autocasts = model.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocasts else model.dtype
-    is_faster = is_worth_prepacking(model, dtype, num_steps=num_steps)
-    with prepack_linear_layers(model, head, dtype) if is_faster else nullcontext():
-        yield
+    if not is_worth_prepacking(model, dtype, num_steps=num_steps):
+        return []
+    return prepack_linear_layers(model, head, dtype)
 
 
 def is_worth_prepacking(model: Any, dtype: torch.dtype, *, num_steps: int) -> bool:
@@ -60,22 +70,32 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-@contextmanager
-def prepack_linear_layers(model: Any, head: LMHead, dtype: torch.dtype) -> Iterator[None]:
-    """Run model and LM head on prepacked copies of their current weights."""
-    head_modules = set(head.module.modules())
-    modules = [m for m in model.modules() if m not in head_modules]
-    linear = [m for m in modules if type(m) is nn.Linear]
-    adapted = [m for m in modules if _is_plain_lora(m)]
+def prepack_linear_layers(model: Any, head: LMHead, dtype: torch.dtype) -> list[Patch]:
+    """Patches that run model and LM head on prepacked copies of their current weights."""
     head_linear = _prepacked_linear(*head.parameters(), dtype)
-    with apply_patches(
-        [
-            *(Patch(m, "forward", _prepacked_linear(m.weight, m.bias, dtype)) for m in linear),
-            *(Patch(m, "forward", _prepacked_lora(m, dtype)) for m in adapted),
-            Patch(head, "linear", lambda hidden_ND, *_: head_linear(hidden_ND)),
-        ]
-    ):
-        yield
+    patches = [Patch(head, "linear", lambda hidden_ND, *_: head_linear(hidden_ND))]
+    for group in group_layers(model, set(head.module.modules())):
+        fused = FusedLinear(prepack_group(group, dtype), [m.out_features for m in group])
+        patches += [Patch(m, "forward", partial(fused.forward, i)) for i, m in enumerate(group)]
+    return patches
+
+
+def group_layers(model: Any, head_modules: set[nn.Module]) -> list[tuple[Any, ...]]:
+    """Linear layers and PEFT layers of LoRA adapters; those that may have one input together."""
+    modules = [m for m in model.modules() if m not in head_modules]
+    adapted = [m for m in modules if _is_plain_lora(m)]
+    inside = {child for layer in adapted for child in layer.modules()} - set(adapted)
+    layers = dict.fromkeys(m for m in modules if type(m) is nn.Linear and m not in inside)
+    layers |= dict.fromkeys(adapted)
+    groups: list[tuple[Any, ...]] = []
+    for names in FUSED_PROJECTIONS:
+        for parent in modules:
+            group = tuple(getattr(parent, name, None) for name in names)
+            if all(m in layers for m in group) and len({m.bias is None for m in group}) == 1:
+                groups.append(group)
+                for m in group:
+                    del layers[m]
+    return groups + [(m,) for m in layers]
 
 
 def _prepack(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,17 +135,33 @@ def _is_plain_lora(module: Any) -> bool:
     )
 
 
-def _prepacked_lora(layer: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """PEFT's forward in inference; `base_layer` and `lora_A` are prepacked themselves."""
-    (name,) = layer.active_adapters
-    down = layer.lora_A[name]
-    up = _prepack(layer.lora_B[name].weight.detach() * layer.scaling[name], dtype)
+def prepack_group(layers: Sequence[Any], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The outputs of the layers next to each other. PEFT enables the adapters of all or of none."""
+    bases = [getattr(layer, "base_layer", layer) for layer in layers]
+    biases = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
+    linear = _prepacked_linear(torch.cat([base.weight for base in bases]), biases, dtype)
+    adapters = [_low_rank(layer) for layer in layers]
+    adapted = [layer for layer in layers if _is_plain_lora(layer)]
+    if not adapted:
+        return linear
+    reduce = _prepacked_linear(torch.cat([down_RI for down_RI, _ in adapters]), None, dtype)
+    up = _prepack(torch.block_diag(*(up_OR for _, up_OR in adapters)), dtype)
 
-    def linear(x: Tensor, *args: Any, **settings: Any) -> Tensor:
+    def adapted_linear(x: Tensor) -> Tensor:
         x = x.to(dtype)
-        y: Tensor = layer.base_layer(x, *args, **settings)
-        if not layer.disable_adapters:
-            y = torch.ops.mkldnn._linear_pointwise.binary(down(x), y, up, None, "add")
+        y = linear(x)
+        if not adapted[0].disable_adapters:
+            y = torch.ops.mkldnn._linear_pointwise.binary(reduce(x), y, up, None, "add")
         return y
 
-    return linear
+    return adapted_linear
+
+
+def _low_rank(layer: Any) -> tuple[Tensor, Tensor]:
+    """Both matrices of the layer's adapter, the second with its scale; of rank 0 without one."""
+    if not _is_plain_lora(layer):
+        weight_OI = layer.weight.detach()
+        return weight_OI[:0], weight_OI[:, :0]
+    (name,) = layer.active_adapters
+    up_OR = layer.lora_B[name].weight.detach() * layer.scaling[name]
+    return layer.lora_A[name].weight.detach(), up_OR
