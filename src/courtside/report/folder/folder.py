@@ -54,6 +54,7 @@ from courtside.report.folder.parquet import (
     read_trajectories,
     serialize_evaluation,
     serialize_trajectories,
+    write_trajectories,
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
