@@ -21,6 +21,10 @@ class HintsConfig(Section):
     """In nats: how much the hint must lower the log-probability of the turn, summed over its
     tokens. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
     and a live self-teacher scores hints in the update's forward pass, which is the cheapest."""
+    harmful: Literal["drop", "train"] = "drop"
+    """Hints under which their turn becomes *more* likely (a shift below 0), which would teach the
+    mistake. drop: they train nothing and are counted; losses still average over their tokens, so
+    that other hints weigh what they weighed. train: they train like all others, for experiments."""
     resamples: NonNegativeInt = 0
     """Replies to sample with each hint, checked by the environment, before it trains. Costs
     decoding; measures how good the hints are."""
@@ -31,6 +35,12 @@ class HintsConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields(self) -> HintsConfig:
+        if self.min_shift is not None and self.min_shift < 0 and self.harmful == "drop":
+            raise ValueError(
+                f"min_shift = {self.min_shift:g} admits hints that make their turn more likely, "
+                "and harmful = 'drop' does not train on them; set harmful = 'train', or min_shift "
+                "to 0 or more"
+            )
         if self.min_pass_rate and not self.resamples:
             raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
         if self.resamples and self.cumulative:

@@ -24,6 +24,7 @@ from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
 from courtside.teacher.hint_scoring import HintScorer
+from courtside.teacher.judging import join_texts
 from courtside.types import (
     DeferredTarget,
     Hint,
@@ -139,7 +140,7 @@ class Teacher:
                 else self._target(
                     result.scores,
                     head,
-                    context=_join_texts(result.outcomes),
+                    context=join_texts(result.outcomes),
                     num_tokens=result.num_tokens,
                     token_indices=_indices_of_turns(trajectory, result.turns),
                 ),
@@ -178,7 +179,7 @@ class Teacher:
             turns = [branch.turn for branch in branches]
             deferred = DeferredTarget(
                 teacher=self.name,
-                context=_join_texts(outcomes),
+                context=join_texts(outcomes),
                 branches=branches,
                 token_indices=_indices_of_turns(trajectory, turns),
                 bad_tokens={t: scorer.bad_tokens(trajectory, inserted[t][0]) for t in turns},
@@ -248,10 +249,6 @@ class Teacher:
             f"tokens and {self.name} takes {self.engine.context_length}. Shorten the context, or "
             "set tasks.overlong_prompts = 'drop' to leave such trajectories out and count them"
         )
-
-
-def _join_texts(outcomes: Sequence[HintOutcome]) -> str:
-    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.drop_reason is None)
 
 
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:

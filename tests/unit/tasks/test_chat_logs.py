@@ -99,6 +99,7 @@ def hint_recipe(folder: Path, file: Path, **changes: Any) -> Any:
                 "kind": "rules",
                 "rules": [{"detect": "ignored_error", "hint": "The tools here are {tools}."}],
             },
+            "hints": {"harmful": "train"},  # a random model likes every other hint
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [{"kind": "divergence", "on": "hinted_turns"}],
             **changes,
