@@ -27,6 +27,12 @@ StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done",
 class Message:
     role: Role
     content: str
+    extra: str = ""
+    """Other keys of a chat API's message (`tool_calls`, `tool_call_id`, `name`) as a JSON object,
+    which the chat template renders; empty: none."""
+    tools: str = ""
+    """On the first message of a prompt: the tool schemas that the chat template renders, as JSON;
+    empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

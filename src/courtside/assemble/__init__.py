@@ -102,6 +102,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
+    notes += tasks.notes
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()
