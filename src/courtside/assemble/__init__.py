@@ -4,38 +4,32 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models
 from courtside.assemble.rollouts import (
     make_episode_rollout,
     make_offline_rollout,
-    make_prompt_limit,
     make_single_turn_rollout,
     make_suites,
 )
 from courtside.assemble.teachers import (
     Serve,
     TeacherFactory,
-    check_contexts,
     find_reason_to_score_first,
     make_hint_trial,
 )
-from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.cpu.threads import limit_threads
 from courtside.engines.local import LocalEngine
-from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
 from courtside.reader.base import Reader, propose_no_hints
-from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import grade
-from courtside.tasks.loading import make_task_source
 from courtside.training.memory import (
     FreeBytes,
     choose_gradient_checkpointing,
@@ -53,7 +47,12 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     limit_threads()
     notes: list[str] = []
 
-    models = load_models(recipe)
+    inputs = load_inputs(recipe)
+    notes += inputs.notes
+    tasks, environment, limit = inputs.tasks, inputs.environment, inputs.limit
+    template, incremental = inputs.template, inputs.incremental
+
+    models = load_models(recipe, inputs.tokenizer)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
     engine = serve(local)
     if not engine.capabilities.weight_updates:
@@ -61,19 +60,11 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
             "student's after the first step. Use an engine with weight updates"
         )
-    template = ChatTemplate(models.tokenizer, name=models.name, eos_ids=local.eos_ids)
-    incremental = IncrementalTemplate(template)
-
     student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
     checkpointing = choose_gradient_checkpointing(
         student, free, context_length=local.context_length
     )
     notes += [] if checkpointing is None else [checkpointing]
-
-    limit = make_prompt_limit(recipe, template, engine.context_length)
-    environment = make_environment(recipe.tasks)
-    hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
-    tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
 
     score_first_reason = None
     if recipe.reader is not None:
@@ -89,7 +80,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     )
     teacher = teachers.make_stage()
     notes += teachers.notes
-    check_contexts(recipe, tasks)
 
     rollout: Rollout
     run_episodes: RunEpisodes | None = None
@@ -102,7 +92,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
-    notes += tasks.notes
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()

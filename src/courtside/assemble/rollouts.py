@@ -39,15 +39,6 @@ MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
 
 
-def make_prompt_limit(recipe: Recipe, template: ChatTemplate, context_length: int) -> PromptLimit:
-    """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data."""
-    new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
-    length = partial(
-        template.count_prompt_tokens, max_new_tokens=new, with_completions=recipe.trains_on_data
-    )
-    return PromptLimit(length=length, max_tokens=context_length - new)
-
-
 def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     """Further held-out tasks, by the name that the recipe gives them."""
     suites = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from courtside.recipe.base import Fraction, Section
 
@@ -25,7 +25,7 @@ class HintsConfig(Section):
     """Hints under which their turn becomes *more* likely (a shift below 0), which would teach the
     mistake. drop: they train nothing and are counted; losses still average over their tokens, so
     that other hints weigh what they weighed. train: they train like all others, for experiments."""
-    resamples: NonNegativeInt = 0
+    resamples: Annotated[int, Field(ge=0, le=1000)] = 0
     """Replies to sample with each hint, checked by the environment, before it trains. Costs
     decoding; measures how good the hints are."""
     min_pass_rate: Fraction = 0.0

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from courtside.errors import RecipeError
+from courtside.files import BOM, read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.error_messages import describe_problems
 
@@ -45,7 +46,9 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
 
 def read_tree(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Universal newlines, as reading in text mode has.
+        text = read_regular_file(path).removeprefix(BOM).decode()
+        return tomllib.loads(text.replace("\r\n", "\n"))
     except FileNotFoundError:
         raise RecipeError(
             f"{path}: no such recipe. `courtside recipes` lists the built-in ones"

@@ -127,6 +127,10 @@ class FiniteSource:
         # By hash, not by place in the file: adding a line moves no other task.
         self._tasks = sorted(tasks, key=lambda task: task.id)
 
+    @property
+    def train_tasks(self) -> Sequence[Task]:
+        return self._train
+
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         return epoch_batch(self._train, seed=self._seed, step=step, size=size)
 
