@@ -12,6 +12,7 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.assemble.preview import Preview
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
@@ -33,6 +34,13 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)
+
+
+def show(recipe: Recipe) -> Preview:
+    """What a recipe would train on, as tokens: no weights are loaded and nothing is trained."""
+    from courtside.assemble.preview import make_preview
+
+    return make_preview(recipe)
 
 
 def evaluate_student(

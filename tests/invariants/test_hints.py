@@ -146,7 +146,7 @@ def test_every_kind_of_self_teacher_scores_hints(
 
 
 def test_a_batch_without_a_mistake_is_no_step(roomy_folder: Path, tmp_path: Path) -> None:
-    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
+    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "extra_calls", "hint": "x"}]}
     run = train(tree(roomy_folder, reader=quiet), tmp_path / "run")
     rows = run.metrics()
     assert len(rows) == 3 and all(row["grad_norm"] == 0 for row in rows)
@@ -287,7 +287,7 @@ def test_costs_count_the_tokens_of_the_forward_passes(roomy_folder: Path, tmp_pa
     costs = json.loads((train(frozen, tmp_path / "frozen").path / "costs.json").read_text())
     whole = sum(len(t.trajectory.token_ids) for t in stored)
     assert costs["teacher"]["input_tokens"] == whole + branches > whole > first
-    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "none", "hint": "x"}]}
+    quiet = {"kind": "rules", "rules": [{"detect": "event", "event": "extra_calls", "hint": "x"}]}
     nothing = train(
         tree(roomy_folder, reader=quiet, train={"steps": 1, "prompts_per_step": 2}), tmp_path / "no"
     )

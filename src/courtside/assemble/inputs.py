@@ -152,8 +152,9 @@ def _check_hints_file(
             context_length=settings.context_length,
         )
     )
-    rest = len(problems) - MAX_NOTES
-    more = [f"{config.path}: and {rest} more hints that cannot train"] if rest > 0 else []
+    num_unnamed = len(problems) - MAX_NOTES
+    more = [f"{config.path}: and {num_unnamed} more hints that cannot train"]
+    more = more if num_unnamed > 0 else []
     return [*problems[:MAX_NOTES], *more], len(hints) - len(problems)
 
 

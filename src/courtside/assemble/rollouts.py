@@ -116,7 +116,7 @@ def make_offline_rollout(
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = ChatLogRollout(
             template=template,
-            format_call=partial(_format_call, recipe.tasks.tool_call_format),
+            format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
             temperature=recipe.rollout.temperature,
             context_length=engine.context_length,
         )
@@ -140,7 +140,8 @@ def make_offline_rollout(
     return rollout, [surprise_note, *notes]
 
 
-def _format_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+def format_recorded_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+    """A tool call of a chat log as text, where the chat template does not render calls."""
     if not isinstance(arguments, dict):
         raise TaskError(
             f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "

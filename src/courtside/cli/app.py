@@ -70,5 +70,5 @@ def courtside(
     pass
 
 
-for name in ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema"):
+for name in ("train", "show", "evaluate", "view", "rescore", "export", "recipes", "init", "schema"):
     app.command()(getattr(commands, name))

@@ -92,12 +92,15 @@ def find_rule_problems(
             occurring = f"they are {', '.join(sorted(kinds))}" if kinds else "there are none here"
             yield index, f"no event is of kind {kind!r}; {occurring}{_guess(kind, kinds)}"
             continue
-        known = {"turn", *SLOTS[rule.detect], *rule.groups, *privileged}
-        known |= {*details} if is_event and details is not None else set()
+        fillable_slots = {"turn", *SLOTS[rule.detect], *rule.groups, *privileged}
+        fillable_slots |= {*details} if is_event and details is not None else set()
         for slot in parse_slots(rule.template):
-            if slot not in known and not (is_event and details is None):
-                options = ", ".join(f"{{{name}}}" for name in sorted(known))
-                yield index, f"nothing fills {{{slot}}}; it has {options}{_guess(slot, known)}"
+            if slot not in fillable_slots and not (is_event and details is None):
+                options = ", ".join(f"{{{name}}}" for name in sorted(fillable_slots))
+                yield (
+                    index,
+                    f"nothing fills {{{slot}}}; it has {options}{_guess(slot, fillable_slots)}",
+                )
                 break
 
 
@@ -106,9 +109,9 @@ def find_doubtful_slots(
 ) -> Iterator[tuple[int, str]]:
     """Index and slot, where only a detail of an event could fill it and details are not known."""
     for index, rule in enumerate(rules):
-        known = {"turn", *SLOTS[rule.detect], *rule.groups, *privileged}
+        fillable_slots = {"turn", *SLOTS[rule.detect], *rule.groups, *privileged}
         for slot in parse_slots(rule.template):
-            if slot not in known:
+            if slot not in fillable_slots:
                 yield index, slot
 
 

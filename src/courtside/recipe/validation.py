@@ -66,7 +66,7 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
     train, rollout, evaluate = recipe.train, recipe.rollout, recipe.evaluate
     new = rollout.max_new_tokens
     is_recorded = recipe.tasks.is_recorded
-    for left, a, right, b, unit, tokens in (
+    for first, a, second, b, unit, tokens in (
         ("train.prompts_per_step", train.prompts_per_step, "rollout.samples_per_prompt",
          1 if is_recorded else rollout.samples_per_prompt, "trajectories a step", new),
         ("evaluate.num_tasks", evaluate.num_tasks, "evaluate.samples_per_task",
@@ -74,7 +74,7 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
     ):  # fmt: skip
         if a * b > MAX_SAMPLES:
             yield (
-                f"{left} × {right} = {a:,} × {b:,} = {a * b:,} {unit}: about {a * b * tokens:.1e} "
+                f"{first} × {second} = {a:,} × {b:,} = {a * b:,} {unit}: about {a * b * tokens:.1e} "
                 f"tokens, {a * b * tokens / TOKENS_PER_SECOND / 3600:,.0f} hours at "
                 f"{TOKENS_PER_SECOND:,} tokens a second. Use at most {MAX_SAMPLES:,}"
             )

@@ -207,17 +207,17 @@ class GeneratedSource:
 
     def _walk(self, split: Split, key: str) -> Iterator[Task]:
         """The tasks of a split, each once, in the order that `key` names."""
-        seen: dict[str, tuple[int, Task]] = {}
+        by_id: dict[str, tuple[int, Task]] = {}
         num_consecutive = 0
         for place in range(self._space.size):
             index = permute_index(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
             task = add_system_message(self._space.task(index), self._system_prompt)
-            if task.id in seen:
-                self._require_same(task, index, seen[task.id])
+            if task.id in by_id:
+                self._require_same(task, index, by_id[task.id])
                 continue
-            seen[task.id] = index, task
+            by_id[task.id] = index, task
             if self._prompt_limit is None or self._prompt_limit.fits(task, self._space.name):
                 num_consecutive = 0
                 yield task
