@@ -29,7 +29,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     path = Path(folder)
     _discard_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
-        parts = assemble(recipe)
+        parts = assemble(recipe, trains=True)
         run = Run(parts, opened, console or RunConsole())
         train_loop(parts, run)
         run.write_report()

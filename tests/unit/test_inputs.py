@@ -13,7 +13,7 @@ from support.small_runs import small_recipe, small_tree, write_jsonl
 from typer.testing import CliRunner
 
 from courtside.api import train
-from courtside.assemble.inputs import load_inputs
+from courtside.assemble.inputs import Inputs, load_inputs
 from courtside.cli.app import app
 from courtside.errors import ModelError, RecipeError, TaskError, UserError
 from courtside.recipe import Recipe
@@ -35,6 +35,10 @@ def bare_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("bare") / "model"
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    return load_inputs(recipe, trains=True)
 
 
 def hint_recipe(folder: Path, tmp_path: Path, *hints: Any, **changes: Any) -> Recipe:
@@ -79,7 +83,7 @@ def test_a_file_without_a_useful_hint_is_refused(
 def test_next_to_a_good_one_useless_hints_are_noted(
     bare_folder: Path, tmp_path: Path, hints: list[Any], reason: str
 ) -> None:
-    inputs = load_inputs(hint_recipe(bare_folder, tmp_path, GOOD, *hints))
+    inputs = check_inputs(hint_recipe(bare_folder, tmp_path, GOOD, *hints))
     (note,) = inputs.notes
     with pytest.raises(RecipeError, match=reason):
         raise RecipeError(note)
@@ -89,12 +93,12 @@ def test_a_hint_longer_than_the_context_is_told(bare_folder: Path, tmp_path: Pat
     reader = {"kind": "human", "path": str(tmp_path / "hints.jsonl"), "max_chars": 10**6}
     recipe = hint_recipe(bare_folder, tmp_path, GOOD | {"text": "x" * 600}, reader=reader)
     with pytest.raises(RecipeError, match="it has 600 tokens, and the model's context 512"):
-        load_inputs(recipe)
+        check_inputs(recipe)
 
 
 def test_many_useless_hints_are_counted(bare_folder: Path, tmp_path: Path) -> None:
     hints = [GOOD | {"turn": 10 + n} for n in range(9)]
-    notes = load_inputs(hint_recipe(bare_folder, tmp_path, GOOD, *hints)).notes
+    notes = check_inputs(hint_recipe(bare_folder, tmp_path, GOOD, *hints)).notes
     assert len(notes) == 6 and notes[-1].endswith("and 4 more hints that cannot train")
 
 
@@ -103,7 +107,7 @@ def test_a_loss_without_hints_may_train_alone(bare_folder: Path, tmp_path: Path)
         {"kind": "divergence", "on": "hinted_turns"},
         {"kind": "cross_entropy", "on": "dataset"},
     ]
-    inputs = load_inputs(hint_recipe(bare_folder, tmp_path, losses=losses))
+    inputs = check_inputs(hint_recipe(bare_folder, tmp_path, losses=losses))
     assert any("the file holds no hint" in note for note in inputs.notes)
 
 
@@ -117,10 +121,10 @@ def test_hints_for_sampled_trajectories_have_their_ids(bare_folder: Path, tmp_pa
             rollout={"samples_per_prompt": 2, "max_new_tokens": 6},
         )
 
-    assert not load_inputs(recipe("000004-001-1")).notes
+    assert not check_inputs(recipe("000004-001-1")).notes
     for id in ("000005-000-0", "000000-002-0", "000000-000-2", "rome"):
         with pytest.raises(RecipeError, match="up to 000004-001-1, and none gets this id"):
-            load_inputs(recipe(id))
+            check_inputs(recipe(id))
 
 
 def test_a_pipe_of_hints_is_refused(bare_folder: Path, tmp_path: Path) -> None:
@@ -128,7 +132,11 @@ def test_a_pipe_of_hints_is_refused(bare_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "hints.jsonl").unlink()
     os.mkfifo(tmp_path / "hints.jsonl")
     with pytest.raises(UserError, match="it is a pipe, not a regular file"):
-        load_inputs(recipe)
+        check_inputs(recipe)
+
+
+def test_an_evaluation_needs_no_hints(bare_folder: Path, tmp_path: Path) -> None:
+    assert not load_inputs(hint_recipe(bare_folder, tmp_path)).notes
 
 
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────
@@ -164,12 +172,12 @@ def test_a_rule_that_can_give_no_hint_is_refused(roomy_bare: Path, tmp_path: Pat
         train(rule_recipe(roomy_bare, TYPO), tmp_path / "run")
     with pytest.raises(RecipeError, match=r"no event is of kind 'tool_not_fond'.*'tool_not_found'"):
         train(rule_recipe(roomy_bare, NEVER), tmp_path / "run")
-    (note,) = load_inputs(rule_recipe(roomy_bare, FINE, TYPO)).notes
+    (note,) = check_inputs(rule_recipe(roomy_bare, FINE, TYPO)).notes
     assert note.startswith("reader.rules[1] (tool_not_found): nothing fills {gooood}; it has {arg")
     details = {"detect": "wrong_tool", "hint": "Use {correct}."}
     event = {"detect": "event", "event": details["detect"], "hint": details["hint"]}
-    assert not load_inputs(rule_recipe(roomy_bare, FINE, event)).notes
-    assert not load_inputs(rule_recipe(roomy_bare, reader={"kind": "rules"})).notes
+    assert not check_inputs(rule_recipe(roomy_bare, FINE, event)).notes
+    assert not check_inputs(rule_recipe(roomy_bare, reader={"kind": "rules"})).notes
 
 
 def test_slots_that_an_event_may_fill_are_noted(
@@ -188,7 +196,7 @@ def test_slots_that_an_event_may_fill_are_noted(
     )
     tasks = {"kind": "environment", "path": "quiet_maze:Maze"}
     rules = ({"detect": "event", "event": "wall", "hint": "Go {way}."},)
-    (note,) = load_inputs(rule_recipe(roomy_bare, *rules, tasks=tasks)).notes
+    (note,) = check_inputs(rule_recipe(roomy_bare, *rules, tasks=tasks)).notes
     assert "{way} is no privileged field of the tasks (they have none)" in note
 
 
@@ -196,7 +204,7 @@ def test_events_of_recorded_conversations_never_occur(bare_folder: Path, tmp_pat
     reader = {"kind": "rules", "rules": [NEVER | {"event": "wall"}]}
     recipe = hint_recipe(bare_folder, tmp_path, reader=reader)
     with pytest.raises(RecipeError, match="no event is of kind 'wall'; there are none here"):
-        load_inputs(recipe)
+        check_inputs(recipe)
 
 
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────

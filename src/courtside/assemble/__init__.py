@@ -42,12 +42,19 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = free_bytes) -> Runtime:
-    """`serve` may put another engine in the place of those that sample and of model teachers."""
+def assemble(
+    recipe: Recipe,
+    *,
+    trains: bool = False,
+    serve: Serve = in_process,
+    free: FreeBytes = free_bytes,
+) -> Runtime:
+    """`trains`: whether hints must be able to train, which an evaluation does not need. `serve`
+    may put another engine in the place of those that sample and of model teachers."""
     limit_threads()
     notes: list[str] = []
 
-    inputs = load_inputs(recipe)
+    inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes
     tasks, environment, limit = inputs.tasks, inputs.environment, inputs.limit
     template, incremental = inputs.template, inputs.incremental

@@ -46,7 +46,8 @@ class Inputs:
     """What a user should know before the run starts."""
 
 
-def load_inputs(recipe: Recipe) -> Inputs:
+def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
+    """`trains`: also check that the reader's hints can train."""
     student = recipe.student
     settings = load_settings(student.model, trust_remote_code=student.trust_remote_code)
     check_sizes(recipe, settings)
@@ -65,7 +66,10 @@ def load_inputs(recipe: Recipe) -> Inputs:
         limit=limit,
         environment=environment,
         tasks=tasks,
-        notes=(*tasks.notes, *check_readers(recipe, tasks, template, settings)),
+        notes=(
+            *tasks.notes,
+            *(check_readers(recipe, tasks, template, settings) if trains else ()),
+        ),
     )
 
 

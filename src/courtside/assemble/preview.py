@@ -65,7 +65,7 @@ class Preview:
 
 
 def make_preview(recipe: Recipe) -> Preview:
-    inputs = load_inputs(recipe)
+    inputs = load_inputs(recipe, trains=True)
     notes = [*inputs.notes]
     task = _first_task(recipe, inputs)
     sequences = [*_preview_prompt(recipe, inputs, task)]

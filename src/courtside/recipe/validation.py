@@ -73,10 +73,11 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
          evaluate.samples_per_task, "answers an evaluation", evaluate.max_new_tokens or new),
     ):  # fmt: skip
         if a * b > MAX_SAMPLES:
+            hours = a * b * tokens / TOKENS_PER_SECOND / 3600
             yield (
-                f"{first} × {second} = {a:,} × {b:,} = {a * b:,} {unit}: about {a * b * tokens:.1e} "
-                f"tokens, {a * b * tokens / TOKENS_PER_SECOND / 3600:,.0f} hours at "
-                f"{TOKENS_PER_SECOND:,} tokens a second. Use at most {MAX_SAMPLES:,}"
+                f"{first} × {second} = {a:,} × {b:,} = {a * b:,} {unit}: about "
+                f"{a * b * tokens:.1e} tokens, {hours:,.0f} hours at {TOKENS_PER_SECOND:,} tokens "
+                f"a second. Use at most {MAX_SAMPLES:,}"
             )
     if recipe.tasks.limit is not None and recipe.tasks.limit > MAX_SAMPLES:
         yield f"tasks.limit = {recipe.tasks.limit:,}: use at most {MAX_SAMPLES:,}, or leave it out"

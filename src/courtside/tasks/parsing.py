@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.files import BOM, read_regular_file
+from courtside.files import BOM, DuplicateKeyError, read_regular_file, require_unique_keys
 from courtside.hashing import split_of, task_id
 from courtside.tasks import layouts
 from courtside.tasks.graders import require_gradable
@@ -60,35 +60,20 @@ def read_json_lines(path: Path) -> Iterator[Record]:
             continue
         where = f"{path}, line {number}"
         try:
-            value = json.loads(line.decode(), object_pairs_hook=_unique_keys)
+            value = json.loads(line.decode(), object_pairs_hook=require_unique_keys)
         except UnicodeDecodeError as error:
             raise TaskError(f"{where}: not UTF-8: {error.reason}; save the file as UTF-8") from None
         except json.JSONDecodeError as error:
             raise TaskError(
                 f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
             ) from None
-        except DuplicateKey as error:
-            raise TaskError(
-                f"{where}: the key {error.args[0]!r} is there twice, and JSON would take the last "
-                "one silently; remove one"
-            ) from None
+        except DuplicateKeyError as error:
+            raise TaskError(f"{where}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise TaskError(f"{where}: not valid JSON: {error}; correct the line") from None
         if not isinstance(value, dict):
             raise TaskError(f"{where}: must be a JSON object, {{…}}")
         yield Record(where=where, fields=value)
-
-
-class DuplicateKey(ValueError):
-    """A JSON object with one key twice."""
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        raise DuplicateKey(next(key for i, (key, _) in enumerate(pairs)
-                                if key in {k for k, _ in pairs[:i]}))  # fmt: skip
-    return tree
 
 
 def with_default_grader(records: Iterable[Record], grader: str | None) -> Iterable[Record]:
