@@ -19,6 +19,7 @@ from courtside.chat.privileged_context import insert_context_text, task_context
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import load_settings, load_tokenizer
 from courtside.environments.base import Environment
+from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
@@ -36,6 +37,8 @@ REPLIES = (
 )
 """Stand-ins for a student's turn; the first that the reader has a hint for is shown."""
 STAND_IN = "…"
+MAX_RENDERED = 64
+"""Recorded trajectories among which one with a hint is looked for."""
 
 Use = Literal["context", "added", "trains"]
 """Seen by student and teacher; seen by the teacher alone; trained."""
@@ -86,7 +89,9 @@ def _first_task(recipe: Recipe, inputs: Inputs) -> Task:
     """Of the first step; with hints of a person, the first that they are for."""
     if isinstance(inputs.tasks, FiniteSource) and recipe.human_readers:
         reader = make_reader(recipe.human_readers[0], seed=recipe.seed)
-        for task in inputs.tasks.train_tasks:
+        named_ids = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
+        tasks = sorted(inputs.tasks.train_tasks, key=lambda task: task.id not in named_ids)
+        for task in tasks[:MAX_RENDERED]:
             trajectory = _recorded(recipe, inputs, task)
             if trajectory is not None and reader([trajectory]).hints:
                 return task

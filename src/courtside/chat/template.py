@@ -292,5 +292,6 @@ def make_trajectory(
 
 
 def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as display text."""
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    """Messages as display text; tool calls and the like follow as JSON."""
+    texts = ("\n".join(filter(None, (message.content, message.extra))) for message in messages)
+    return "\n\n".join(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.tiny_model import TEMPLATE, tiny_tokenizer
+from unit.chat.templates import TOOLS_TEMPLATE
 
 from courtside.chat.api_messages import attach_tools, parse_messages, parse_tools
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
@@ -16,17 +17,6 @@ from courtside.chat.template import ChatTemplate, insert_context
 from courtside.errors import ModelError
 from courtside.types import Hint, Message, Task
 
-TOOLS_TEMPLATE = (
-    "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}"
-    "{{ messages[0].content }}\n{% endif %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"
-    "{% endfor %}<|im_end|>\n{% elif messages[0].role == 'system' %}<|im_start|>system\n"
-    "{{ messages[0].content }}<|im_end|>\n{% endif %}"
-    "{%- for m in messages %}{% if not (loop.first and m.role == 'system') %}<|im_start|>"
-    "{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
-    "{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endif %}{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 

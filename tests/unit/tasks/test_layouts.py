@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_runs import write_jsonl
+from support.small_runs import small_recipe, write_jsonl
+from support.tiny_model import save_tiny, tiny_tokenizer
+from unit.chat.templates import TOOLS_TEMPLATE
 
+from courtside.api import rescore, train
+from courtside.chat.api_messages import parse_tools
 from courtside.errors import TaskError
 from courtside.tasks.chat_logs import read_chat_logs
 from courtside.tasks.parsing import read_jsonl_tasks
@@ -215,3 +219,69 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, reader: str) -> None:
 def test_a_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="it is a device or socket, not a regular file"):
         read_jsonl_tasks(Path("/dev/zero"))
+
+
+# ── whole runs ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def tool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose chat template renders tools and calls."""
+    folder = save_tiny(tmp_path_factory.mktemp("tools"))
+    tiny_tokenizer(template=TOOLS_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+RUN = {
+    "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                 {"role": "tool", "tool_call_id": "c1", "content": "sunny"}, ANSWER],
+    "tools": [{"type": "function", "function": {"name": "weather"}}],
+}  # fmt: skip
+SHAREGPT = {
+    "conversations": [
+        {"from": "human", "value": "Weather?"},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "sunny"},
+        {"from": "gpt", "value": "Sunny."},
+    ],
+    "tools": RUN["tools"],
+}
+PAIR = {"chosen": [HI, BETTER], "rejected": [HI, WORSE], "tools": RUN["tools"]}
+IMITATE = [{"kind": "cross_entropy", "on": "dataset"}]
+RUNS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
+    "fine-tuning line": ("jsonl", RUN, IMITATE),
+    "whole conversation": ("conversations", RUN, IMITATE),
+    "ShareGPT": ("jsonl", SHAREGPT, IMITATE),
+    "whole ShareGPT conversation": ("conversations", SHAREGPT, IMITATE),
+    "preference": ("jsonl", PAIR, [{"kind": "preference"}]),
+}
+
+
+@pytest.mark.parametrize(("kind", "line", "losses"), RUNS.values(), ids=RUNS)
+def test_a_run_trains_on_it_and_stores_it(
+    tool_folder: Path, tmp_path: Path, kind: str, line: Any, losses: Any
+) -> None:
+    lines = [line if kind == "conversations" else line | {"split": "train"}]
+    file = write_jsonl(tmp_path / "data.jsonl", lines)
+    recipe = small_recipe(
+        tool_folder,
+        tasks={"kind": kind, "path": str(file)},
+        rollout={"student_fraction": 0.0, "max_new_tokens": 40},
+        losses=losses,
+        train={"steps": 1, "prompts_per_step": 1},
+    )
+    run = train(recipe, tmp_path / "run")
+    (row,) = run.metrics()
+    assert row["grad_norm"] > 0
+    trajectories = [stored.trajectory for stored in run.trajectories(0)]
+    first = trajectories[0]
+    assert first.task.messages[0].tools == parse_tools(line["tools"], "here")
+    text = tiny_tokenizer().decode(first.token_ids)
+    assert "# Tools" in text and '"name": "weather"' in text
+    if "call" in json.dumps(line):
+        assert '<tool_call>weather {"city": "Rome"}</tool_call>' in text
+    if kind == "conversations":
+        num_tokens = sum(len(turn.token_ids) for turn in first.turns if turn.role == "assistant")
+        assert sum(row[key] for key in row if key.startswith("tokens/")) == num_tokens
+    (rescored,) = rescore(run.path)
+    assert rescored["loss/" + losses[0]["kind"]] is not None
