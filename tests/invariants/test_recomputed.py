@@ -80,9 +80,9 @@ def test_a_run_goes_on_the_same_whatever_is_free_then(
     real = assemble
     chosen = iter([PLENTY, 0])
 
-    def assembled(recipe: Any) -> Runtime:
+    def assembled(recipe: Any, **options: Any) -> Runtime:
         free = next(chosen)
-        parts = real(recipe, free=lambda device: free)
+        parts = real(recipe, free=lambda device: free, **options)
         if free == PLENTY:
             student: Any = parts.student
             step = student.step

@@ -19,6 +19,7 @@ from courtside.chat.privileged_context import insert_context_text, task_context
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import load_settings, load_tokenizer
 from courtside.environments.base import Environment
+from courtside.errors import TaskError
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
@@ -28,7 +29,7 @@ from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
 from courtside.rollout.offline import ChatLogRollout
 from courtside.tasks.base import FiniteSource
 from courtside.tasks.stored_trajectories import ReplaySource
-from courtside.types import Hint, Sample, Task, Trajectory
+from courtside.types import Hint, Observation, Sample, Task, Trajectory
 
 REPLIES = (
     "I am not sure.",
@@ -254,7 +255,7 @@ def _stand_in_trajectory(
     """The prompt, one reply, and what the environment answers."""
     ids = template.renderer.completion_ids((PROBE_PROMPT,), reply)
     sample = Sample(token_ids=ids, logp=(), stop="eos", text=reply)
-    observation = None if environment is None else environment.start(task).step(reply)
+    observation = None if environment is None else _step(environment, task, reply)
     turns = [
         template.prompt_turn(task),
         template.assistant_turn(sample, () if observation is None else observation.events),
@@ -270,6 +271,16 @@ def _stand_in_trajectory(
         temperature=1.0,
         stop="turns",
     )
+
+
+def _step(environment: Environment, task: Task, reply: str) -> Observation:
+    try:
+        return environment.start(task).step(reply)
+    except Exception as error:  # the border to user code
+        raise TaskError(
+            f"tasks: the environment raised {type(error).__name__} at the reply {reply!r} to task "
+            f"{task.id}: {error}. It must answer any text"
+        ) from error
 
 
 def _sequence(

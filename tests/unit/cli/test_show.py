@@ -16,6 +16,7 @@ from courtside.api import show, train
 from courtside.assemble import assemble
 from courtside.assemble.preview import PreviewSequence
 from courtside.cli.app import app
+from courtside.errors import TaskError
 from courtside.report.folder import toml
 
 TOKENIZER = tiny_tokenizer()
@@ -90,6 +91,26 @@ def test_a_hinted_turn_of_an_environment(bare_folder: Path, position: str) -> No
     if position == "before_turn":
         added = text_of(hinted, "added")
         assert added.startswith("<|im_start|>user\nReminder") and added.endswith("<|im_end|>\n")
+
+
+def test_an_environment_that_raises_is_named(
+    bare_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shown_maze.py").write_text(
+        "from courtside.hashing import task_id\n"
+        "from courtside.types import Message, Task\n"
+        "class Maze:\n"
+        "    size = 20\n"
+        "    def task(self, index):\n"
+        "        messages = (Message(role='user', content=f'Go {index}'),)\n"
+        "        return Task(id=task_id('maze', str(index)), split='train', messages=messages)\n"
+        "    def start(self, task): return self\n"
+        "    def step(self, reply): return {}['way']\n"
+    )
+    tasks = {"kind": "environment", "path": "shown_maze:Maze"}
+    with pytest.raises(TaskError, match=r"the environment raised KeyError at the reply 'I am not"):
+        show(hint_recipe(bare_folder, tasks=tasks, reader={"kind": "rules"}))
 
 
 def test_a_reader_that_is_not_asked_has_an_example(bare_folder: Path) -> None:
