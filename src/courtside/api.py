@@ -36,10 +36,16 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     return RunFolder.read(path)
 
 
-def show(recipe: Recipe) -> Preview:
-    """What a recipe would train on, as tokens: no weights are loaded and nothing is trained."""
-    from courtside.assemble.preview import make_preview
+def show(recipe: Recipe | str | Path) -> Preview:
+    """What a recipe would train on, as tokens: no weights are loaded and nothing is trained.
 
+    `recipe`: also a TOML file, or the name of a built-in recipe.
+    """
+    from courtside.assemble.preview import make_preview
+    from courtside.recipe.builtin import find_recipe
+
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(find_recipe(str(recipe)))
     return make_preview(recipe)
 
 
