@@ -63,7 +63,7 @@ def parse_message(message: Any, where: str) -> Message:
             f"{where}.weight = {fields['weight']!r}: which turns train follows from the losses and "
             "hints. Remove the key, or leave the line out"
         )
-    role = ROLES.get(fields.get("role", ""))
+    role = _find_role(fields.get("role"), ROLES)
     if role is None:
         raise TaskError(f"{where}.role = {fields.get('role')!r}; use one of {list(ROLES)}")
     calls = parse_tool_calls(fields.get("tool_calls", ()), where)
@@ -85,7 +85,7 @@ def parse_message(message: Any, where: str) -> Message:
 def _parse_sharegpt(fields: Mapping[str, Any], where: str) -> Message:
     if unknown := sorted(fields.keys() - {"from", "value", "weight"}):
         raise TaskError(f"{where}: unknown key {unknown[0]!r}; use `from` and `value`")
-    role = SHAREGPT_ROLES.get(fields["from"])
+    role = _find_role(fields["from"], SHAREGPT_ROLES)
     if role is None:
         raise TaskError(f"{where}.from = {fields['from']!r}; use one of {list(SHAREGPT_ROLES)}")
     value = parse_content(fields.get("value", ""), f"{where}.value")
@@ -104,6 +104,10 @@ def _parse_sharegpt(fields: Mapping[str, Any], where: str) -> Message:
     wrapped = [call if "function" in call else {"function": call} for call in calls
                if isinstance(call, Mapping)]  # fmt: skip
     return parse_message({"role": "assistant", "content": "", "tool_calls": wrapped}, where)
+
+
+def _find_role(name: object, roles: Mapping[str, Role]) -> Role | None:
+    return roles.get(name) if isinstance(name, str) else None
 
 
 def parse_content(content: Any, where: str) -> str:

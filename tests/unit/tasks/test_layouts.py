@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.small_runs import small_recipe, write_jsonl
 from support.tiny_model import save_tiny, tiny_tokenizer
 from unit.chat.templates import TOOLS_TEMPLATE
@@ -18,7 +20,8 @@ from courtside.api import rescore, train
 from courtside.chat.api_messages import parse_tools
 from courtside.errors import TaskError
 from courtside.tasks.chat_logs import read_chat_logs
-from courtside.tasks.parsing import read_jsonl_tasks
+from courtside.tasks.layouts import KEYS
+from courtside.tasks.parsing import Record, parse_tasks, read_jsonl_tasks
 from courtside.types import Task
 
 TOOL = {
@@ -219,6 +222,35 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, reader: str) -> None:
 def test_a_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="it is a device or socket, not a regular file"):
         read_jsonl_tasks(Path("/dev/zero"))
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
+NAMES = st.sampled_from(["user", "assistant", "tool", "human", "gpt", "function_call", "text"])
+MESSAGE_KEYS = st.sampled_from(
+    ["role", "content", "from", "value", "tool_calls", "tool_call_id", "name", "weight", "type",
+     "text", "function", "arguments"]
+)  # fmt: skip
+TREES = st.recursive(
+    PLAIN | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(MESSAGE_KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+MESSAGES = st.lists(st.dictionaries(MESSAGE_KEYS, TREES, min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from([*KEYS, "id", "split"]), MESSAGES | TREES, max_size=5))
+def test_whatever_a_line_holds_it_is_a_task_or_a_task_error(line: dict[str, Any]) -> None:
+    record = Record(where="line 1", fields=line)
+    try:
+        (task,) = parse_tasks("jsonl", [record])
+    except TaskError as error:
+        assert str(error).startswith("line 1: ")
+        return
+    assert task.messages[-1].role in ("user", "tool")
+    assert all(isinstance(message.content, str) for message in task.messages)
 
 
 # ── whole runs ───────────────────────────────────────────────────────────────────────────────────
