@@ -96,13 +96,14 @@ def _parse_sharegpt(fields: Mapping[str, Any], where: str) -> Message:
     try:
         calls = json.loads(value)
     except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise TaskError(
             f"{where}: the value of a function_call must be JSON with name and arguments; "
             f"got {value[:60]!r}"
-        ) from None
-    calls = calls if isinstance(calls, list) else [calls]
-    wrapped = [call if "function" in call else {"function": call} for call in calls
-               if isinstance(call, Mapping)]  # fmt: skip
+        )
+    wrapped = [call if "function" in call else {"function": call} for call in calls]
     return parse_message({"role": "assistant", "content": "", "tool_calls": wrapped}, where)
 
 

@@ -146,6 +146,7 @@ def test_sharegpt_with_system_tools_and_calls(tmp_path: Path) -> None:
         ({"conversations": [{"from": "alien", "value": "x"}]}, r"ons\[0\].from = 'alien'"),
         ({"conversations": [{"from": "human", "value": 3}]}, r"conversations\[0\].value must be"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "must be JSON with name"),
+        ({"conversations": [{"from": "function_call", "value": "3"}]}, "must be JSON with name"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER]},
          "`system`, and `messages` begins with one"),
         ({"prompt": "a", "chosen": "b"}, "`chosen` needs a `rejected`"),
