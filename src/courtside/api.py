@@ -16,6 +16,7 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.assemble.preview import Preview
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
@@ -46,7 +47,7 @@ def train(
     with RunFolder.open(path, recipe) as opened:
         try:
             console.phase("loading models")
-            parts = assemble(recipe)
+            parts = assemble(recipe, trains=True)
             run = Run(parts, opened, console)
         except BaseException:
             console.finish()  # else the loop does
@@ -69,6 +70,16 @@ def write_report(run: str | Path) -> Path:
     folder = RunFolder.read(run)
     decode = _make_decode(folder.recipe())
     return write_report(folder, differences=compare_evaluations(folder), decode=decode)
+
+
+def show(recipe: Recipe | str | Path) -> Preview:
+    """What a recipe would train on, as tokens: no weights are loaded and nothing is trained.
+
+    `recipe`: also a TOML file, or the name of a built-in recipe.
+    """
+    from courtside.assemble.preview import make_preview
+
+    return make_preview(_load(recipe))
 
 
 def evaluate_student(

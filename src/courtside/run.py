@@ -26,13 +26,18 @@ from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import write_trajectories
-from courtside.report.metrics import check_nothing_trained
+from courtside.report.metrics import check_harmful_hints, check_nothing_trained
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
+
+HARMFUL_HINTS = "harmful_hints"
+"""Kind of alarm."""
+STEPS_BETWEEN_ALARMS = 10
+"""Of one kind."""
 
 
 class Run:
@@ -129,11 +134,11 @@ class Run:
     def record(
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
+        if update.teacher_logp:  # the update scored hints
+            scored = judge_hints(scored, update)
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        if update.teacher_logp:  # the update scored hints
-            scored = judge_hints(scored, update)
         self._add_step_costs(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
@@ -148,12 +153,23 @@ class Run:
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
+        self._check_hints(step, scored)
         if last and (alarm := check_nothing_trained(self.folder.metrics())):
             self.folder.record_alarm({"step": step, "message": alarm})
             self.console.print_line(alarm)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
+
+    def _check_hints(self, step: int, scored: Sequence[Scored]) -> None:
+        """Alarm where most hints do harm, and again after some steps where they still do."""
+        alarm = check_harmful_hints([outcome for s in scored for outcome in s.hints])
+        if alarm is None:
+            return
+        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == HARMFUL_HINTS]
+        if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
+            self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
+            self.console.print_line(f"step {step + 1}: {alarm}")
 
     def write_report(self) -> Path:
         differences = compare_evaluations(self.folder)
@@ -324,8 +340,10 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
     if recipe.reader is not None:
         hints = [hint for s in scored for hint in s.hints]
         # A threshold that drops every hint of the first step is a mistake in the recipe; later the
-        # student may no longer need any of them.
-        if not hints or (update.step > 0 and all(hint.drop_reason is not None for hint in hints)):
+        # student may no longer need any of them. Harmful hints have an alarm of their own.
+        if not hints or any(hint.drop_reason == "harmful" for hint in hints):
+            return
+        if update.step > 0 and all(hint.drop_reason is not None for hint in hints):
             return
     elif scored and recipe.rollout.corrections and all(x.on == "dataset" for x in recipe.losses):
         num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)

@@ -6,8 +6,8 @@ by its position in some other list. `None` means "never measured" and is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,6 +27,12 @@ StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done",
 class Message:
     role: Role
     content: str
+    extra: str = ""
+    """Other keys of a chat API's message (`tool_calls`, `tool_call_id`, `name`) as a JSON object,
+    which the chat template renders; empty: none."""
+    tools: str = ""
+    """On the first message of a prompt: the tool schemas that the chat template renders, as JSON;
+    empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +246,12 @@ class HintOutcome:
     pass_rate: float | None = None
     """Share of replies sampled under the hint that the environment accepts; None: none were."""
     drop_reason: str | None = None
-    """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
+    """Why it does not train, e.g. "harmful", "shift", "too_long"; None: it trains."""
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether the turn became more likely under the hint."""
+        return self.shift is not None and self.shift < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +292,16 @@ class Target:
     """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
     """Which completion tokens are scored, one row of the tensors each, in order; None: all."""
+
+    def without_turns(self, trajectory: Trajectory, turns: Collection[int]) -> Target | None:
+        """The target of the other turns alone; None: there are none."""
+        turn_of = trajectory.turn_of
+        indices = range(len(turn_of)) if self.token_indices is None else self.token_indices
+        rows = [row for row, i in enumerate(indices) if turn_of[i] not in turns]
+        names = ("logp_T", "hidden_TD", "top_ids_TK", "top_logp_TK")
+        tensors = {n: v[rows] for n in names if (v := getattr(self, n)) is not None}
+        remaining = tuple(indices[row] for row in rows)
+        return replace(self, token_indices=remaining, **tensors) if rows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +346,11 @@ class Scored:
     """Hints for this trajectory, also those that were dropped."""
 
     @property
+    def harmful_turns(self) -> frozenset[int]:
+        """Turns whose hints were measured before the update and dropped as harmful."""
+        return frozenset(o.hint.turn for o in self.hints if o.drop_reason == "harmful")
+
+    @property
     def has_target(self) -> bool:
         return self.target is not None or self.deferred is not None
 
@@ -352,9 +378,13 @@ class Update:
     num_tokens: Mapping[str, int]
     """Trained tokens of each component in this step."""
     student_logp: Mapping[str, tuple[float, ...]]
-    """By trajectory id: log-probs of its completion tokens under the student before the step."""
+    """By trajectory id: log-probs of its completion tokens under the student before the step; NaN
+    where the update did not compute them."""
     teacher_logp: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By trajectory id: the `logp_T` of deferred targets, which the update scored."""
+    harmful_turns: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """By trajectory id: turns that trained nothing, as the update measured that their hints make
+    them more likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

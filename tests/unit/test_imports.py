@@ -10,7 +10,9 @@ import pytest
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy", "fastapi",
          "uvicorn")  # fmt: skip
-VERBS = ("train", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema")
+VERBS = (
+    "train", "show", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema",
+)  # fmt: skip
 HELP_SECONDS = 0.5
 
 

@@ -60,6 +60,7 @@ def one_dict(): return {"prompt": "Hi"}
 def mixed(): return [task(), {"prompt": "Hi"}]
 def same_ids(): return [task(1), task(1, answer="2")]
 def no_id(): return [task(id="")]
+def set_args(): return [task(0, grader="exact", answer="a", grader_args={"a": {1, 2}})]
 def bad_split(): return [task(split="dev")]
 def no_messages(): return [task(messages=())]
 def list_messages(): return [task(messages=[Message(role="user", content="Hi")])]
@@ -307,6 +308,7 @@ def test_records_and_dicts(user_folder: Path) -> None:
         ("same_ids", {}, "item 1: id = 't-1' is that of another task"),
         ("no_id", {}, "item 0: id = ''"),
         ("bad_split", {}, "split = 'dev'"),
+        ("set_args", {}, "item 0: grader_args must hold JSON values, as they are stored with"),
         ("no_messages", {}, "the last message must be a user's"),
         ("list_messages", {}, "must be a tuple"),
         ("own_answer", {}, "the last message must be a user's"),

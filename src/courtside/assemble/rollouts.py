@@ -40,15 +40,6 @@ MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
 
 
-def make_prompt_limit(recipe: Recipe, template: ChatTemplate, context_length: int) -> PromptLimit:
-    """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data."""
-    new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
-    length = partial(
-        template.count_prompt_tokens, max_new_tokens=new, with_completions=recipe.trains_on_data
-    )
-    return PromptLimit(length=length, max_tokens=context_length - new)
-
-
 def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     """Further held-out tasks, by the name that the recipe gives them."""
     suites = {}
@@ -147,7 +138,7 @@ def make_offline_rollout(
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = ChatLogRollout(
             template=template,
-            format_call=partial(_format_call, recipe.tasks.tool_call_format),
+            format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
             temperature=recipe.rollout.temperature,
             context_length=engine.context_length,
         )
@@ -171,7 +162,8 @@ def make_offline_rollout(
     return rollout, [surprise_note, *notes]
 
 
-def _format_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+def format_recorded_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+    """A tool call of a chat log as text, where the chat template does not render calls."""
     if not isinstance(arguments, dict):
         raise TaskError(
             f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "

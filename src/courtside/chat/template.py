@@ -7,10 +7,11 @@ the template does at the boundary of an answer is checked once, at construction.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -23,8 +24,19 @@ NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 MAX_CACHED_PROMPTS = 4096
 
-ChatMessage = Message | Mapping[str, Any]
-"""A message, or a dict in the format of chat APIs (which may have `tool_calls`)."""
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "courtside_probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+PROBE_CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "courtside_probe", "arguments": {"at": 1}},
+}
 
 
 class ChatTemplate:
@@ -106,9 +118,7 @@ class ChatTemplate:
         """One text per token, for display."""
         return [str(self.tokenizer.decode([token])) for token in ids]
 
-    def render(
-        self, messages: Sequence[ChatMessage], cut: str, *, add_generation_prompt: bool
-    ) -> str:
+    def render(self, messages: Sequence[Message], cut: str, *, add_generation_prompt: bool) -> str:
         """The template's text, with `cut` inside special tokens that messages spell out."""
 
         def split_special(value: Any) -> Any:
@@ -122,18 +132,55 @@ class ChatTemplate:
                 else value
             )
 
-        plain = [split_special(_tree(message)) for message in messages]
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    plain, add_generation_prompt=add_generation_prompt, tokenize=False
-                )
+        trees = [message_tree(message) for message in messages]
+        tools = next((json.loads(message.tools) for message in messages if message.tools), None)
+        if tools and not self.takes_tools:
+            raise ModelError(
+                f"{self.name}: its chat template does not render `tools`, so the student would not "
+                "see them. Describe the tools in the system message and remove `tools`, or use a "
+                "model whose template takes tools"
             )
+        if any("tool_calls" in tree for tree in trees) and not self.renders_tool_calls:
+            raise ModelError(
+                f"{self.name}: its chat template does not render `tool_calls`, so the calls would "
+                "be missing from the prompt. Write them as text in `content`, or use a model whose "
+                "template renders them"
+            )
+        plain = [split_special(tree) for tree in trees]
+        try:
+            return self._apply(plain, split_special(tools), add_generation_prompt)
         except TemplateError as error:
             roles = [message["role"] for message in plain]
             raise ModelError(
                 f"{self.name}: its chat template refuses messages with roles {roles}: {error}"
             ) from None
+
+    def _apply(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
+        options = {} if tools is None else {"tools": tools}
+        return str(
+            self.tokenizer.apply_chat_template(
+                trees, add_generation_prompt=add_generation_prompt, tokenize=False, **options
+            )
+        )
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template renders tool schemas."""
+        try:
+            text = self._apply([{"role": "user", "content": "Is it?"}], [PROBE_TOOL], True)
+        except TemplateError:
+            return False
+        return "courtside_probe" in text
+
+    @cached_property
+    def renders_tool_calls(self) -> bool:
+        """Whether the template renders `tool_calls` of an assistant's message."""
+        ask = {"role": "user", "content": "Is it?"}
+        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        try:
+            return "courtside_probe" in self._apply([ask, call], None, False)
+        except TemplateError:
+            return False
 
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
         """Ids of a text by `render`; no token spans a `cut`."""
@@ -164,9 +211,9 @@ class ChatTemplate:
             )
 
 
-def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[str]:
+def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]:
     """Noncharacters that do not occur in `messages`."""
-    characters = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
+    characters = {c for m in messages for text in (m.content, m.extra, m.tools) for c in text}
     free = [mark for mark in NONCHARACTERS if mark not in characters]
     if len(free) < num:
         raise TaskError(
@@ -176,21 +223,10 @@ def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[
     return free[:num]
 
 
-def _tree(message: ChatMessage) -> Mapping[str, Any]:
-    if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
-    return message
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (*_texts(key), *_texts(inner))
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts(inner)
+def message_tree(message: Message) -> dict[str, Any]:
+    """The message in the format of chat APIs."""
+    extra = json.loads(message.extra) if message.extra else {}
+    return {"role": message.role, "content": message.content, **extra}
 
 
 # ── messages and records ─────────────────────────────────────────────────────────────────────────
@@ -256,5 +292,6 @@ def make_trajectory(
 
 
 def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as display text."""
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    """Messages as display text; tool calls and the like follow as JSON."""
+    texts = ("\n".join(filter(None, (message.content, message.extra))) for message in messages)
+    return "\n\n".join(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))

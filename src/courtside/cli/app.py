@@ -70,6 +70,6 @@ def courtside(
     pass
 
 
-COMMANDS = "train evaluate report view rescore export recipes init schema"
+COMMANDS = "train show evaluate report view rescore export recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))

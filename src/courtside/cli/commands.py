@@ -62,6 +62,39 @@ def train(
     typer.echo(f"Weights: courtside export {name} FOLDER")
 
 
+def show(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+    ],
+    overrides: Overrides = None,
+    all_tokens: Annotated[
+        bool, typer.Option("--all", help="Every token of long sequences, not their ends alone.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what a recipe would train on, as tokens, without loading a model.
+
+    A rendered prompt, the teacher's context and a hinted turn, and which of their tokens train.
+    """
+    from courtside.recipe.builtin import find_recipe
+    from courtside.recipe.load import load_recipe
+
+    parsed = load_recipe(find_recipe(recipe), overrides or ())
+
+    from dataclasses import asdict
+
+    from courtside import api
+    from courtside.cli.preview import format_preview
+    from courtside.cli.tables import print_json
+
+    preview = api.show(parsed)
+    if json:
+        print_json(asdict(preview))
+    else:
+        for line in format_preview(preview, every_token=all_tokens):
+            typer.echo(line)
+
+
 def evaluate(
     target: Annotated[
         str,

@@ -20,6 +20,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,50 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         AutoTokenizer, name, trust_remote_code=trust_remote_code
     )
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Of a model's files, without its weights."""
+
+    context_length: int
+    hidden_size: int | None
+    generation_config: Any
+
+    def eos_ids(self, tokenizer: Any) -> frozenset[int]:
+        return find_eos_ids(self.generation_config, tokenizer)
+
+
+def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
+    from transformers import AutoConfig, GenerationConfig
+
+    config = _load(AutoConfig, name, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(resolve_model(name))
+    except OSError:  # most folders have none; so does `from_pretrained` of a model then
+        generation = GenerationConfig.from_model_config(config)
+    return ModelSettings(
+        context_length=find_context_length(config),
+        hidden_size=getattr(config.get_text_config(), "hidden_size", None),
+        generation_config=generation,
+    )
+
+
+def find_context_length(config: Any) -> int:
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 2**31))
+
+
+def find_eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids of the generation config and the tokenizer."""
+    config_ids = getattr(generation_config, "eos_token_id", None)
+    ids = {*(config_ids if isinstance(config_ids, list) else [config_ids]), tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ModelError(
+            "neither the tokenizer nor the generation config has an end-of-sequence token, so no "
+            "sample would ever end. Set eos_token in tokenizer_config.json"
+        )
+    return frozenset(ids)
 
 
 def _load(loader: Any, name: str, **options: Any) -> Any:

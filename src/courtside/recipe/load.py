@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from courtside.errors import RecipeError
+from courtside.files import BOM, read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import find_recipe
 from courtside.recipe.error_messages import describe_problems
@@ -49,7 +50,13 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
 
 def read_tree(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Universal newlines, as reading in text mode has.
+        text = read_regular_file(path).removeprefix(BOM).decode()
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe. `courtside recipes` lists the built-in ones"
+        ) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

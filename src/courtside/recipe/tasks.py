@@ -72,8 +72,9 @@ GraderName = Annotated[str, AfterValidator(_check_grader)]
 class JsonlTasks(TasksBase):
     kind: Literal["jsonl"]
     path: Path
-    """One JSON object a line: prompt (or messages), and optionally answer, completion, rejected,
-    privileged, tags, grader, grader_args, split. Tasks without a split get one by content hash."""
+    """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
+    optionally completion (or chosen), rejected, answer, id, privileged, tags, grader, grader_args,
+    split, metadata. Tasks without a split get one by content hash."""
     grader: GraderName | None = None
     """Of tasks that name none: a built-in grader, or `module:function`."""
 
@@ -84,9 +85,11 @@ class DatasetTasks(TasksBase):
     """What `datasets.load_dataset` takes, or a folder that `save_to_disk` wrote."""
     name: str | None = None
     split: str = "train"
-    columns: Mapping[str, str] = Field(default_factory=lambda: {"prompt": "prompt"})
-    """Field of a task → column of the data set: prompt or messages, answer, completion, rejected.
-    `privileged.NAME` makes a privileged field."""
+    columns: Mapping[str, str] | None = None
+    """Field of a task → column of the data set: prompt, messages or conversations, tools, answer,
+    completion, chosen, rejected. `privileged.NAME` makes a privileged field. Unset: the columns of
+    TRL (prompt, completion, chosen, rejected), of chat APIs (messages, tools) and of ShareGPT
+    (conversations) under their own names."""
     grader: GraderName | None = None
     """A built-in grader, or `module:function`."""
 
@@ -109,8 +112,9 @@ class ConversationTasks(TasksBase):
 
     kind: Literal["conversations"]
     path: Path
-    """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
-    privileged, tags and `id`, which a hints file refers to."""
+    """One JSON object a line: `messages` as chat APIs write them (tool_calls, too) or ShareGPT's
+    `conversations`, and optionally tools, privileged, tags, metadata and `id`, which a hints file
+    refers to."""
     tool_call_format: Literal["json", "plain"] = "json"
     """Format of tool calls if the chat template does not render them."""
 

@@ -1,4 +1,4 @@
-"""The metrics of one step as a flat row of numbers, and the alarm of a run that trained nothing."""
+"""The metrics of one step as a flat row of numbers, and alarms."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
 
 
 def hint_metrics(hints: Sequence[HintOutcome]) -> Row:
-    """How many hints train, how many were dropped by reason, and the mean shift and pass rate."""
+    """How many hints train, how many were dropped by reason, how many make their turn more likely,
+    and the mean shift and pass rate of all that were measured."""
     trained = [outcome for outcome in hints if outcome.drop_reason is None]
     dropped = Counter(outcome.drop_reason for outcome in hints if outcome.drop_reason is not None)
     row: Row = {"hints/trained": len(trained)}
     row |= {f"hints/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
-    shifts = [outcome.shift for outcome in trained if outcome.shift is not None]
+    shifts = [outcome.shift for outcome in hints if outcome.shift is not None]
     if shifts:
+        row["hints/harmful"] = sum(outcome.is_harmful for outcome in hints)
         row["hints/shift"] = sum(shifts) / len(shifts)
     pass_rates = [outcome.pass_rate for outcome in hints if outcome.pass_rate is not None]
     if pass_rates:
@@ -89,18 +91,47 @@ def hint_metrics(hints: Sequence[HintOutcome]) -> Row:
     return row
 
 
+def check_harmful_hints(hints: Sequence[HintOutcome]) -> str | None:
+    """The alarm of a step in which at least half of the measured hints make their turn more likely;
+    None: fewer do."""
+    measured = [outcome.shift for outcome in hints if outcome.shift is not None]
+    harmful = [outcome for outcome in hints if outcome.is_harmful]
+    if not harmful or 2 * len(harmful) < len(measured):
+        return None
+    num_trained = sum(outcome.drop_reason is None for outcome in harmful)
+    consequence = (
+        f"{num_trained} of these trained, as hints.harmful = 'train' says: they teach the mistake"
+        if num_trained
+        else "they would teach the mistake, and did not train"
+    )
+    mean = sum(measured) / len(measured)
+    return (
+        f"{len(harmful)} of {len(measured)} hints make their turn more likely (mean shift "
+        f"{mean:+.2f} nats); {consequence}. Say what is right instead of quoting what went wrong, "
+        "check that each hint is for the turn it names, and see the hints in the report"
+    )
+
+
 def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The alarm of a run in which no step trained a token; None: some did."""
     if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
         return None
+    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
+    if not any("hints/trained" in row for row in rows):
+        return f"{result}. No loss applies to any token; see `on` of the losses."
     counts: Counter[str] = Counter()
     for row in rows:
-        counts.update({k: v for k, v in row.items() if k.startswith(READER) and v})
-    text = ", ".join(f"{name.removeprefix(READER)} {n}" for name, n in sorted(counts.items()))
-    reason = (
-        f"The reader counted over all steps: {text}."
-        if text
-        else "No loss applies to any token; see `on` of the losses."
+        names = (key for key in row if key.startswith((READER, "hints/dropped/")))
+        counts.update({name.removeprefix(READER): row[name] for name in names if row[name]})
+    if counts:
+        text = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+        return f"{result}. The reader counted over all steps: {text}."
+    kinds = sorted({key.removeprefix("events/") for row in rows for key in row
+                    if key.startswith("events/")})  # fmt: skip
+    events = (
+        f"the environment reported events of kind {', '.join(kinds)}, and no rule detects one of "
+        "them; add a rule for it to reader.rules"
+        if kinds
+        else "no event was reported and no text matched; look at some turns with `courtside view`"
     )
-    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
-    return f"{result}. {reason}"
+    return f"{result}. The reader proposed no hint in any step: {events}."

@@ -63,6 +63,8 @@ def make_task_source(
         prompt_limit=prompt_limit,
     )
 
+    notes: list[str] = []
+
     def finite(tasks: Sequence[Task], path: Path | str) -> FiniteSource:
         prompted = [add_system_message(task, config.system_prompt) for task in tasks]
         fitting = [t for t in prompted if not prompt_limit or prompt_limit.fits(t, str(path))]
@@ -70,6 +72,7 @@ def make_task_source(
             raise prompt_limit.error(prompted[0], str(path))
         source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit)
         source.num_dropped = len(prompted) - len(fitting)
+        source.notes = tuple(notes)
         return source
 
     match config:
@@ -85,13 +88,13 @@ def make_task_source(
             environment = environment or load_environment(config)
             return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
         case JsonlTasks():
-            return finite(read_jsonl_tasks(config.path, config.grader), config.path)
+            return finite(read_jsonl_tasks(config.path, config.grader, notes), config.path)
         case CustomTasks():
-            return finite(load_custom_tasks(config), config.path)
+            return finite(load_custom_tasks(config, notes), config.path)
         case DatasetTasks():
-            return finite(load_dataset_tasks(config), config.path)
+            return finite(load_dataset_tasks(config, notes), config.path)
         case ConversationTasks():
-            return finite(read_chat_logs(config.path), config.path)
+            return finite(read_chat_logs(config.path, notes), config.path)
         case TrajectoryTasks():
             max_tokens = None if prompt_limit is None else prompt_limit.max_tokens
             return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)

@@ -133,7 +133,8 @@ def _schema() -> Any:
     import pyarrow as pa
 
     logps = pa.list_(pa.float32())
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    names = ("role", "content", "extra", "tools")
+    message = pa.struct([(name, pa.string()) for name in names])
     event = pa.struct([("kind", pa.string()), ("details", pa.string())])
     turn = pa.struct(
         [
