@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +19,13 @@ from urllib.parse import quote
 
 import torch
 
-from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
+from courtside.errors import (
+    EnvironmentFaultsError,
+    Interrupted,
+    NotFiniteError,
+    RunError,
+    UserError,
+)
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.intervals import paired_difference
 from courtside.recipe import Recipe
@@ -74,7 +82,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except UserError:
+        except (UserError, EnvironmentFaultsError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
@@ -155,8 +163,10 @@ class Run:
     def write_report(self) -> Path:
         before, after = first_and_last_evaluation(self.folder.evaluations())
         comparison = None
-        if before and after and before.scores.keys() == after.scores.keys():
-            comparison = paired_difference(before.scores, after.scores)
+        if before and after and (common := before.scores.keys() & after.scores.keys()):
+            comparison = paired_difference(
+                {id: before.scores[id] for id in common}, {id: after.scores[id] for id in common}
+            )
         return write_report(self.folder, comparison=comparison, decode=self.parts.renderer.pieces)
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
@@ -202,8 +212,14 @@ class Run:
                     self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
-            with self.phase("evaluate"):
-                evaluation = self._evaluate(policy, split)
+            try:
+                with self.phase("evaluate"):
+                    evaluation = self._evaluate(policy, split)
+            except Exception as error:  # whatever fails after training must not cost the report
+                if not self._is_trained:
+                    raise
+                self._report_unmeasured(f"{policy} on {split} tasks", error)
+                continue
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation)
             self.folder.write_costs(self.meter.totals())
@@ -227,9 +243,27 @@ class Run:
                 before, [Scored(trajectory=t, target=None) for t in trajectories], {}
             )
             return evaluation
-        untrained = [stored.trajectory for stored in read_trajectories(before, 0)]
-        metrics = logp_drop(untrained, self.parts.engine)
+        try:
+            untrained = [stored.trajectory for stored in read_trajectories(before, 0)]
+            metrics = logp_drop(untrained, self.parts.engine)
+        except (UserError, RunError) as error:
+            self._report_unmeasured("logp_drop", error)
+            return evaluation
         return replace(evaluation, metrics={**evaluation.metrics, **metrics})
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.num_steps == self.recipe.train.steps
+
+    def _report_unmeasured(self, what: str, error: Exception) -> None:
+        """On the console and in the report; the evaluation is tried again by the next command."""
+        reason = str(error)
+        if not isinstance(error, UserError | RunError):
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
+        message = f"not measured after training: {what} ({reason})"
+        self.folder.record_alarm({"step": self.num_steps, "message": message})
+        self.console.print_line(message)
 
     def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
         """Test tasks before and after training, validation tasks in between."""
@@ -349,7 +383,9 @@ def _describe_errors(evaluation: Evaluation) -> str:
     if "error_rate" not in metrics:
         return ""
     low, high = metrics["error_rate/low"], metrics["error_rate/high"]
-    return f"; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
+    faults = metrics.get("environment_faults", 0)
+    left_out = f"; {faults:g} episodes left out (bugs in the environment)" if faults else ""
+    return f"{left_out}; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
 def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:

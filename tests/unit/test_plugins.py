@@ -324,9 +324,14 @@ def test_task_sources_that_cannot_work(
     assert message in str(caught.value)
 
 
-def test_what_a_task_source_raises_is_its_own(user_folder: Path) -> None:
-    with pytest.raises(OSError, match="no database"):
+def test_what_a_task_source_raises_is_told_with_its_place(user_folder: Path) -> None:
+    with pytest.raises(TaskError) as caught:
         custom_tasks("fails")
+    line = USER_MODULE.splitlines().index('def fails(): raise OSError("no database")') + 1
+    assert str(caught.value) == (
+        "tasks.path = 'mine:fails': fails(**settings) raised OSError: no database "
+        f"(mine.py, line {line})"
+    )
 
 
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────

@@ -71,7 +71,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     notes += [] if checkpointing is None else [checkpointing]
 
     limit = make_prompt_limit(recipe, template, engine.context_length)
-    environment = make_environment(recipe.tasks)
+    environment = make_environment(recipe.tasks, recipe.rollout.limits)
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
 

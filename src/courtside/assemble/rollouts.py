@@ -53,7 +53,7 @@ def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     suites = {}
     for name, changes in recipe.evaluate.suites.items():
         config = override_tasks(recipe.tasks, changes)
-        environment = make_environment(config)
+        environment = make_environment(config, recipe.rollout.limits)
         source = make_task_source(config, recipe.seed, limit, environment)
         suites[name] = TaskSuite(source, environment)
     return suites

@@ -155,7 +155,7 @@ def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTria
         return None
     return HintTrial(
         sampling=make_sampling(recipe.rollout),
-        passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        passes=partial(reply_passes, environment.start),
         num_replies=recipe.hints.resamples,
         seed=recipe.seed,
     )

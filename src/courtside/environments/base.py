@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from courtside.errors import TaskError
 from courtside.types import Grade, Observation, Task
 
 
@@ -20,7 +19,8 @@ class Episode(Protocol):
     def step(self, reply: str) -> Observation:
         """Answer one assistant turn.
 
-        `reply` can be any text, also truncated or empty; none may raise. `Observation.messages`
+        `reply` can be any text, also truncated or empty; a call that raises ends the episode as a
+        fault of the environment, not of the student. `Observation.messages`
         are the next prompt (role `tool` or `user`), `events` the mistakes of this reply. There is
         no further step after `done`."""
 
@@ -37,6 +37,7 @@ class EpisodeRequest:
     task: Task
     seed: int
     start: Callable[[Task], Episode]
+    """Of a guarded environment: it raises `EnvironmentFault` and nothing else."""
 
 
 class Environment(Protocol):
@@ -55,20 +56,3 @@ class Environment(Protocol):
 
     def start(self, task: Task) -> Episode:
         """A fresh episode, from the task alone. `task.messages` may have a system prompt added."""
-
-
-def validate_task(task: object, where: str) -> Task:
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"{where} gave {type(task).__name__}; return a courtside.types.Task with id, split and "
-            "messages"
-        )
-    if not task.messages or task.messages[-1].role not in ("user", "tool"):
-        raise TaskError(
-            f"{where} has messages that the student cannot answer; the last one must be a user's"
-        )
-    if task.grader is not None:
-        raise TaskError(
-            f"{where} has grader = {task.grader!r}, but an episode grades itself; leave it out"
-        )
-    return task

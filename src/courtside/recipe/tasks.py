@@ -156,10 +156,35 @@ class EnvironmentTasks(TasksBase):
     """`module:Class`; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
+    workers: NonNegativeInt = 0
+    """Worker processes that run it, one call at a time each; one that dies or hangs costs its
+    episode, not the run. 0: threads of this process, which start at once and share memory."""
+    rows: Path | None = None
+    """Of a class whose methods are tools (TRL's convention): one JSON object a line with `prompt`,
+    and optionally `split` and more. All columns are keyword arguments of `reset`."""
+    reward: Annotated[str, import_path("my_rewards:reward")] | None = None
+    """Of such a class: `module:function`, called as a reward function of TRL with `environments`.
+    Unset: the attribute or method `reward` of the class."""
+    reward_range: tuple[float, float] | None = None
+    """Of such a class: rewards that become the scores 0 and 1. Unset: 0 and 1."""
+    tool_call_format: Literal["json", "plain"] | None = None
+    """Of such a class: how the student writes calls. Unset: json."""
 
     @property
     def is_environment(self) -> bool:
         return True
+
+    @property
+    def tool_class_fields(self) -> list[str]:
+        """The fields that are set and apply only to classes whose methods are tools."""
+        names = ("rows", "reward", "reward_range", "tool_call_format")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @model_validator(mode="after")
+    def _check_reward_range(self) -> EnvironmentTasks:
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(f"reward_range = {list(self.reward_range)}: the least comes first")
+        return self
 
 
 CapabilityName = Literal[

@@ -83,6 +83,8 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
         numbers.append(("error_rate", f"{errors:.1%}"))
     if hints is not None:
         numbers.append(("hints", f"{hints:g}"))
+    if faults := row.get("environment_faults"):
+        numbers.append(("environment_faults", f"{faults:g}"))
     if "grad_norm" in row:
         numbers.append(("grad", format_number(row["grad_norm"], trim=False)))
     return numbers

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from courtside.environments.base import Environment, validate_task
-from courtside.environments.loading import load_environment
+from courtside.environments.base import Environment
+from courtside.environments.loading import make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.recipe.tasks import (
     ArithmeticTasks,
@@ -82,7 +82,8 @@ def make_task_source(
             name = "tasks.kind = 'toolbox'"
             return generate(TaskSpace(name, toolbox.size, toolbox.split, toolbox.task))
         case EnvironmentTasks():
-            environment = environment or load_environment(config)
+            environment = environment or make_environment(config)
+            assert environment is not None
             return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
         case JsonlTasks():
             return finite(read_jsonl_tasks(config.path, config.grader), config.path)
@@ -98,9 +99,7 @@ def make_task_source(
 
 
 def environment_space(environment: Environment, name: str) -> TaskSpace:
-    """The tasks of a user's environment, each validated before it is used."""
-
-    def task(index: int) -> Task:
-        return validate_task(environment.task(index), f"{name}: task({index})")
-
-    return TaskSpace(name, environment.size, lambda index: task(index).split, task)
+    """The tasks of a guarded environment."""
+    return TaskSpace(
+        name, environment.size, lambda index: environment.task(index).split, environment.task
+    )

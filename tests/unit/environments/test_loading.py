@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.base import Environment
+from courtside.environments.guard import GuardedEnvironment
 from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
@@ -90,7 +91,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(path: str, **settings: Any) -> Environment:
-    return load_environment(EnvironmentTasks(kind="environment", path=path, settings=settings))
+    config = EnvironmentTasks(kind="environment", path=path, settings=settings)
+    return load_environment(config, seconds=None).environment
 
 
 def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
@@ -132,8 +134,13 @@ def test_mistakes_inside_a_world_are_its_own(user_folder: Path) -> None:
     (user_folder / "broken_world.py").write_text(
         "class World:\n    def __init__(self): raise TypeError('inside')\n"
     )
-    with pytest.raises(TypeError, match="inside"):
+    with pytest.raises(TaskError) as caught:
         load("broken_world:World")
+    assert str(caught.value) == (
+        "tasks.path = 'broken_world:World': World(**settings) raised TypeError: inside "
+        "(broken_world.py, line 2)"
+    )
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_which_tasks_are_environments(user_folder: Path) -> None:
@@ -143,7 +150,9 @@ def test_which_tasks_are_environments(user_folder: Path) -> None:
     assert custom.is_environment and box.is_environment and not sums.is_environment
     world = make_environment(custom)
     assert world is not None and world.size == 40
-    assert isinstance(make_environment(box), Toolbox) and make_environment(sums) is None
+    toolbox = make_environment(box)
+    assert isinstance(toolbox, GuardedEnvironment) and isinstance(toolbox.environment, Toolbox)
+    assert make_environment(sums) is None
 
 
 def test_a_source_of_its_tasks(user_folder: Path) -> None:

@@ -1,0 +1,318 @@
+"""Classes whose public methods are tools, by TRL's convention, as environments.
+
+`reset(**row)` starts an episode and may return text for the end of the prompt; public methods with
+type hints and docstrings are the tools; `reward` is an attribute or a method, or a reward function
+is called with `environments`. A reply without a call ends the episode, and so does `done`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from courtside.environments.base import Environment
+from courtside.environments.tool_calls import CallError, CallFormat, format_call, parse_call
+from courtside.environments.validation import InvalidValue, plain_text
+from courtside.errors import TaskError
+from courtside.hashing import split_of, task_id
+from courtside.plugins import load_plugin
+from courtside.recipe.tasks import EnvironmentTasks
+from courtside.types import Event, Grade, Message, Observation, Task
+
+NO_TOOLS = frozenset({"reset", "reward", "close"})
+JSON_TYPES: Mapping[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array",
+    tuple: "array", dict: "object", Any: "any",
+}  # fmt: skip
+PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
+
+
+def is_tool_class(user_class: Any) -> bool:
+    return callable(getattr(user_class, "reset", None)) and not hasattr(user_class, "start")
+
+
+def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environment:
+    where, name = f"tasks.path = {config.path!r}", user_class.__name__
+    if hasattr(user_class, "action_space"):
+        raise TaskError(
+            f"{where}: {name} is a Gymnasium environment, whose actions are no text. Wrap it as "
+            "docs/environments.md shows (examples/environments/text_game.py)"
+        )
+    if config.rows is None:
+        raise TaskError(
+            f"{where}: {name} has reset(**row), so its tasks are rows of a file; name it in "
+            "tasks.rows. (An environment of courtside has task(index) and start(task))"
+        )
+    try:
+        inspect.signature(user_class).bind(**config.settings)
+        tools = {tool: describe_tool(method) for tool, method in find_tools(user_class).items()}
+    except (TypeError, InvalidValue) as problem:
+        raise TaskError(f"{where}: {name}: {problem}") from None
+    if not tools:
+        raise TaskError(
+            f"{where}: {name} has no tools; its public methods are those, but `reset` and `reward`"
+        )
+    reward = None
+    if config.reward is not None:
+        reward = load_plugin(config.reward, "function", field="tasks.reward", error=TaskError)
+    return ToolEnvironment(user_class, config, rows=read_rows(config.rows), tools=tools,
+                           reward=reward)  # fmt: skip
+
+
+class ToolEnvironment:
+    def __init__(
+        self,
+        user_class: Callable[..., Any],
+        config: EnvironmentTasks,
+        *,
+        rows: list[dict[str, Any]],
+        tools: Mapping[str, dict[str, Any]],
+        reward: Callable[..., Any] | None,
+    ) -> None:
+        self.user_class, self.settings = user_class, dict(config.settings)
+        self.rows, self.tools, self.reward = rows, tools, reward
+        self.size = len(rows)
+        self.call_format: CallFormat = config.tool_call_format or "json"
+        self.reward_range = config.reward_range or (0.0, 1.0)
+        self.task = lru_cache(maxsize=4096)(self._task)  # `reset` may be expensive
+
+    def _task(self, index: int) -> Task:
+        row = self.rows[index]
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [Message(role=m["role"], content=m["content"]) for m in prompt]
+        added = self._make().reset(**row)
+        if added is not None:
+            text = plain_text(added, "what reset returned")
+            last = messages[-1]
+            messages[-1] = Message(role=last.role, content=f"{last.content}{text}")
+        content = json.dumps(row, sort_keys=True)
+        facts = {
+            k: v for k, v in row.items() if isinstance(v, str) and k not in ("prompt", "split")
+        }
+        return Task(
+            id=task_id("row", content),
+            split=row.get("split") or split_of(content),
+            messages=(Message(role="system", content=self._describe_tools()), *messages),
+            privileged={**facts, "tools": ", ".join(self.tools)},
+            grader_args={"row": row},
+        )
+
+    def start(self, task: Task) -> ToolEpisode:
+        row = task.grader_args["row"]
+        instance = self._make()
+        instance.reset(**row)
+        return ToolEpisode(self, instance, row)
+
+    def _make(self) -> Any:
+        return self.user_class(**self.settings)
+
+    def _describe_tools(self) -> str:
+        example = format_call("NAME", {"ARGUMENT": "VALUE"}, self.call_format)
+        lines = [json.dumps(schema, ensure_ascii=False) for schema in self.tools.values()]
+        return (
+            f"Call one tool in a reply, in this format:\n{example}\nA reply without a call is your "
+            "final answer. Tools:\n" + "\n".join(lines)
+        )
+
+
+class ToolEpisode:
+    def __init__(self, environment: ToolEnvironment, instance: Any, row: dict[str, Any]) -> None:
+        self.environment, self.instance, self.row = environment, instance, row
+        self.replies: list[dict[str, str]] = []
+
+    def step(self, reply: str) -> Observation:
+        self.replies.append({"role": "assistant", "content": reply})
+        call = parse_call(reply, self.environment.call_format)
+        if isinstance(call, CallError):
+            if call.kind == "no_call":
+                return Observation(messages=(), done=True)
+            return self._answer(f"Error: {call.message}", Event(
+                kind=call.kind, details={"message": call.message, "tools": self._tool_names()}
+            ))  # fmt: skip
+        details = {
+            "tool": call.name, "arguments": dict(call.arguments), "tools": self._tool_names(),
+        }  # fmt: skip
+        schema = self.environment.tools.get(call.name)
+        if schema is None:
+            return self._fail("tool_not_found", f"Tool not found: {call.name}", details)
+        if problem := find_argument_problem(schema["parameters"], call.arguments):
+            return self._fail("invalid_arguments", problem, details)
+        try:
+            result = getattr(self.instance, call.name)(**call.arguments)
+        except Exception as error:  # user code; a tool tells the student so by raising
+            return self._fail("tool_error", f"{type(error).__name__}: {error}", details)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        if call.num_ignored:
+            text += f"\n(Only the first of {call.num_ignored + 1} calls was run.)"
+            details["message"] = "only the first call of a reply is run"
+            return self._answer(text, Event(kind="extra_calls", details=details))
+        return self._answer(text)
+
+    def grade(self) -> Grade:
+        low, high = self.environment.reward_range
+        value = self._reward()
+        try:
+            reward = float(value)
+        except (TypeError, ValueError):
+            raise InvalidValue(f"took the reward {value!r}; return a number") from None
+        if not low <= reward <= high:
+            raise InvalidValue(
+                f"took the reward {reward:g}, which is outside of tasks.reward_range = "
+                f"[{low:g}, {high:g}]; set the range that the rewards have"
+            )
+        score = (reward - low) / (high - low)
+        return Grade(score=score, passed=score == 1.0)
+
+    def _reward(self) -> Any:
+        if self.environment.reward is not None:
+            columns = {name: [value] for name, value in self.row.items() if name != "prompt"}
+            rewards = self.environment.reward(
+                prompts=[self.row["prompt"]],
+                completions=[self.replies],
+                environments=[self.instance],
+                **columns,
+            )
+            return rewards[0]
+        reward = getattr(self.instance, "reward", None)
+        if reward is None:
+            raise InvalidValue(
+                "found no `reward` on the object; set it, or name a function in tasks.reward"
+            )
+        return reward() if callable(reward) else reward
+
+    def _fail(self, kind: str, message: str, details: dict[str, Any]) -> Observation:
+        return self._answer(f"Error: {message}", Event(
+            kind=kind, details={**details, "message": message}
+        ))  # fmt: skip
+
+    def _answer(self, text: str, *events: Event) -> Observation:
+        done = bool(getattr(self.instance, "done", False))
+        return Observation(messages=(Message(role="tool", content=text),), done=done, events=events)
+
+    def _tool_names(self) -> str:
+        return ", ".join(self.environment.tools)
+
+
+# ── tools from signatures ────────────────────────────────────────────────────────────────────────
+
+
+def find_tools(user_class: Any) -> dict[str, Callable[..., Any]]:
+    return {
+        name: method
+        for name, method in inspect.getmembers(user_class, inspect.isfunction)
+        if not name.startswith("_") and name not in NO_TOOLS
+    }
+
+
+def describe_tool(method: Callable[..., Any]) -> dict[str, Any]:
+    """Name, description and the JSON schema of the parameters."""
+    doc = inspect.getdoc(method)
+    if not doc:
+        raise InvalidValue(f"the tool {method.__name__} has no docstring; write what it does")
+    hints = get_type_hints(method)
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
+        if name not in hints:
+            raise InvalidValue(
+                f"the parameter {name!r} of the tool {method.__name__} has no type hint; add it"
+            )
+        properties[name] = {**_schema_of(hints[name]), **_describe_parameter(doc, name)}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"name": method.__name__, "description": doc.split("\n\n")[0], "parameters": schema}
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"type": JSON_TYPES.get(type(args[0]), "string"), "enum": list(args)}
+    if origin in (Union, UnionType):
+        members = [arg for arg in args if arg is not NoneType]
+        return {**_schema_of(members[0]), "nullable": True} if len(members) == 1 else {}
+    kind = JSON_TYPES.get(origin or hint)
+    return {} if kind in (None, "any") else {"type": kind}
+
+
+def _describe_parameter(doc: str, name: str) -> dict[str, str]:
+    """From a line `name: text` or `name (type): text` below `Args:`."""
+    for line in doc.splitlines():
+        head, colon, text = line.strip().partition(":")
+        if colon and head.split(" ")[0] == name and text.strip():
+            return {"description": text.strip()}
+    return {}
+
+
+def find_argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """What the student did wrong; None: nothing."""
+    properties = schema["properties"]
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"unexpected argument {unknown[0]!r}; there are {list(properties)}"
+    if missing := [name for name in schema["required"] if name not in arguments]:
+        return f"missing argument {missing[0]!r}"
+    for name, value in arguments.items():
+        wanted = properties[name]
+        if value is None and wanted.get("nullable"):
+            continue
+        kind = wanted.get("type")
+        is_bool = isinstance(value, bool) and kind != "boolean"
+        if kind is not None and (is_bool or not isinstance(value, PYTHON_TYPES[kind])):
+            return f"{name} must be of type {kind}, not {json.dumps(value)}"
+        if "enum" in wanted and value not in wanted["enum"]:
+            return f"{name} must be one of {wanted['enum']}, not {json.dumps(value)}"
+    return None
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"tasks.rows = {str(path)!r}: cannot be read ({error})") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"{where}: not valid JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise TaskError(f"{where}: must be a JSON object with `prompt`")
+        _check_prompt(row.get("prompt"), where)
+        rows.append(row)
+    if not rows:
+        raise TaskError(f"{path}: holds no rows; it needs at least one")
+    return rows
+
+
+def _check_prompt(prompt: Any, where: str) -> None:
+    if isinstance(prompt, str) and prompt.strip():
+        return
+    is_list = isinstance(prompt, list) and bool(prompt)
+    if not is_list or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in prompt
+    ):
+        raise TaskError(
+            f"{where}: `prompt` must be a text, or a list of messages with role and content"
+        )
+    if any(m["role"] == "system" for m in prompt):
+        raise TaskError(
+            f"{where}: `prompt` has a system message, and the list of tools is that; move the text "
+            "into the user's message"
+        )
