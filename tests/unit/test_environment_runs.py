@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,12 @@ class Lines(RunConsole):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    sys.modules.pop("worlds", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "worlds.py").write_text(WORLD)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("worlds", None)
 
 
 def make_recipe(model: Path, *, workers: int = 0, **settings: Any) -> Recipe:

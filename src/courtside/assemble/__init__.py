@@ -7,6 +7,7 @@ from functools import partial
 from courtside.assemble.models import load_models
 from courtside.assemble.rollouts import (
     make_episode_rollout,
+    make_grader,
     make_offline_rollout,
     make_prompt_limit,
     make_single_turn_rollout,
@@ -34,7 +35,6 @@ from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
-from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
 from courtside.training.memory import (
     FreeBytes,
@@ -131,7 +131,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
             suites=make_suites(recipe, limit),
             engine=engine,
             renderer=template,
-            grade=grade,
+            grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=run_episodes,
         ),

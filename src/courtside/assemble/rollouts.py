@@ -16,12 +16,13 @@ from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import TaskSuite
 from courtside.evaluate.surprise import surprise
 from courtside.recipe import Recipe
-from courtside.recipe.tasks import ConversationTasks, override_tasks
+from courtside.recipe.tasks import ConversationTasks, GradedTasks, override_tasks
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.off_policy import (
     CorrectedRollout,
     DatasetCompletions,
     Demonstrations,
+    Grader,
     MixedRollout,
     Source,
     TeacherCompletions,
@@ -30,7 +31,7 @@ from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_pr
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Rollout
 from courtside.tasks.base import PromptLimit, TaskSource
-from courtside.tasks.graders import grade
+from courtside.tasks.graders import grade as grade_response
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
@@ -59,13 +60,19 @@ def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     return suites
 
 
+def make_grader(recipe: Recipe) -> Grader:
+    if isinstance(recipe.tasks, GradedTasks):
+        return partial(grade_response, seconds=recipe.tasks.grader_seconds)
+    return grade_response
+
+
 # ── the student samples ──────────────────────────────────────────────────────────────────────────
 
 
 def make_single_turn_rollout(
     recipe: Recipe, engine: Engine, template: ChatTemplate, teacher: ScoringTeacher | None
 ) -> Rollout:
-    config, seed = recipe.rollout, recipe.seed
+    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe)
     student = SingleTurnRollout(
         engine=engine, template=template, config=config, grade=grade, seed=seed
     )

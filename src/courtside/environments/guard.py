@@ -38,8 +38,8 @@ class EnvironmentFault(Exception):
         """The traceback, where the environment raised."""
 
 
-class _TimedOut(Exception):
-    pass
+class TimedOut(BaseException):
+    """Not an Exception: it may be raised inside user code, which catches those."""
 
 
 # ── guarded records ──────────────────────────────────────────────────────────────────────────────
@@ -92,7 +92,7 @@ class GuardedEnvironment:
         where = f"{self.name}: {method}"
         try:
             return validate(run_with_limit(call, self.seconds))
-        except _TimedOut:
+        except TimedOut:
             raise EnvironmentFault(
                 f"{where} did not return within {self.seconds:g} seconds "
                 "(rollout.limits.step_seconds). Give what it waits for a time limit of its own, or "
@@ -126,7 +126,7 @@ class GuardedEpisode:
 
 
 def run_with_limit(call: Callable[[], T], seconds: float | None) -> T:
-    """Raises what the call raises; `_TimedOut` leaves it running in a daemon thread."""
+    """Raises what the call raises; `TimedOut` leaves it running in a daemon thread."""
     if seconds is None:
         return call()
     outcome: list[tuple[T | None, BaseException | None]] = []
@@ -142,7 +142,7 @@ def run_with_limit(call: Callable[[], T], seconds: float | None) -> T:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise _TimedOut
+        raise TimedOut
     value, error = outcome[0]
     if isinstance(error, KeyboardInterrupt):  # of user code: nobody pressed Ctrl-C in a thread
         raise InvalidValue("raised KeyboardInterrupt; raise another exception")

@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     model_validator,
@@ -66,19 +67,28 @@ def _check_grader(name: str) -> str:
     return check_import_path(name, "my_graders:grade") if ":" in name else name
 
 
+USER_GRADER_SECONDS = 60.0
 GraderName = Annotated[str, AfterValidator(_check_grader)]
 
 
-class JsonlTasks(TasksBase):
+class GradedTasks(TasksBase):
+    """Tasks that a grader of user code may grade."""
+
+    grader: GraderName | None = None
+    """Of tasks that name none: a built-in grader, or `module:function`."""
+    grader_seconds: PositiveFloat = USER_GRADER_SECONDS
+    """Time for a `module:function` to grade one response; after it the score is 0, and counted as
+    an error of the grader."""
+
+
+class JsonlTasks(GradedTasks):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages), and optionally answer, completion, rejected,
     privileged, tags, grader, grader_args, split. Tasks without a split get one by content hash."""
-    grader: GraderName | None = None
-    """Of tasks that name none: a built-in grader, or `module:function`."""
 
 
-class DatasetTasks(TasksBase):
+class DatasetTasks(GradedTasks):
     kind: Literal["datasets"]
     path: str
     """What `datasets.load_dataset` takes, or a folder that `save_to_disk` wrote."""
@@ -87,11 +97,9 @@ class DatasetTasks(TasksBase):
     columns: Mapping[str, str] = Field(default_factory=lambda: {"prompt": "prompt"})
     """Field of a task → column of the data set: prompt or messages, answer, completion, rejected.
     `privileged.NAME` makes a privileged field."""
-    grader: GraderName | None = None
-    """A built-in grader, or `module:function`."""
 
 
-class CustomTasks(TasksBase):
+class CustomTasks(GradedTasks):
     """Tasks from a function of your own: docs/extending.md shows one."""
 
     kind: Literal["custom"]
@@ -100,8 +108,6 @@ class CustomTasks(TasksBase):
     keys of JSONL tasks; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the function."""
-    grader: GraderName | None = None
-    """Of dicts that name none: a built-in grader, or `module:function`."""
 
 
 class ConversationTasks(TasksBase):

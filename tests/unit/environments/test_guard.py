@@ -293,8 +293,7 @@ def test_modules_that_cannot_be_loaded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     text, message = MODULES[name]
     (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(TaskError) as caught:

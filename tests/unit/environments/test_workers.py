@@ -74,13 +74,12 @@ class Episode:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    sys.modules.pop("worlds", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "worlds.py").write_text(WORLD)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("worlds", None)
 
 
 def make(workers: int, *, name: str = "World", seconds: float = 20.0, **settings: Any) -> Any:
