@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from courtside import __version__
 from courtside.cli import commands
+from courtside.cli.check_env import check_env
 from courtside.errors import Interrupted, RunError, UserError
 
 
@@ -72,3 +73,4 @@ def courtside(
 
 for name in ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema"):
     app.command()(getattr(commands, name))
+app.command()(check_env)
