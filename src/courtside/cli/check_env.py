@@ -32,7 +32,12 @@ def check_env(
     tasks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tasks whose episodes are played.")
     ] = 3,
-    turns: Annotated[int, typer.Option(min=1, metavar="N", help="Most turns of an episode.")] = 8,
+    turns: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Turns of an episode, or more where a script has more."
+        ),
+    ] = 8,
     seconds: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="After these, no new episode is started.")
     ] = 60.0,

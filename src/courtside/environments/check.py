@@ -136,17 +136,18 @@ class EnvironmentChecker:
         return list(tasks[::step][: self.num_tasks])
 
     def _make_scripts(self, task: Task) -> dict[str, tuple[str, ...]]:
-        demonstrate: Any = getattr(self.environment, "demonstrate", None)
+        names = ("demonstrate", "example_replies")
+        methods: dict[str, Any] = {name: getattr(self.environment, name, None) for name in names}
         try:
-            return make_scripts(task, demonstrate)
+            return make_scripts(task, **methods)
         except TaskError as error:
             self.report.add_problem(str(error), f"task {task.id}")
-            return make_scripts(task, None)
+            return make_scripts(task)
 
     # ── episodes ──────────────────────────────────────────────────────────────────────────────────
 
     def _check_script(self, task: Task, name: str, replies: Sequence[str]) -> None:
-        script = list(islice(cycle(replies), self.max_turns))
+        script = list(islice(cycle(replies), max(self.max_turns, len(replies))))
         where = f"task {task.id}, {name}"
         first = self._play(task, script, where)
         if first is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from courtside.environments.tool_calls import format_call
@@ -31,16 +32,24 @@ FIXED = {
 
 
 def make_scripts(
-    task: Task, demonstrate: Callable[[Task], Sequence[Message]] | None
+    task: Task,
+    *,
+    demonstrate: Callable[[Task], Sequence[Message]] | None = None,
+    example_replies: Callable[[Task], Sequence[str]] | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """By name: replies of an episode, to be repeated while it lasts."""
+    """By name: replies of an episode, to be repeated while it lasts. The optional methods of an
+    environment give replies that it should understand."""
     scripts: dict[str, tuple[str, ...]] = {}
     if demonstrate is not None:
         messages = demonstrate(task)
         scripts["its own demonstration"] = tuple(
             message.content for message in messages if message.role == "assistant"
         )
+    if example_replies is not None:
+        scripts["its own example replies"] = tuple(example_replies(task))
     scripts |= FIXED
+    text = " ".join(message.content for message in task.messages)
+    scripts["words of the prompt"] = tuple(dict.fromkeys(re.findall(r"\w+", text)[-30:]))
     tools = [name.strip() for name in task.privileged.get("tools", "").split(",")]
     for call_format in ("json", "plain"):
         scripts[f"calls of its tools, {call_format}"] = tuple(

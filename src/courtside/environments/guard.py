@@ -20,11 +20,12 @@ from courtside.environments.validation import (
     validate_episode,
     validate_grade,
     validate_observation,
+    validate_replies,
     validate_task,
 )
 from courtside.errors import TaskError
 from courtside.plugins import describe_error, format_trace
-from courtside.types import Grade, Message, Observation, Task
+from courtside.types import Grade, Observation, Task
 
 T = TypeVar("T")
 
@@ -60,7 +61,12 @@ class GuardedEnvironment:
     @property
     def demonstrate(self) -> Any:
         """A function of the task; None: the environment has no such method."""
-        return self._demonstrate if hasattr(self.environment, "demonstrate") else None
+        return self._find_optional("demonstrate", validate_demonstration)
+
+    @property
+    def example_replies(self) -> Any:
+        """For `courtside check-env`; None: the environment has no such method."""
+        return self._find_optional("example_replies", validate_replies)
 
     def task(self, index: int) -> Task:
         where = f"{self.name}: task({index})"
@@ -79,14 +85,19 @@ class GuardedEnvironment:
         episode = call(partial(self.environment.start, fresh), validate_episode)
         return GuardedEpisode(episode=episode, call=self._call)
 
-    def _demonstrate(self, task: Task) -> Sequence[Message]:
-        environment: Any = self.environment
-        try:
-            return validate_demonstration(environment.demonstrate(task))
-        except InvalidValue as problem:
-            raise TaskError(f"{self.name}: demonstrate(task): {problem}") from None
-        except (Exception, SystemExit) as error:  # user code
-            raise TaskError(f"{self.name}: demonstrate(task) {describe_error(error)}") from error
+    def _find_optional(self, name: str, validate: Callable[[Any], T]) -> Callable[[Task], T] | None:
+        method: Any = getattr(self.environment, name, None)
+
+        def call(task: Task) -> T:
+            where = f"{self.name}: {name}(task)"
+            try:
+                return validate(method(task))
+            except InvalidValue as problem:
+                raise TaskError(f"{where}: {problem}") from None
+            except (Exception, SystemExit) as error:  # user code
+                raise TaskError(f"{where} {describe_error(error)}") from error
+
+        return None if method is None else call
 
     def _call(self, method: str, call: Callable[[], Any], validate: Callable[[Any], T]) -> T:
         where = f"{self.name}: {method}"

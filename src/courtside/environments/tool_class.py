@@ -2,7 +2,8 @@
 
 `reset(**row)` starts an episode and may return text for the end of the prompt; public methods with
 type hints and docstrings are the tools; `reward` is an attribute or a method, or a reward function
-is called with `environments`. A reply without a call ends the episode, and so does `done`.
+is called with `environments`. A reply without a call ends the episode, and so does `done`. Calls
+that come to nothing are events, so that hints work.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -82,9 +82,8 @@ class ToolEnvironment:
         self.size = len(rows)
         self.call_format: CallFormat = config.tool_call_format or "json"
         self.reward_range = config.reward_range or (0.0, 1.0)
-        self.task = lru_cache(maxsize=4096)(self._task)  # `reset` may be expensive
 
-    def _task(self, index: int) -> Task:
+    def task(self, index: int) -> Task:
         row = self.rows[index]
         prompt = row["prompt"]
         if isinstance(prompt, str):
@@ -113,6 +112,23 @@ class ToolEnvironment:
         instance.reset(**row)
         return ToolEpisode(self, instance, row)
 
+    def example_replies(self, task: Task) -> list[str]:
+        """Each tool with arguments of the right types, for `courtside check-env`."""
+        facts = [v for k, v in task.privileged.items() if k != "tools"] or ["x"]
+        examples = {"string": facts[0], "integer": 1, "number": 0.5, "boolean": True, "array": [],
+                    "object": {}}  # fmt: skip
+        return [
+            format_call(
+                name,
+                {
+                    argument: details.get("enum", [examples.get(details.get("type"), "x")])[0]
+                    for argument, details in schema["parameters"]["properties"].items()
+                },
+                self.call_format,
+            )
+            for name, schema in self.tools.items()
+        ]
+
     def _make(self) -> Any:
         return self.user_class(**self.settings)
 
@@ -129,16 +145,18 @@ class ToolEpisode:
     def __init__(self, environment: ToolEnvironment, instance: Any, row: dict[str, Any]) -> None:
         self.environment, self.instance, self.row = environment, instance, row
         self.replies: list[dict[str, str]] = []
+        self.has_called = False
 
     def step(self, reply: str) -> Observation:
         self.replies.append({"role": "assistant", "content": reply})
         call = parse_call(reply, self.environment.call_format)
         if isinstance(call, CallError):
             if call.kind == "no_call":
-                return Observation(messages=(), done=True)
+                return self._finish(call.message)
             return self._answer(f"Error: {call.message}", Event(
                 kind=call.kind, details={"message": call.message, "tools": self._tool_names()}
             ))  # fmt: skip
+        self.has_called = True
         details = {
             "tool": call.name, "arguments": dict(call.arguments), "tools": self._tool_names(),
         }  # fmt: skip
@@ -157,6 +175,12 @@ class ToolEpisode:
             details["message"] = "only the first call of a reply is run"
             return self._answer(text, Event(kind="extra_calls", details=details))
         return self._answer(text)
+
+    def _finish(self, message: str) -> Observation:
+        """A final answer; without any call before it, it is a mistake."""
+        details = {"message": message, "tools": self._tool_names()}
+        events = () if self.has_called else (Event(kind="no_call", details=details),)
+        return Observation(messages=(), done=True, events=events)
 
     def grade(self) -> Grade:
         low, high = self.environment.reward_range
@@ -207,10 +231,14 @@ class ToolEpisode:
 
 
 def find_tools(user_class: Any) -> dict[str, Callable[..., Any]]:
+    """In the order in which they are defined, those of base classes first."""
+    names = dict.fromkeys(name for base in reversed(user_class.__mro__) for name in vars(base))
     return {
-        name: method
-        for name, method in inspect.getmembers(user_class, inspect.isfunction)
-        if not name.startswith("_") and name not in NO_TOOLS
+        name: getattr(user_class, name)
+        for name in names
+        if not name.startswith("_")
+        and name not in NO_TOOLS
+        and inspect.isfunction(getattr(user_class, name))
     }
 
 

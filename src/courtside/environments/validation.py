@@ -127,6 +127,12 @@ def validate_demonstration(value: object) -> tuple[Message, ...]:
     return _plain_messages(value, PROMPT_ROLES, "the messages")
 
 
+def validate_replies(value: object) -> tuple[str, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InvalidValue(f"returned {_a(value)}; return a list of texts")
+    return tuple(plain_text(text, f"reply {index}") for index, text in enumerate(value))
+
+
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -15,6 +15,9 @@ from typing import Any
 from courtside.environments.guard import EnvironmentFault, GuardedEnvironment, GuardedEpisode
 from courtside.errors import TaskError
 
+OPTIONAL = ("demonstrate", "example_replies")
+"""Methods that an environment may have."""
+
 
 def serve(connection: Connection) -> None:
     from courtside.environments.loading import load_environment
@@ -25,8 +28,8 @@ def serve(connection: Connection) -> None:
     except TaskError as error:
         connection.send(("task_error", str(error)))
         return
-    demonstrates = environment.demonstrate is not None
-    connection.send(("value", {"size": environment.size, "demonstrates": demonstrates}))
+    optional = [name for name in OPTIONAL if getattr(environment, name) is not None]
+    connection.send(("value", {"size": environment.size, "optional": optional}))
     episodes: dict[int, GuardedEpisode] = {}
     while True:
         try:
@@ -48,8 +51,8 @@ def answer(
         match method, args:
             case "task", (index,):
                 return "value", environment.task(index)
-            case "demonstrate", (task,):
-                return "value", environment.demonstrate(task)
+            case (("demonstrate" | "example_replies"), (task,)):
+                return "value", getattr(environment, method)(task)
             case "start", (key, task):
                 episodes[key] = environment.start(task)
                 return "value", None

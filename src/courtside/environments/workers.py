@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,12 +52,16 @@ class WorkerEnvironment:
                 "class was made; remove what ends the process there"
             ) from None
         self.size: int = replies[0]["size"]
-        self._demonstrates: bool = replies[0]["demonstrates"]
+        self._optional: list[str] = replies[0]["optional"]
 
     @property
     def demonstrate(self) -> Callable[[Task], Sequence[Message]] | None:
         """None: the environment has no such method."""
-        return self._demonstrate if self._demonstrates else None
+        return self._find_optional("demonstrate")
+
+    @property
+    def example_replies(self) -> Callable[[Task], Sequence[str]] | None:
+        return self._find_optional("example_replies")
 
     def task(self, index: int) -> Task:
         task: Task = self._call_any("task", index)
@@ -93,9 +98,8 @@ class WorkerEnvironment:
             arguments = ", ".join(str(arg) for arg in args if isinstance(arg, int))
             raise TaskError(f"{self.name}: {method}({arguments}): its process {how}") from None
 
-    def _demonstrate(self, task: Task) -> Sequence[Message]:
-        messages: Sequence[Message] = self._call_any("demonstrate", task)
-        return messages
+    def _find_optional(self, name: str) -> Callable[[Task], Any] | None:
+        return partial(self._call_any, name) if name in self._optional else None
 
 
 class WorkerEpisode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from courtside.environments.base import Environment
@@ -99,7 +99,6 @@ def make_task_source(
 
 
 def environment_space(environment: Environment, name: str) -> TaskSpace:
-    """The tasks of a guarded environment."""
-    return TaskSpace(
-        name, environment.size, lambda index: environment.task(index).split, environment.task
-    )
+    """The tasks of a guarded environment; making one may be expensive (a server's `reset`)."""
+    task = lru_cache(maxsize=4096)(environment.task)
+    return TaskSpace(name, environment.size, lambda index: task(index).split, task)

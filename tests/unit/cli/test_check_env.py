@@ -46,15 +46,9 @@ def fail_on_empty(self, reply): return say(reply[0])
 Empty = broken("Empty", step=fail_on_empty)
 Random = broken("Random", step=lambda self, reply: say(str(random.random())))
 Counting = broken("Counting", step=lambda self, reply: say(str(next(counter))))
-class SharedEpisode(Episode):
-    last = None
-    def step(self, reply):
-        before, SharedEpisode.last = SharedEpisode.last, id(self)
-        return say("again" if before == id(self) or self.num else "first", done=False)
 class Shared(Good):
     def start(self, task):
         self.turns = []
-        turns = self.turns
         episode = Episode(task)
         def step(reply):
             self.turns.append(reply)
@@ -120,7 +114,7 @@ def test_a_good_environment(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_problems_are_told(folder: Path, name: str, messages: list[str]) -> None:
-    code, output = check(f"worlds:{name}", "--tasks", "1")
+    code, output = check(f"worlds:{name}", "--tasks", "1", "--seconds", "1")
     assert code == 1 and "problems (" in output, output
     for message in messages:
         assert message in output
