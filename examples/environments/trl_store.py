@@ -6,7 +6,7 @@ PRICES = {"apple": 3, "bread": 4, "cheese": 7, "dates": 5, "eggs": 2}
 class Store:
     def reset(self, **row) -> str | None:
         self.basket: list[str] = []
-        self.wanted, self.budget = row["item"], row["budget"]
+        self.item, self.budget = row["item"], row["budget"]
         self.reward, self.done = 0.0, False
         return f" You have {self.budget} coins."
 
@@ -27,5 +27,5 @@ class Store:
         """
         if PRICES[item] * amount > self.budget:
             raise ValueError(f"{amount} {item} cost {PRICES[item] * amount} coins")
-        self.done, self.reward = True, float(item == self.wanted)
+        self.done, self.reward = True, float(item == self.item)
         return f"Sold: {amount} {item}."

@@ -109,14 +109,13 @@ class Event:
     kind: str
     """E.g. "tool_not_found"."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values, which fill the slots of hints; `message` is what people read."""
+    """Named facts for a reader's templates, any JSON values: the tool, its arguments, the error
+    message."""
 
     def detail(self, name: str) -> str:
         """A detail as text: JSON unless it is a string; empty if there is none."""
         value = self.details.get(name, "")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-    """Named facts for a reader's templates: the tool, its arguments, the error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

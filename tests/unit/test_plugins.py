@@ -330,8 +330,8 @@ def test_a_grader_may_use_alarms_and_may_not_end_the_process(user_folder: Path) 
     handler = signal.getsignal(signal.SIGALRM)
     good = grade(make_task(grader="mine:has_alarm"), "x")
     assert good is not None and good.passed
-    left = grade(make_task(grader="mine:leaves"), "x")
-    assert left is not None and left.error == "SystemExit: 3"
+    exit_grade = grade(make_task(grader="mine:leaves"), "x")
+    assert exit_grade is not None and exit_grade.error == "SystemExit: 3"
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

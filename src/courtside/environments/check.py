@@ -107,11 +107,11 @@ class EnvironmentChecker:
         for index in range(0, min(report.size, step * MAX_LISTED_TASKS), step):
             try:
                 task = self._time("task", partial(self.environment.task, index))
-                again = self.environment.task(index)
+                second = self.environment.task(index)
             except TaskError as error:
                 report.add_problem(str(error), f"task({index})")
                 continue
-            if task != again:
+            if task != second:
                 report.add_problem(
                     "task(index) differs from call to call; make it a pure function of the number",
                     f"task({index})",

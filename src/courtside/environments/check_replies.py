@@ -66,11 +66,11 @@ def make_scripts(
 def _random_replies(task: Task, number: int) -> tuple[str, ...]:
     """Words of the prompt and characters of all kinds, the same in every process."""
     rng = SeededRandom(f"check/{task.id}/{number}")
-    words = " ".join(message.content for message in task.messages).split() or ["x"]
+    prompt_words = " ".join(message.content for message in task.messages).split() or ["x"]
     replies = []
     for _ in range(8):
         parts = [
-            rng.choice(words)
+            rng.choice(prompt_words)
             if rng.bernoulli(0.7)
             else "".join(rng.choice(ALPHABET) for _ in range(rng.randint(1, 20)))
             for _ in range(rng.randint(1, 12))

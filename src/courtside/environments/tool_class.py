@@ -290,15 +290,15 @@ def find_argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any
     if missing := [name for name in schema["required"] if name not in arguments]:
         return f"missing argument {missing[0]!r}"
     for name, value in arguments.items():
-        wanted = properties[name]
-        if value is None and wanted.get("nullable"):
+        property_schema = properties[name]
+        if value is None and property_schema.get("nullable"):
             continue
-        kind = wanted.get("type")
+        kind = property_schema.get("type")
         is_bool = isinstance(value, bool) and kind != "boolean"
         if kind is not None and (is_bool or not isinstance(value, PYTHON_TYPES[kind])):
             return f"{name} must be of type {kind}, not {json.dumps(value)}"
-        if "enum" in wanted and value not in wanted["enum"]:
-            return f"{name} must be one of {wanted['enum']}, not {json.dumps(value)}"
+        if "enum" in property_schema and value not in property_schema["enum"]:
+            return f"{name} must be one of {property_schema['enum']}, not {json.dumps(value)}"
     return None
 
 

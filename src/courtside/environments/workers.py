@@ -174,25 +174,25 @@ class Worker:
         self.num_episodes -= 1
 
     def launch(self) -> None:
-        here, there = Pipe()
-        with there:
+        connection, child_connection = Pipe()
+        with child_connection:
             # A session of its own: Ctrl-C is for the run, and a kill takes the children along.
             # Not multiprocessing's spawn: that would run the user's script again.
             program = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 "from courtside.environments.worker_process import main; "
-                f"main({there.fileno()})"
+                f"main({child_connection.fileno()})"
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
+                pass_fds=[child_connection.fileno()],
                 start_new_session=True,
             )
-        self._connection = here
+        self._connection = connection
         self._discarded.clear()
         with suppress(OSError):  # it has already ended; `wait_until_loaded` says how
-            here.send(self.config)
+            connection.send(self.config)
 
     def wait_until_loaded(self) -> dict[str, Any]:
         reply: dict[str, Any] = self._receive(None)

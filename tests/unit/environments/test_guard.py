@@ -1,4 +1,4 @@
-"""Bugs of other people's environments: each is told with the method, the field and the fix."""
+"""Bugs in environments of other people: each is told with the method, the field and the fix."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ GRADES: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("result", "message"), STEPS)
 def test_slips_in_step(result: Callable[[], Any], message: str) -> None:
     episode = guard(step=result).start(TASK)
-    told = fault_of(lambda: episode.step("Hi."))
-    assert told.startswith("world: step(reply)") and message in told
+    message_of_fault = fault_of(lambda: episode.step("Hi."))
+    assert message_of_fault.startswith("world: step(reply)") and message in message_of_fault
 
 
 @pytest.mark.parametrize(("result", "message"), GRADES)
 def test_slips_in_grade(result: Callable[[], Any], message: str) -> None:
-    told = fault_of(guard(grade=result).start(TASK).grade)
-    assert told.startswith("world: grade()") and message in told
+    message_of_fault = fault_of(guard(grade=result).start(TASK).grade)
+    assert message_of_fault.startswith("world: grade()") and message in message_of_fault
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_every_call_has_a_time_limit(method: str) -> None:
     assert f"world: {method}(" in str(caught.value) and time.monotonic() - begin < 5
 
 
-def test_calls_run_beside_each_other() -> None:
+def test_calls_run_concurrently() -> None:
     barrier = threading.Barrier(4, timeout=10)
     waiting = guard(step=lambda: (barrier.wait(), observe())[1]).start(TASK)
     broken = guard(step=lambda: (barrier.wait(), raise_(OSError("no")))[1]).start(TASK)

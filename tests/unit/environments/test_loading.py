@@ -216,9 +216,12 @@ def test_recipes_come_back_from_a_file() -> None:
 # ── the example ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_documentation_shows_the_example() -> None:
+def test_the_documentation_shows_the_examples() -> None:
     page = (REPOSITORY / "docs" / "environments.md").read_text(encoding="utf-8")
-    assert f"```python\n{EXAMPLE.read_text(encoding='utf-8')}```" in page
+    examples = sorted(EXAMPLE.parent.glob("*.py"))
+    assert len(examples) == 4
+    for example in examples:
+        assert f"```python\n{example.read_text(encoding='utf-8')}```" in page, example.name
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 45
 
 
