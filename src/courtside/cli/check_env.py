@@ -41,6 +41,15 @@ def check_env(
     seconds: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="After these, no new episode is started.")
     ] = 60.0,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            metavar="S",
+            show_default=False,
+            help="Time for one call. Unset: rollout.limits.step_seconds of the recipe, or 60.",
+        ),
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option(
@@ -58,6 +67,8 @@ def check_env(
     from courtside.errors import TaskError
 
     config, limits = _read_target(target, overrides or [])
+    if step_seconds is not None:
+        limits = limits.model_copy(update={"step_seconds": step_seconds})
     if config.kind == "environment":
         config = config.model_copy(update={"workers": 0 if in_process else max(config.workers, 1)})
     try:

@@ -215,7 +215,8 @@ class EnvironmentChecker:
         for event in observation.events:
             summary = report.events.setdefault(event.kind, EventSummary())
             summary.num_turns += 1
-            summary.example = summary.example or event
+            if summary.example is None or not _is_telling(summary.example):
+                summary.example = event
 
     def _time(self, method: str, call: Callable[[], T]) -> T:
         begin = perf_counter()
@@ -245,3 +246,8 @@ class EnvironmentChecker:
                 f"a message has {report.longest_message:,} characters, and "
                 f"rollout.limits.observation_chars = {self.limits.observation_chars:,} cuts it"
             )
+
+
+def _is_telling(event: Event) -> bool:
+    """Whether every detail has text to show."""
+    return all(event.detail(name).strip() for name in event.details)

@@ -1,13 +1,14 @@
 """Classes whose public methods are tools, by TRL's convention, as environments.
 
 `reset(**row)` starts an episode and may return text for the end of the prompt; public methods with
-type hints and docstrings are the tools; `reward` is an attribute or a method, or a reward function
-is called with `environments`. A reply without a call ends the episode, and so does `done`. Calls
-that come to nothing are events, so that hints work.
+type hints and docstrings are the tools; the reward is `get_reward()`, an attribute or method
+`reward`, or that of a function called with `environments`. A reply without a call ends the episode,
+and so does `done`. Calls that come to nothing are events, so that hints work.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -22,9 +23,9 @@ from courtside.errors import TaskError
 from courtside.hashing import split_of, task_id
 from courtside.plugins import load_plugin
 from courtside.recipe.tasks import EnvironmentTasks
-from courtside.types import Event, Grade, Message, Observation, Task
+from courtside.types import Event, Grade, Message, Observation, Role, Task
 
-NO_TOOLS = frozenset({"reset", "reward", "close"})
+NO_TOOLS = frozenset({"reset", "reward", "get_reward", "close"})
 JSON_TYPES: Mapping[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array",
     tuple: "array", dict: "object", Any: "any",
@@ -82,6 +83,7 @@ class ToolEnvironment:
         self.size = len(rows)
         self.call_format: CallFormat = config.tool_call_format or "json"
         self.reward_range = config.reward_range or (0.0, 1.0)
+        self.has_tool_role = config.tool_role is not False
 
     def task(self, index: int) -> Task:
         row = self.rows[index]
@@ -94,6 +96,12 @@ class ToolEnvironment:
             text = plain_text(added, "what reset returned")
             last = messages[-1]
             messages[-1] = Message(role=last.role, content=f"{last.content}{text}")
+        tools = self._describe_tools()
+        if self.has_tool_role:
+            messages.insert(0, Message(role="system", content=tools))
+        else:
+            first = messages[0]
+            messages[0] = Message(role=first.role, content=f"{tools}\n\n{first.content}")
         content = json.dumps(row, sort_keys=True)
         facts = {
             k: v for k, v in row.items() if isinstance(v, str) and k not in ("prompt", "split")
@@ -101,7 +109,7 @@ class ToolEnvironment:
         return Task(
             id=task_id("row", content),
             split=row.get("split") or split_of(content),
-            messages=(Message(role="system", content=self._describe_tools()), *messages),
+            messages=tuple(messages),
             privileged={**facts, "tools": ", ".join(self.tools)},
             grader_args={"row": row},
         )
@@ -167,6 +175,8 @@ class ToolEpisode:
             return self._fail("invalid_arguments", problem, details)
         try:
             result = getattr(self.instance, call.name)(**call.arguments)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
         except Exception as error:  # user code; a tool tells the student so by raising
             return self._fail("tool_error", f"{type(error).__name__}: {error}", details)
         text = result if isinstance(result, str) else json.dumps(result, default=str)
@@ -207,10 +217,11 @@ class ToolEpisode:
                 **columns,
             )
             return rewards[0]
-        reward = getattr(self.instance, "reward", None)
+        reward = getattr(self.instance, "get_reward", getattr(self.instance, "reward", None))
         if reward is None:
             raise InvalidValue(
-                "found no `reward` on the object; set it, or name a function in tasks.reward"
+                "found neither get_reward() nor `reward` on the object; add one, or name a "
+                "function in tasks.reward"
             )
         return reward() if callable(reward) else reward
 
@@ -221,7 +232,8 @@ class ToolEpisode:
 
     def _answer(self, text: str, *events: Event) -> Observation:
         done = bool(getattr(self.instance, "done", False))
-        return Observation(messages=(Message(role="tool", content=text),), done=done, events=events)
+        role: Role = "tool" if self.environment.has_tool_role else "user"
+        return Observation(messages=(Message(role=role, content=text),), done=done, events=events)
 
     def _tool_names(self) -> str:
         return ", ".join(self.environment.tools)

@@ -170,11 +170,14 @@ class EnvironmentTasks(TasksBase):
     and optionally `split` and more. All columns are keyword arguments of `reset`."""
     reward: Annotated[str, import_path("my_rewards:reward")] | None = None
     """Of such a class: `module:function`, called as a reward function of TRL with `environments`.
-    Unset: the attribute or method `reward` of the class."""
+    Unset: `get_reward()` of the class, or its attribute or method `reward`."""
     reward_range: tuple[float, float] | None = None
     """Of such a class: rewards that become the scores 0 and 1. Unset: 0 and 1."""
     tool_call_format: Literal["json", "plain"] | None = None
     """Of such a class: how the student writes calls. Unset: json."""
+    tool_role: bool | None = None
+    """Of such a class; false: for templates with the roles user and assistant only. The list of
+    tools precedes the first message, and results are a user's. Unset: true."""
 
     @property
     def is_environment(self) -> bool:
@@ -183,7 +186,7 @@ class EnvironmentTasks(TasksBase):
     @property
     def tool_class_fields(self) -> list[str]:
         """The fields that are set and apply only to classes whose methods are tools."""
-        names = ("rows", "reward", "reward_range", "tool_call_format")
+        names = ("rows", "reward", "reward_range", "tool_call_format", "tool_role")
         return [name for name in names if getattr(self, name) is not None]
 
     @model_validator(mode="after")

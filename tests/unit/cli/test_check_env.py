@@ -126,9 +126,13 @@ def test_a_hang_is_told_in_its_time(folder: Path) -> None:
         '[rollout]\nlimits = { step_seconds = 0.2 }\n[reader]\nkind = "rules"\n'
         '[teacher]\nkind = "self"\n[[losses]]\nkind = "divergence"\non = "hinted_turns"\n'
     )
-    code, output = check("hang.toml", "--tasks", "1", "--seconds", "1")
+    code, output = check("hang.toml", "--tasks", "1", "--seconds", "0.5")
     assert code == 1 and "step did not return within 0.2 seconds" in output
-    assert "scripts were not played: 1 seconds were over" in output
+    code, second = check(
+        "worlds:Hangs", "--tasks", "1", "--seconds", "0.5", "--step-seconds", "0.3"
+    )
+    assert code == 1 and "step did not return within 0.3 seconds" in second
+    assert "scripts were not played: 0.5 seconds were over" in output
 
 
 def test_what_is_worth_a_note(folder: Path) -> None:

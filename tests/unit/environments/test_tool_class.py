@@ -45,6 +45,12 @@ class Counter:
     @property
     def reward(self): return self.counter / 10
 
+class GetReward(Counter):
+    def get_reward(self): return 0.75
+class Async(Counter):
+    async def later(self, x: int) -> int:
+        """Later."""
+        return x + 1
 class Method(Counter):
     def reward(self): return float(self.counter == self.target)
 class Ends(Counter):
@@ -198,13 +204,17 @@ def test_rewards(folder: Path) -> None:
         return result
 
     assert score("Counter", 3) == 0.3 and score("Method", 5) == 1.0
+    assert (
+        score("GetReward", 3) == 0.75
+        and "get_reward" not in make("GetReward").task(0).messages[0].content
+    )
     assert score("Unrewarded", 5, reward="classes:trl_reward") == 1.0
     assert score("Unrewarded", 4, reward="classes:trl_reward") == 0.0
     wide = {"reward": "classes:wide_reward", "reward_range": (-10.0, 10.0)}
     assert score("Counter", 5, **wide) == 0.75
     for name, changes, message in (
         ("Counter", {"reward": "classes:wide_reward"}, "reward 5, which is outside of tasks.rewar"),
-        ("Unrewarded", {}, "found no `reward` on the object; set it, or name a function"),
+        ("Unrewarded", {}, "found neither get_reward() nor `reward` on the object"),
         ("Worded", {}, "took the reward 'good'; return a number"),
     ):
         with pytest.raises(EnvironmentFault) as caught:
@@ -218,6 +228,15 @@ def test_done_ends_the_episode_and_calls_can_be_plain(folder: Path) -> None:
     episode = environment.start(environment.task(0))
     assert not episode.step("increment(step=2)").done
     assert episode.step("stop()").done
+
+
+def test_async_tools_and_templates_without_tools(folder: Path) -> None:
+    environment = make("Async", tool_role=False)
+    task = environment.task(0)
+    assert [m.role for m in task.messages] == ["user"]
+    assert task.messages[0].content.endswith("\n\nCount to 0.")
+    observation = environment.start(task).step(call("later", x=3))
+    assert [(m.role, m.content) for m in observation.messages] == [("user", "4")]
 
 
 def test_a_class_in_workers(folder: Path) -> None:
