@@ -195,6 +195,7 @@ def test_bugs_are_counted_apart_from_the_students_errors(folder: Path, tiny_fold
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
     evaluation = run.evaluations()[-1]
     faults = evaluation.metrics["environment_faults"]
+    assert evaluation.metrics["error_rate"] == 1.0
     assert faults > 0 and len(evaluation.scores) == evaluation.metrics["num_tasks"] - faults
 
 

@@ -23,13 +23,13 @@ class FaultMonitor:
     """The fault of each recent episode; None: it had none."""
     has_printed: bool = False
 
-    def print_first(self, fault: EnvironmentFault) -> None:
+    def print_first(self, fault: EnvironmentFault, *, where: str) -> None:
         if not self.has_printed:
             self.has_printed = True
             warnings.warn(
-                f"the environment has a bug: {fault}. Such episodes end there without a grade and "
-                "are counted as environment_faults, not as errors of the student; only this one is "
-                f"printed. `courtside check-env` finds such bugs.\n{fault.trace}",
+                f"the environment has a bug: {fault} ({where}). Such episodes end there without a "
+                "grade and are counted as environment_faults, not as errors of the student; only "
+                f"this one is printed. `courtside check-env` finds such bugs.\n{fault.trace}",
                 stacklevel=2,
             )
 

@@ -21,6 +21,7 @@ from courtside.environments.faults import FaultMonitor
 from courtside.environments.guard import EnvironmentFault, call_all
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
+from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
     Event,
@@ -128,7 +129,7 @@ class EpisodeRollout:
 
     def _end(self, state: EpisodeState, fault: EnvironmentFault) -> None:
         """The episode is not used any more: a call that timed out may still run in it."""
-        self.faults.print_first(fault)
+        self.faults.print_first(fault, where=state.describe_position())
         state.fault, state.stop, state.episode = str(fault), "fault", None
 
     def _run_turn(
@@ -201,6 +202,12 @@ class EpisodeState:
             pending_ids=prompt.token_ids,
             num_tokens=len(prompt.token_ids),
         )
+
+    def describe_position(self) -> str:
+        """For a message: `task t-3, turn 2, reply 'No.'`."""
+        last = self.turns[-1]
+        reply = f", reply {truncate(last.text, 200)!r}" if last.role == "assistant" else ""
+        return f"task {self.request.task.id}, turn {self.num_assistant_turns}{reply}"
 
     def require_episode(self) -> Episode:
         assert self.episode is not None

@@ -233,6 +233,12 @@ print(episode.step("pid").messages[0].content, flush=True)
         ("", 0),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", -signal.SIGINT),
         ("os.kill(os.getpid(), signal.SIGKILL); time.sleep(9)", -signal.SIGKILL),
+        (
+            "import threading\n"
+            "threading.Thread(target=episode.step, args=['hang'], daemon=True).start()\n"
+            "time.sleep(0.2); os.kill(os.getpid(), signal.SIGKILL)",
+            -signal.SIGKILL,
+        ),
         ("from courtside.cli import _exit_now; _exit_now(3)", 3),
     ],
 )

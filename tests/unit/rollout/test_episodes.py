@@ -248,6 +248,7 @@ def test_a_bug_in_the_environment_ends_its_episode_and_is_no_error_of_the_studen
         assert trajectory.grade is None
         assert not any(turn.events for turn in trajectory.turns)
     assert len(caught) == 1 and "Traceback" in str(caught[0].message)
+    assert f"(task t, turn 2, reply {first.turns[3].text!r})" in str(caught[0].message)
     assert 'raise KeyError("no such city")' in str(caught[0].message)
     assert "courtside/environments/guard.py" not in str(caught[0].message)
 
