@@ -9,7 +9,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
@@ -93,7 +93,7 @@ def make_single_turn_rollout(
 
 
 def make_episode_rollout(
-    recipe: Recipe, environment: Environment, engine: Engine, template: IncrementalTemplate
+    recipe: Recipe, environment: HostedEnvironment, engine: Engine, template: IncrementalTemplate
 ) -> tuple[EpisodeRollout, Rollout]:
     """The student's episodes, and these with demonstrations and corrections as the recipe says."""
     config = recipe.rollout

@@ -6,11 +6,11 @@ process can start it again, from a stored trajectory or for another sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from courtside.types import Grade, Observation, Task
+from courtside.types import Grade, Message, Observation, Task
 
 
 class Episode(Protocol):
@@ -29,6 +29,15 @@ class Episode(Protocol):
         first step."""
 
 
+class HostedEpisode(Episode, Protocol):
+    """An episode as rollouts use it: its calls raise `EnvironmentFault` and nothing else."""
+
+    def begin_step(self, reply: str) -> Callable[[], Observation]:
+        """Starts the call in a thread; the result waits for it."""
+
+    def begin_grade(self) -> Callable[[], Grade]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRequest:
     """An episode to run."""
@@ -36,8 +45,7 @@ class EpisodeRequest:
     id: str
     task: Task
     seed: int
-    start: Callable[[Task], Episode]
-    """Of a guarded environment: it raises `EnvironmentFault` and nothing else."""
+    start: Callable[[Task], HostedEpisode]
 
 
 class Environment(Protocol):
@@ -56,3 +64,24 @@ class Environment(Protocol):
 
     def start(self, task: Task) -> Episode:
         """A fresh episode, from the task alone. `task.messages` may have a system prompt added."""
+
+
+class HostedEnvironment(Protocol):
+    """A user's environment as `make_environment` makes it: in this process, or in workers."""
+
+    @property
+    def size(self) -> int: ...
+
+    def task(self, index: int) -> Task:
+        """A valid task; a TaskError otherwise."""
+
+    def start(self, task: Task) -> HostedEpisode:
+        """Raises `EnvironmentFault` and nothing else."""
+
+    @property
+    def demonstrate(self) -> Callable[[Task], Sequence[Message]] | None:
+        """A whole conversation to imitate; None: the environment has no such method."""
+
+    @property
+    def example_replies(self) -> Callable[[Task], Sequence[str]] | None:
+        """For `courtside check-env`; None: the environment has no such method."""

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
 
-from courtside.environments.base import Environment, Episode
+from courtside.environments.base import HostedEnvironment, HostedEpisode
 from courtside.environments.check_replies import make_scripts
 from courtside.environments.guard import EnvironmentFault
 from courtside.errors import TaskError
@@ -72,7 +72,7 @@ class CheckReport:
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentChecker:
-    environment: Environment
+    environment: HostedEnvironment
     """Guarded, as `make_environment` makes it."""
     limits: LimitsConfig
     num_tasks: int = 3
@@ -193,7 +193,7 @@ class EnvironmentChecker:
         self, task: Task, script: Sequence[str]
     ) -> tuple[Transcript, Transcript] | None:
         try:
-            episodes: list[Episode] = [self.environment.start(task) for _ in range(2)]
+            episodes: list[HostedEpisode] = [self.environment.start(task) for _ in range(2)]
             transcripts: list[Transcript] = [[episode.grade()] for episode in episodes]
             for reply in script:
                 for episode, transcript in zip(episodes, transcripts, strict=True):

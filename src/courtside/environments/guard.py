@@ -7,10 +7,12 @@ and never blames the student. What it cannot survive, the end of the process, `w
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 from courtside.environments.base import Environment, Episode
@@ -81,9 +83,9 @@ class GuardedEnvironment:
     def start(self, task: Task) -> GuardedEpisode:
         # A copy: an episode that changes its task must not change that of another sample.
         fresh = replace(task, grader_args=json.loads(json.dumps(dict(task.grader_args))))
-        call = partial(self._call, "start(task)")
-        episode = call(partial(self.environment.start, fresh), validate_episode)
-        return GuardedEpisode(episode=episode, call=self._call)
+        call = partial(self.environment.start, fresh)
+        episode = self.begin_call("start(task)", call, validate_episode)()
+        return GuardedEpisode(episode=episode, host=self)
 
     def _find_optional(self, name: str, validate: Callable[[Any], T]) -> Callable[[Task], T] | None:
         method: Any = getattr(self.environment, name, None)
@@ -99,83 +101,94 @@ class GuardedEnvironment:
 
         return None if method is None else call
 
-    def _call(self, method: str, call: Callable[[], Any], validate: Callable[[Any], T]) -> T:
+    def begin_call(
+        self, method: str, call: Callable[[], Any], validate: Callable[[Any], T]
+    ) -> Callable[[], T]:
+        """Starts the call; the result waits for it, and raises `EnvironmentFault` alone."""
         where = f"{self.name}: {method}"
-        try:
-            return validate(run_with_limit(call, self.seconds))
-        except TimedOut:
-            raise EnvironmentFault(
-                f"{where} did not return within {self.seconds:g} seconds "
-                "(rollout.limits.step_seconds). Give what it waits for a time limit of its own, or "
-                "raise this one"
-            ) from None
-        except InvalidValue as problem:
-            raise EnvironmentFault(f"{where}: {problem}") from None
-        except (Exception, SystemExit) as error:  # user code
-            raise EnvironmentFault(
-                f"{where} {describe_error(error)}", format_trace(error)
-            ) from None
+        wait = begin(call, self.seconds)
+
+        def finish() -> T:
+            try:
+                return validate(wait())
+            except TimedOut:
+                raise EnvironmentFault(
+                    f"{where} did not return within {self.seconds:g} seconds "
+                    "(rollout.limits.step_seconds). Give what it waits for a time limit of its "
+                    "own, or raise this one"
+                ) from None
+            except InvalidValue as problem:
+                raise EnvironmentFault(f"{where}: {problem}") from None
+            except (Exception, SystemExit) as error:  # user code
+                trace = format_trace(error)
+                raise EnvironmentFault(f"{where} {describe_error(error)}", trace) from None
+
+        return finish
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedEpisode:
     episode: Episode
-    call: Callable[[str, Callable[[], Any], Callable[[Any], Any]], Any] = field(repr=False)
+    host: GuardedEnvironment
+
+    def begin_step(self, reply: str) -> Callable[[], Observation]:
+        call = partial(self.episode.step, reply)
+        return self.host.begin_call("step(reply)", call, validate_observation)
+
+    def begin_grade(self) -> Callable[[], Grade]:
+        return self.host.begin_call("grade()", self.episode.grade, validate_grade)
 
     def step(self, reply: str) -> Observation:
-        observation: Observation = self.call(
-            "step(reply)", partial(self.episode.step, reply), validate_observation
-        )
-        return observation
+        return self.begin_step(reply)()
 
     def grade(self) -> Grade:
-        grade: Grade = self.call("grade()", self.episode.grade, validate_grade)
-        return grade
+        return self.begin_grade()()
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_with_limit(call: Callable[[], T], seconds: float | None) -> T:
-    """Raises what the call raises; `TimedOut` leaves it running in a daemon thread."""
+def begin(call: Callable[[], T], seconds: float | None) -> Callable[[], T]:
+    """Starts the call in a daemon thread: one that hangs must not keep the process alive.
+
+    The result waits for the call and returns or raises what it does, or `TimedOut`. Without a
+    limit the call runs in the thread that waits.
+    """
     if seconds is None:
-        return call()
+        return call
+    deadline = monotonic() + seconds
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
             outcome.append((call(), None))
-        except BaseException as error:  # raised again in the caller's thread
+        except BaseException as error:  # raised again in the thread that waits
             outcome.append((None, error))
 
-    # A daemon: a hanging call must not keep the process alive.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimedOut
-    value, error = outcome[0]
-    if isinstance(error, KeyboardInterrupt):  # of user code: nobody pressed Ctrl-C in a thread
-        raise InvalidValue("raised KeyboardInterrupt; raise another exception")
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+
+    def wait() -> T:
+        thread.join(None if seconds == math.inf else max(0.0, deadline - monotonic()))
+        if not outcome:
+            raise TimedOut
+        value, error = outcome[0]
+        if isinstance(error, KeyboardInterrupt):  # of user code: nobody pressed Ctrl-C in a thread
+            raise InvalidValue("raised KeyboardInterrupt; raise another exception")
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return wait
 
 
-def call_all(calls: Sequence[Callable[[], T]]) -> list[T | EnvironmentFault]:
-    """Runs guarded calls concurrently; results in their order."""
-    results: list[T | EnvironmentFault | None] = [None] * len(calls)
-
-    def run(index: int) -> None:
+def call_all(begins: Sequence[Callable[[], Callable[[], T]]]) -> list[T | EnvironmentFault]:
+    """Starts all calls, then waits for each; results in their order."""
+    waits = [begin_one() for begin_one in begins]
+    results: list[T | EnvironmentFault] = []
+    for wait in waits:
         try:
-            results[index] = calls[index]()
+            results.append(wait())
         except EnvironmentFault as fault:
-            results[index] = fault
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(result is not None for result in results), "guarded calls raise faults only"
-    return results  # type: ignore[return-value]
+            results.append(fault)
+    return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from courtside.environments.base import Environment
+from courtside.environments.base import Environment, HostedEnvironment
 from courtside.environments.guard import GuardedEnvironment
 from courtside.environments.tool_class import is_tool_class, make_tool_environment
 from courtside.environments.toolbox.environment import Toolbox
@@ -15,7 +15,9 @@ from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
 
 
-def make_environment(config: TasksConfig, limits: LimitsConfig | None = None) -> Environment | None:
+def make_environment(
+    config: TasksConfig, limits: LimitsConfig | None = None
+) -> HostedEnvironment | None:
     """None: the tasks are single prompts."""
     seconds = (limits or LimitsConfig()).step_seconds
     match config:

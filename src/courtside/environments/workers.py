@@ -7,6 +7,7 @@ replayed: an episode follows from its task and the student's replies.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from courtside.environments.guard import EnvironmentFault
+from courtside.environments.guard import EnvironmentFault, begin
 from courtside.errors import TaskError
 from courtside.recipe.tasks import EnvironmentTasks
 from courtside.types import Grade, Message, Observation, Task
@@ -124,6 +125,12 @@ class WorkerEpisode:
             self._revive()
             grade: Grade = self._call("grade")
         return grade
+
+    def begin_step(self, reply: str) -> Callable[[], Observation]:
+        return begin(partial(self.step, reply), math.inf)  # the worker has its own time limit
+
+    def begin_grade(self) -> Callable[[], Grade]:
+        return begin(self.grade, math.inf)
 
     def revive(self) -> None:
         """Starts the episode, or replays it where its process has ended."""

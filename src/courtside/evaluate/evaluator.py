@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
-from courtside.environments.base import Environment, EpisodeRequest
+from courtside.environments.base import EpisodeRequest, HostedEnvironment
 from courtside.errors import RunError, TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.intervals import mean_interval
@@ -24,7 +24,7 @@ NUM_STORED_SAMPLES = 8
 
 class TaskSuite(NamedTuple):
     tasks: TaskSource
-    environment: Environment | None
+    environment: HostedEnvironment | None
 
 
 class Attempt(NamedTuple):

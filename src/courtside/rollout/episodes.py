@@ -16,7 +16,7 @@ from time import monotonic
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
-from courtside.environments.base import Episode, EpisodeRequest
+from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
 from courtside.environments.faults import FaultMonitor
 from courtside.environments.guard import EnvironmentFault, call_all
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
@@ -44,7 +44,7 @@ class EpisodeRollout:
     engine: Engine
     template: IncrementalTemplate
     config: RolloutConfig
-    start: Callable[[Task], Episode]
+    start: Callable[[Task], HostedEpisode]
     context_length: int
     seed: int
 
@@ -120,7 +120,7 @@ class EpisodeRollout:
 
     def _grade(self, states: Sequence[EpisodeState]) -> None:
         gradable = [state for state in states if state.fault is None]
-        calls = [state.require_episode().grade for state in gradable]
+        calls = [state.require_episode().begin_grade for state in gradable]
         for state, grade in zip(gradable, call_all(calls), strict=True):
             if isinstance(grade, EnvironmentFault):
                 self._end(state, grade)
@@ -147,7 +147,7 @@ class EpisodeRollout:
         samples = session.sample(list(running), requests, sampling)
         results = call_all(
             [
-                partial(state.require_episode().step, sample.text)
+                partial(state.require_episode().begin_step, sample.text)
                 for state, sample in zip(states, samples, strict=True)
             ]
         )
@@ -181,7 +181,7 @@ class EpisodeState:
     pending_ids: tuple[int, ...]
     """Ids that the session has not processed yet: the next prompt of its row."""
     num_tokens: int
-    episode: Episode | None = None
+    episode: HostedEpisode | None = None
     """None before it was started, and after a fault."""
     stop: StopReason | None = None
     grade: Grade | None = None
@@ -209,7 +209,7 @@ class EpisodeState:
         reply = f", reply {truncate(last.text, 200)!r}" if last.role == "assistant" else ""
         return f"task {self.request.task.id}, turn {self.num_assistant_turns}{reply}"
 
-    def require_episode(self) -> Episode:
+    def require_episode(self) -> HostedEpisode:
         assert self.episode is not None
         return self.episode
 

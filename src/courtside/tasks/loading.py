@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.recipe.tasks import (
@@ -44,7 +44,7 @@ def make_task_source(
     config: TasksConfig,
     seed: int,
     prompt_limit: PromptLimit | None = None,
-    environment: Environment | None = None,
+    environment: HostedEnvironment | None = None,
     hinted: Collection[str] = frozenset(),
 ) -> TaskSource:
     """The tasks of a recipe.
@@ -98,7 +98,7 @@ def make_task_source(
             return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)
 
 
-def environment_space(environment: Environment, name: str) -> TaskSpace:
+def environment_space(environment: HostedEnvironment, name: str) -> TaskSpace:
     """The tasks of a guarded environment; making one may be expensive (a server's `reset`)."""
     task = lru_cache(maxsize=4096)(environment.task)
     return TaskSpace(name, environment.size, lambda index: task(index).split, task)

@@ -17,7 +17,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from courtside.environments.guard import TimedOut, run_with_limit
+from courtside.environments.guard import TimedOut, begin
 from courtside.errors import RunError, TaskError
 from courtside.plugins import check_import_path, load_plugin
 from courtside.types import Grade, Task
@@ -116,7 +116,7 @@ def run_interruptibly(call: Callable[[], T], seconds: float) -> T:
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not hasattr(signal, "setitimer"):
-        return run_with_limit(call, seconds)
+        return begin(call, seconds)()
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise TimedOut

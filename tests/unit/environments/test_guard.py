@@ -266,7 +266,7 @@ def test_calls_run_concurrently() -> None:
     barrier = threading.Barrier(4, timeout=10)
     waiting = guard(step=lambda: (barrier.wait(), observe())[1]).start(TASK)
     broken = guard(step=lambda: (barrier.wait(), raise_(OSError("no")))[1]).start(TASK)
-    calls = [lambda: waiting.step("")] * 2 + [lambda: broken.step("")] * 2
+    calls = [lambda: waiting.begin_step("")] * 2 + [lambda: broken.begin_step("")] * 2
     results = call_all(calls)
     assert [isinstance(result, EnvironmentFault) for result in results] == [False] * 2 + [True] * 2
     assert call_all([]) == []

@@ -184,7 +184,7 @@ def test_a_kill_takes_the_children_along(folder: Path) -> None:
 def test_two_workers_run_at_the_same_time(folder: Path) -> None:
     world = make(2, seconds=10.0)
     episodes = [world.start(world.task(index)) for index in (0, 1)]
-    results = call_all([partial(episode.step, "meet") for episode in episodes])
+    results = call_all([partial(episode.begin_step, "meet") for episode in episodes])
     assert not any(isinstance(result, EnvironmentFault) for result in results)
     world.close()
 
