@@ -222,6 +222,12 @@ class Run:
                 continue
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation)
+            if faults := evaluation.metrics.get("environment_faults", 0):
+                message = (
+                    f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
+                    "environment and are not in the score"
+                )
+                self.folder.record_alarm({"step": self.num_steps, "message": message})
             self.folder.write_costs(self.meter.totals())
             for tracker in self.trackers:
                 tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)

@@ -196,6 +196,8 @@ def test_bugs_are_counted_apart_from_the_students_errors(folder: Path, tiny_fold
     evaluation = run.evaluations()[-1]
     faults = evaluation.metrics["environment_faults"]
     assert evaluation.metrics["error_rate"] == 1.0
+    assert f"{faults:g} episodes were ended by bugs" in run.alarms()[-1]["message"]
+    assert "are not in the score" in (folder / "run" / "report.html").read_text()
     assert faults > 0 and len(evaluation.scores) == evaluation.metrics["num_tasks"] - faults
 
 
