@@ -71,7 +71,13 @@ def make_plugin(
     """What the plugin at the section's `path` makes of its `settings`."""
     path, settings = config.path, dict(config.settings)
     plugin = load_plugin(path, kind, field=f"{section}.path", error=error)
-    signature = inspect.signature(plugin)
+    try:
+        signature = inspect.signature(plugin)
+    except ValueError:
+        raise error(
+            f"{section}.path = {path!r}: it has no signature that Python can tell; wrap it in a "
+            f"{kind} of your own"
+        ) from None
     try:
         signature.bind(**settings)
     except TypeError as problem:
@@ -82,7 +88,9 @@ def make_plugin(
         ) from None
     try:
         return plugin(**settings)
-    except (Exception, SystemExit) as problem:  # user code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # user code, also sys.exit and cancelled tasks
         raise error(
             f"{section}.path = {path!r}: {path.partition(':')[2]}(**settings) "
             f"{describe_error(problem)}"
@@ -110,7 +118,9 @@ def _import(name: str, where: str, error: type[UserError]) -> Any:
         raise error(
             f"{where}: {file}, line {line}: {problem.msg}; correct the syntax there"
         ) from problem
-    except (Exception, SystemExit) as problem:  # user code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # user code, also sys.exit and cancelled tasks
         raise error(f"{where}: importing {name!r} {describe_error(problem)}") from problem
 
 

@@ -76,7 +76,9 @@ class GuardedEnvironment:
             task = self.environment.task(index)
         except InvalidValue as problem:
             raise TaskError(f"{where}: {problem}") from None
-        except (Exception, SystemExit) as error:  # user code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code, also sys.exit and cancelled tasks
             raise TaskError(f"{where} {describe_error(error)}") from error
         return validate_task(task, where)
 
@@ -96,7 +98,9 @@ class GuardedEnvironment:
                 return validate(method(task))
             except InvalidValue as problem:
                 raise TaskError(f"{where}: {problem}") from None
-            except (Exception, SystemExit) as error:  # user code
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # user code, also sys.exit and cancelled tasks
                 raise TaskError(f"{where} {describe_error(error)}") from error
 
         return None if method is None else call
@@ -119,7 +123,9 @@ class GuardedEnvironment:
                 ) from None
             except InvalidValue as problem:
                 raise EnvironmentFault(f"{where}: {problem}") from None
-            except (Exception, SystemExit) as error:  # user code
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # user code, also sys.exit and cancelled tasks
                 trace = format_trace(error)
                 raise EnvironmentFault(f"{where} {describe_error(error)}", trace) from None
 

@@ -10,7 +10,7 @@ from courtside.environments.tool_class import is_tool_class, make_tool_environme
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.workers import WorkerEnvironment
 from courtside.errors import TaskError
-from courtside.plugins import load_plugin, make_plugin
+from courtside.plugins import describe_error, load_plugin, make_plugin
 from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
 
@@ -59,7 +59,10 @@ def _make_instance(config: EnvironmentTasks) -> Environment:
     for method, call in (("task", "task(index)"), ("start", "start(task)")):
         if not callable(getattr(environment, method, None)):
             raise TaskError(f"{where}: {name} has no method {call}; add it")
-    size = getattr(environment, "size", None)
+    try:
+        size = getattr(environment, "size", None)
+    except Exception as error:  # user code: a property
+        raise TaskError(f"{where}: {name}.size {describe_error(error)}") from error
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise TaskError(
             f"{where}: {name}.size = {size!r}; set it to the number of tasks, at least 1"

@@ -55,7 +55,7 @@ def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environm
     try:
         inspect.signature(user_class).bind(**config.settings)
         tools = {tool: describe_tool(method) for tool, method in find_tools(user_class).items()}
-    except (TypeError, InvalidValue) as problem:
+    except (TypeError, ValueError) as problem:
         raise TaskError(f"{where}: {name}: {problem}") from None
     if not tools:
         raise TaskError(

@@ -38,7 +38,13 @@ def load_grader(path: str) -> Callable[..., Any]:
     except ValueError as problem:
         raise TaskError(f"grader: {problem}") from None
     function = load_plugin(path, "function", field="grader", error=TaskError)
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise TaskError(
+            f"grader = {path!r} has no signature that Python can tell; wrap it in a function of "
+            "your own"
+        ) from None
     if "completions" in signature.parameters:
         return _adapt_reward(function, signature)
     try:
@@ -90,7 +96,9 @@ def run_grader(path: str, task: Task, response: str, *, seconds: float) -> Grade
             ) from None
         _report_once(path, f"{problem} on task {task.id}", "")
         return Grade(score=0.0, passed=False, error=problem)
-    except (Exception, SystemExit) as error:  # user code: one bad response must not end a run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code: one bad response must not end a run
         _report_once(path, f"raised on task {task.id}", traceback.format_exc())
         summary = "".join(traceback.format_exception_only(error)).strip()
         return Grade(score=0.0, passed=False, error=summary)

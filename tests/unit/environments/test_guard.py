@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,6 +127,8 @@ STEPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: raise_(RecursionError("deep")), "raised RecursionError: deep"),
     (lambda: raise_(MemoryError()), "raised MemoryError"),
     (lambda: raise_(StopIteration()), "raised StopIteration"),
+    (lambda: raise_(CancelledError()), "raised CancelledError"),
+    (lambda: raise_(GeneratorExit()), "raised GeneratorExit"),
 ]  # fmt: skip
 
 GRADES: list[tuple[Callable[[], Any], str]] = [

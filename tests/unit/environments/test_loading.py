@@ -69,6 +69,10 @@ class Strict(World):
     def __init__(self):
         pass
 
+class Lazy(World):
+    @property
+    def size(self): raise OSError("no index")
+
 def function(): ...
 """
 
@@ -114,6 +118,8 @@ def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
         ("own_world:Endless", {}, ["no method start"]),
         ("own_world:Unsized", {}, ["Unsized.size = None", "number of tasks"]),
         ("own_world:Empty", {}, ["Empty.size = 0"]),
+        ("own_world:Lazy", {}, ["Lazy.size raised OSError: no index (own_world.py, line "]),
+        ("builtins:type", {}, ["has no signature that Python can tell"]),
         ("own_world:Wrong", {}, ["gave dict", "courtside.types.Task"]),
         ("own_world:Graded", {}, ["grader = 'math'", "leave it out"]),
         ("own_world:Silent", {}, ["the last one must be a user's"]),

@@ -154,6 +154,7 @@ def test_an_end_costs_one_episode(world: WorkerEnvironment, reply: str, message:
         culprit.step(reply)
     assert message in str(caught.value)
     assert str(caught.value).startswith("tasks.path = 'worlds:World': ")
+    assert (reply == "raise") == ('case "raise": raise KeyError("city")' in caught.value.trace)
     assert texts(bystander, "b", "c") == expected[1:]
     assert bystander.grade() == alone.grade() and late.grade().score == 0
 
