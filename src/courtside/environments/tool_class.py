@@ -12,28 +12,18 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from courtside.environments.base import Environment
 from courtside.environments.tool_calls import CallError, CallFormat, format_call, parse_call
+from courtside.environments.tool_rows import read_rows
+from courtside.environments.tool_schemas import describe_tool, find_argument_problem, find_tools
 from courtside.environments.validation import InvalidValue, plain_text
 from courtside.errors import TaskError
 from courtside.hashing import split_of, task_id
 from courtside.plugins import load_plugin
 from courtside.recipe.tasks import EnvironmentTasks
 from courtside.types import Event, Grade, Message, Observation, Role, Task
-
-NO_TOOLS = frozenset({"reset", "reward", "get_reward", "close"})
-JSON_TYPES: Mapping[Any, str] = {
-    str: "string", int: "integer", float: "number", bool: "boolean", list: "array",
-    tuple: "array", dict: "object", Any: "any",
-}  # fmt: skip
-PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-    "array": (list,), "object": (dict,),
-}  # fmt: skip
 
 
 def is_tool_class(user_class: Any) -> bool:
@@ -42,7 +32,8 @@ def is_tool_class(user_class: Any) -> bool:
 
 def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environment:
     where, name = f"tasks.path = {config.path!r}", user_class.__name__
-    if hasattr(user_class, "action_space"):
+    parameters = inspect.signature(user_class.reset).parameters
+    if hasattr(user_class, "step") and "seed" in parameters:
         raise TaskError(
             f"{where}: {name} is a Gymnasium environment, whose actions are no text. Wrap it as "
             "docs/environments.md shows (examples/environments/text_game.py)"
@@ -52,10 +43,12 @@ def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environm
             f"{where}: {name} has reset(**row), so its tasks are rows of a file; name it in "
             "tasks.rows. (An environment of courtside has task(index) and start(task))"
         )
+    rows = read_rows(config.rows)
     try:
         inspect.signature(user_class).bind(**config.settings)
+        inspect.signature(user_class.reset).bind(None, **rows[0])
         tools = {tool: describe_tool(method) for tool, method in find_tools(user_class).items()}
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, NameError) as problem:  # also a type hint without its import
         raise TaskError(f"{where}: {name}: {problem}") from None
     if not tools:
         raise TaskError(
@@ -64,8 +57,7 @@ def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environm
     reward = None
     if config.reward is not None:
         reward = load_plugin(config.reward, "function", field="tasks.reward", error=TaskError)
-    return ToolEnvironment(user_class, config, rows=read_rows(config.rows), tools=tools,
-                           reward=reward)  # fmt: skip
+    return ToolEnvironment(user_class, config, rows=rows, tools=tools, reward=reward)
 
 
 class ToolEnvironment:
@@ -237,122 +229,3 @@ class ToolEpisode:
 
     def _tool_names(self) -> str:
         return ", ".join(self.environment.tools)
-
-
-# ── tools from signatures ────────────────────────────────────────────────────────────────────────
-
-
-def find_tools(user_class: Any) -> dict[str, Callable[..., Any]]:
-    """In the order in which they are defined, those of base classes first."""
-    names = dict.fromkeys(name for base in reversed(user_class.__mro__) for name in vars(base))
-    return {
-        name: getattr(user_class, name)
-        for name in names
-        if not name.startswith("_")
-        and name not in NO_TOOLS
-        and inspect.isfunction(getattr(user_class, name))
-    }
-
-
-def describe_tool(method: Callable[..., Any]) -> dict[str, Any]:
-    """Name, description and the JSON schema of the parameters."""
-    doc = inspect.getdoc(method)
-    if not doc:
-        raise InvalidValue(f"the tool {method.__name__} has no docstring; write what it does")
-    hints = get_type_hints(method)
-    properties: dict[str, Any] = {}
-    required = []
-    for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
-        if name not in hints:
-            raise InvalidValue(
-                f"the parameter {name!r} of the tool {method.__name__} has no type hint; add it"
-            )
-        properties[name] = {**_schema_of(hints[name]), **_describe_parameter(doc, name)}
-        if parameter.default is parameter.empty:
-            required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required}
-    return {"name": method.__name__, "description": doc.split("\n\n")[0], "parameters": schema}
-
-
-def _schema_of(hint: Any) -> dict[str, Any]:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return {"type": JSON_TYPES.get(type(args[0]), "string"), "enum": list(args)}
-    if origin in (Union, UnionType):
-        members = [arg for arg in args if arg is not NoneType]
-        return {**_schema_of(members[0]), "nullable": True} if len(members) == 1 else {}
-    kind = JSON_TYPES.get(origin or hint)
-    return {} if kind in (None, "any") else {"type": kind}
-
-
-def _describe_parameter(doc: str, name: str) -> dict[str, str]:
-    """From a line `name: text` or `name (type): text` below `Args:`."""
-    for line in doc.splitlines():
-        head, colon, text = line.strip().partition(":")
-        if colon and head.split(" ")[0] == name and text.strip():
-            return {"description": text.strip()}
-    return {}
-
-
-def find_argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """What the student did wrong; None: nothing."""
-    properties = schema["properties"]
-    if unknown := [name for name in arguments if name not in properties]:
-        return f"unexpected argument {unknown[0]!r}; there are {list(properties)}"
-    if missing := [name for name in schema["required"] if name not in arguments]:
-        return f"missing argument {missing[0]!r}"
-    for name, value in arguments.items():
-        property_schema = properties[name]
-        if value is None and property_schema.get("nullable"):
-            continue
-        kind = property_schema.get("type")
-        is_bool = isinstance(value, bool) and kind != "boolean"
-        if kind is not None and (is_bool or not isinstance(value, PYTHON_TYPES[kind])):
-            return f"{name} must be of type {kind}, not {json.dumps(value)}"
-        if "enum" in property_schema and value not in property_schema["enum"]:
-            return f"{name} must be one of {property_schema['enum']}, not {json.dumps(value)}"
-    return None
-
-
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"tasks.rows = {str(path)!r}: cannot be read ({error})") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TaskError(f"{where}: not valid JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise TaskError(f"{where}: must be a JSON object with `prompt`")
-        _check_prompt(row.get("prompt"), where)
-        rows.append(row)
-    if not rows:
-        raise TaskError(f"{path}: holds no rows; it needs at least one")
-    return rows
-
-
-def _check_prompt(prompt: Any, where: str) -> None:
-    if isinstance(prompt, str) and prompt.strip():
-        return
-    is_list = isinstance(prompt, list) and bool(prompt)
-    if not is_list or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in prompt
-    ):
-        raise TaskError(
-            f"{where}: `prompt` must be a text, or a list of messages with role and content"
-        )
-    if any(m["role"] == "system" for m in prompt):
-        raise TaskError(
-            f"{where}: `prompt` has a system message, and the list of tools is that; move the text "
-            "into the user's message"
-        )

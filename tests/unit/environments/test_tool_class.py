@@ -80,8 +80,12 @@ class NoTools:
     def reset(self, **row): ...
 class FailsToReset(Counter):
     def reset(self, **row): raise OSError("no server")
+class Strict(Counter):
+    def reset(self, target): ...
+class Unimported(Counter):
+    def odd(self, x: "Missing"):
+        """Odd."""
 class Gym:
-    action_space = 3
     def reset(self, seed=None): ...
     def step(self, action): ...
 
@@ -261,6 +265,8 @@ def test_a_class_in_workers(folder: Path) -> None:
         ),
         ("Counter", {"reward": "classes:nothing"}, "tasks.reward = 'classes:nothing': module"),
         ("NoTools", {}, "NoTools has no tools"),
+        ("Strict", {}, "Strict: got an unexpected keyword argument 'prompt'"),
+        ("Unimported", {}, "Unimported: name 'Missing' is not defined"),
         ("NoDoc", {}, "the tool bare has no docstring; write what it does"),
         ("NoHint", {}, "the parameter 'x' of the tool bare has no type hint; add it"),
         ("Gym", {}, "Gym is a Gymnasium environment, whose actions are no text. Wrap it"),

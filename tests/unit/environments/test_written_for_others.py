@@ -136,6 +136,8 @@ def test_a_game_of_gymnasiums_interface(folder: Path, student: Path) -> None:
     assert texts == {"Reply with one of these words alone: left, right, open."}
     checked = CliRunner().invoke(app, ["check-env", "text_game:CorridorEnvironment"])
     assert checked.exit_code == 0 and "bad_move" in checked.output
+    bare = CliRunner().invoke(app, ["check-env", "text_game:Corridor"])
+    assert bare.exit_code == 1 and "Wrap it as docs/environments.md shows" in bare.output
     environment = make_environment(recipe.tasks)
     assert environment is not None
     episode = environment.start(environment.task(1))
