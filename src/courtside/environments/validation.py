@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from typing import Any, get_args
 
@@ -62,17 +63,14 @@ def _plain_task(task: Task) -> Task:
                 f"privileged[{name!r}] is {_a(text)}; names and values are texts: use str(…)"
             )
         privileged[name] = plain_text(text, f"privileged[{name!r}]")
-    return Task(
-        id=plain_text(task.id, "id"),
-        split=task.split,
-        messages=messages,
-        answer=task.answer,
-        completion=task.completion,
-        rejected=task.rejected,
-        privileged=privileged,
-        tags=tuple(task.tags),
-        grader_args=_plain_json_object(task.grader_args, "grader_args"),
-    )
+    plain = {
+        "id": plain_text(task.id, "id"),
+        "messages": messages,
+        "privileged": privileged,
+        "tags": tuple(task.tags),
+        "grader_args": _plain_json_object(task.grader_args, "grader_args"),
+    }
+    return Task(**_fields_of(task, Task) | plain)
 
 
 # ── observations and grades ──────────────────────────────────────────────────────────────────────
@@ -147,7 +145,7 @@ def _plain_messages(messages: Any, roles: Sequence[str], name: str) -> tuple[Mes
         if message.role not in roles:
             raise InvalidValue(f"{where}.role = {message.role!r}; use one of {list(roles)}")
         content = plain_text(message.content, f"{where}.content")
-        plain.append(Message(role=message.role, content=content))
+        plain.append(Message(**_fields_of(message, Message) | {"content": content}))
     return tuple(plain)
 
 
@@ -193,6 +191,11 @@ def _describe_surrogate(where: str) -> str:
         f"{where} has half of a surrogate pair, which no file can hold; decode with "
         "errors='replace'"
     )
+
+
+def _fields_of(record: Any, record_type: Any) -> dict[str, Any]:
+    """Of our own type, also where the record is of a subclass."""
+    return {field.name: getattr(record, field.name) for field in fields(record_type)}
 
 
 def _is_sequence(value: object) -> bool:
