@@ -131,8 +131,12 @@ def describe_error(error: BaseException) -> str:
     """`raised KeyError: 'city' (world.py, line 12)`, with the fix of frequent slips."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r}){_find_place(error)}; raise an exception instead"
-    text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-    record = re.match(r"(\w+)\.__init__\(\)", str(error))
+    try:
+        message = str(error).strip()
+    except Exception:  # user code: an exception that cannot be printed
+        message = "(its message cannot be printed)"
+    text = ": ".join([type(error).__name__, *message.splitlines()[:1]])
+    record = re.match(r"(\w+)\.__init__\(\)", message)
     fix = ""
     if isinstance(error, TypeError) and record and record[1] in CONSTRUCTORS:
         fix = f"; name the fields: {CONSTRUCTORS[record[1]]}"

@@ -73,14 +73,15 @@ class GuardedEnvironment:
     def task(self, index: int) -> Task:
         where = f"{self.name}: task({index})"
         try:
-            task = self.environment.task(index)
+            return validate_task(self.environment.task(index), where)
+        except TaskError:
+            raise
         except InvalidValue as problem:
             raise TaskError(f"{where}: {problem}") from None
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # user code, also sys.exit and cancelled tasks
             raise TaskError(f"{where} {describe_error(error)}") from error
-        return validate_task(task, where)
 
     def start(self, task: Task) -> GuardedEpisode:
         # A copy: an episode that changes its task must not change that of another sample.

@@ -63,6 +63,11 @@ def _plain_task(task: Task) -> Task:
                 f"privileged[{name!r}] is {_a(text)}; names and values are texts: use str(…)"
             )
         privileged[name] = plain_text(text, f"privileged[{name!r}]")
+    for name in ("answer", "completion", "rejected"):
+        if (value := getattr(task, name)) is not None:
+            plain_text(value, name)
+    if not _is_sequence(task.tags) or not all(isinstance(tag, str) for tag in task.tags):
+        raise InvalidValue(f"tags = {task.tags!r}; use a tuple of texts")
     plain = {
         "id": plain_text(task.id, "id"),
         "messages": messages,

@@ -73,6 +73,11 @@ class Unprintable:
         raise RuntimeError
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 recursive: list[Any] = []
 recursive.append(recursive)
 
@@ -127,6 +132,7 @@ STEPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: raise_(RecursionError("deep")), "raised RecursionError: deep"),
     (lambda: raise_(MemoryError()), "raised MemoryError"),
     (lambda: raise_(StopIteration()), "raised StopIteration"),
+    (lambda: raise_(UnprintableError()), "raised UnprintableError: (its message cannot be printed)"),
     (lambda: raise_(CancelledError()), "raised CancelledError"),
     (lambda: raise_(GeneratorExit()), "raised GeneratorExit"),
 ]  # fmt: skip
@@ -200,6 +206,11 @@ def test_slips_in_start(result: Callable[..., Any], message: str) -> None:
         (lambda: replace(TASK, grader_args={"a": object()}), "grader_args['a'] is no JSON value"),
         (lambda: replace(TASK, grader_args={"a": {1, 2}}), "grader_args['a'] is no JSON value"),
         (lambda: replace(TASK, grader_args=None), "grader_args is None; use a dict"),
+        (lambda: replace(TASK, tags=None), "tags = None; use a tuple of texts"),
+        (lambda: replace(TASK, tags="easy"), "tags = 'easy'; use a tuple of texts"),
+        (lambda: replace(TASK, tags=(1,)), "tags = (1,); use a tuple of texts"),
+        (lambda: replace(TASK, answer=3), "answer is an int; use a text"),
+        (lambda: replace(TASK, split=["train"]), "split = ['train']; use one of"),
         (lambda: raise_(IndexError("list index")), "task(0) raised IndexError: list index (test_"),
         (lambda: sys.exit(1), "task(0) called sys.exit(1)"),
         (lambda: Task("t", "train"), "name the fields: Task("),  # type: ignore[misc]
