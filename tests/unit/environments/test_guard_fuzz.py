@@ -65,26 +65,26 @@ class Generator:
         return self.rng.choice(VALUES)
 
     def task(self, _index: int) -> Any:
-        made = Task(
+        record = Task(
             id=self.either("a", "b"), split=self.either("train", "test"),
             messages=self.either(GO, GO, self.value()), answer=self.either(None),
             privileged=self.either({}, {"a": "b"}), tags=self.either((), ("x",)),
             grader_args=self.either({}, {"a": self.value()}),
         )  # fmt: skip
-        return self.either(made, made)
+        return self.either(record, record)
 
     def step(self, _reply: str) -> Any:
-        made = Observation(
+        record = Observation(
             messages=self.either(GO, GO, self.value()), done=self.either(True, False),
             events=self.either((), self.value(), [Event(kind="k", details={"a": self.value()})]),
         )  # fmt: skip
-        return self.either(made, made)
+        return self.either(record, record)
 
     def grade(self) -> Any:
-        made = Grade(
+        record = Grade(
             score=self.either(0, 1.0), passed=self.either(True), feedback=self.either("", "x")
         )
-        return self.either(made, made)
+        return self.either(record, record)
 
 
 def test_nothing_else_comes_out() -> None:
