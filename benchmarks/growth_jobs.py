@@ -30,7 +30,7 @@ from courtside.rollout.episodes import EpisodeRollout
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.training import weights as student_weights
-from courtside.training.memory import device_bytes, kv_cache_tokens
+from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 from courtside.types import Grade, Message, Observation, Sample, Task, Trajectory

@@ -42,7 +42,10 @@ EXTENSION_POINTS = {
 }
 INTRO = """The names below are `courtside.NAME`. They load on first use: `import courtside` does not
 import torch. Paths are `str` or `Path`. An error that the user can fix is a `UserError`;
-a run that fails raises a `RunError` and can be resumed."""
+a run that fails raises a `RunError` and can be resumed. Progress is printed to standard error (in a
+notebook below its cell); `quiet=True` sends it to the logger `courtside` instead. DataFrames need
+pandas, which the extra `notebook` installs. [A notebook](../examples/look_at_a_run.ipynb) shows
+them."""
 
 
 def api_page(generated_by: str) -> str:

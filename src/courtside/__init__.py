@@ -35,6 +35,7 @@ __all__ = [
     "parse_recipe",
     "rescore",
     "train",
+    "write_report",
 ]
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
     "train": "courtside.api",
+    "write_report": "courtside.api",
 }
 
 

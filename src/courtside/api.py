@@ -1,12 +1,16 @@
-"""The public functions: train, evaluate, export and re-score. Heavy imports are inside them."""
+"""The public functions: train, evaluate, report, export and re-score. Heavy imports are inside.
+
+Progress is printed by default, as the command line does; `quiet` sends it to `logging` instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from courtside.errors import RecipeError, UserError
+from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
@@ -17,26 +21,58 @@ if TYPE_CHECKING:
     from courtside.runtime import Runtime
 
 
-def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = None) -> RunFolder:
-    """Train into a run folder, or resume the run in it. Returns the folder, read-only."""
+def train(
+    recipe: Recipe | str | Path,
+    folder: str | Path | None = None,
+    *,
+    console: RunConsole | None = None,
+    quiet: bool = False,
+) -> RunFolder:
+    """Train into a run folder, or resume the run in it. Returns the folder, read-only.
+
+    `recipe`: also a TOML file or the name of a built-in recipe, whose folder is runs/NAME by
+    default. `quiet`: print nothing; the lines go to the logger `courtside`. `console`: print there.
+    """
     from courtside.assemble import assemble
     from courtside.loop import train_loop
-    from courtside.report.console import RunConsole
+    from courtside.report.console import choose_console
     from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
-    path = Path(folder)
+    console = choose_console(console, quiet=quiet)
+    path = _default_folder(recipe) if folder is None else Path(folder)
+    recipe = _load(recipe)
     _discard_failed_start(path, recipe)
     with RunFolder.open(path, recipe) as opened:
-        parts = assemble(recipe)
-        run = Run(parts, opened, console or RunConsole())
+        try:
+            console.phase("loading models")
+            parts = assemble(recipe)
+            run = Run(parts, opened, console)
+        except BaseException:
+            console.finish()  # else the loop does
+            raise
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)
 
 
+def write_report(run: str | Path) -> Path:
+    """Write `report.html` again from the run folder, and return its path.
+
+    Damaged parts of the folder are named on the page. Where the student's tokenizer cannot be
+    loaded, tokens are not colored, and a warning is logged.
+    """
+    from courtside.evaluate.comparisons import compare_evaluations
+    from courtside.report.folder.folder import RunFolder
+    from courtside.report.page.page import write_report
+
+    folder = RunFolder.read(run)
+    decode = _make_decode(folder.recipe())
+    return write_report(folder, differences=compare_evaluations(folder), decode=decode)
+
+
 def evaluate_student(
-    recipe: Recipe,
+    recipe: Recipe | str | Path | None = None,
     *,
     run: str | Path | None = None,
     step: int | None = None,
@@ -44,34 +80,72 @@ def evaluate_student(
     num_tasks: int | None = None,
     teacher: bool = False,
     console: RunConsole | None = None,
+    quiet: bool = False,
 ) -> list[Evaluation]:
     """Evaluate the student of a recipe: untrained, or at `step` of `run` (the last checkpoint).
 
-    `teacher`: evaluate the teacher with its context, too.
+    `recipe`: unset, the run's own; also a TOML file or a built-in recipe's name. `teacher`:
+    evaluate the teacher with its context, too. What is measured of a run is stored in it
+    (`RunFolder.further_evaluations`). `console`, `quiet`: as in `train`.
     """
-    from courtside.assemble import assemble
+    from courtside.report.console import choose_console
+    from courtside.report.folder.folder import RunFolder
 
+    console = choose_console(console, quiet=quiet)
+    if recipe is not None:
+        recipe = _load(recipe)
+    elif run is not None:
+        recipe = RunFolder.read(run).recipe()
+    else:
+        raise UserError("evaluate_student: give a recipe, or run= for the student of a run")
     if recipe.tasks.is_recorded:
         raise UserError(
             f"tasks.kind = {recipe.tasks.kind!r}: nothing answers the student there. Override "
             "tasks.kind and the rest of [tasks] with tasks that can be answered, and set "
             "rollout.student_fraction=1"
         )
+    try:
+        return _evaluate(
+            recipe, run, step, split, num_tasks=num_tasks, teacher=teacher, console=console
+        )
+    finally:
+        console.finish()
+
+
+def _evaluate(
+    recipe: Recipe,
+    run: str | Path | None,
+    step: int | None,
+    split: Split,
+    *,
+    num_tasks: int | None,
+    teacher: bool,
+    console: RunConsole,
+) -> list[Evaluation]:
+    from courtside.assemble import assemble
+    from courtside.report.folder.folder import RunFolder
+
+    console.phase("loading models")
     if run is None:
-        parts, num_steps = assemble(recipe), 0
+        parts, num_steps, store = assemble(recipe), 0, None
     else:
         parts, num_steps = _restore_run(recipe, run, _find_checkpoint(run, step))
+        store = RunFolder.read(run).open_further_evaluations(recipe)
+        if store is None:
+            console.print_line(f"{run}: not writable, so the results are not stored in it")
     if teacher and (recipe.teacher is None or not parts.evaluator.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
+    parts.progress.watch(console.progress)
     evaluations = []
     for policy in ("student", "teacher") if teacher else ("student",):
-        if console is not None:
-            console.print_line(f"evaluating the {policy}")
-        evaluations.append(
-            parts.evaluator.evaluate(
-                split, step=num_steps, policy=policy, num_tasks=num_tasks
-            ).evaluation
-        )
+        console.print_line(f"evaluating the {policy}")
+        console.phase("evaluate")
+        evaluation = parts.evaluator.evaluate(
+            split, step=num_steps, policy=policy, num_tasks=num_tasks
+        ).evaluation
+        if store is not None:
+            store(evaluation)
+        evaluations.append(evaluation)
     return evaluations
 
 
@@ -117,17 +191,21 @@ def rescore(
     *,
     steps: Sequence[int] | None = None,
     console: RunConsole | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, float | int | None]]:
     """Losses and metrics of stored trajectories with another teacher, context or loss.
 
     `overrides` change the run's recipe; `steps`: which stored steps (all). The student is that of
-    the last checkpoint, and nothing is trained. Returns a row for each step.
+    the last checkpoint, and nothing is trained. Returns a row for each step. `console`, `quiet`: as
+    in `train`.
     """
+    from courtside.report.console import choose_console
     from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
     from courtside.training.loss_terms import make_loss_terms
     from courtside.training.metrics import MetricAccumulator
 
+    console = choose_console(console, quiet=quiet)
     folder = RunFolder.read(run)
     stored = folder.trajectory_steps()
     missing = sorted(set(steps or ()) - set(stored))
@@ -137,8 +215,7 @@ def rescore(
     parts, _ = _restore_run(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
-        if console:
-            console.print_line(f"scoring step {step}")
+        console.print_line(f"scoring step {step}")
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher(trajectories, reading.hints)
@@ -156,6 +233,33 @@ def rescore(
             }
         )
     return rows
+
+
+def _load(recipe: Recipe | str | Path) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
+def _default_folder(recipe: Recipe | str | Path) -> Path:
+    from courtside.recipe.builtin import default_run_folder, find_recipe
+
+    if isinstance(recipe, Recipe):
+        raise UserError(
+            "train: a Recipe has no name. Give the run folder, as in train(recipe, DIR)"
+        )
+    return default_run_folder(find_recipe(str(recipe)))
+
+
+def _make_decode(recipe: Recipe) -> Callable[[Sequence[int]], list[str]] | None:
+    """Texts of single tokens; None: the tokenizer is not there any more."""
+    from courtside.engines.loading import load_tokenizer
+
+    config = recipe.student
+    try:
+        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    except ModelError as error:
+        logging.getLogger("courtside").warning("the report's tokens are not colored: %s", error)
+        return None
+    return lambda ids: [str(tokenizer.decode([token])) for token in ids]
 
 
 def _find_checkpoint(run: str | Path, step: int | None) -> Path:

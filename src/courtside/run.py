@@ -26,15 +26,16 @@ from courtside.errors import (
     RunError,
     UserError,
 )
+from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
-from courtside.evaluate.intervals import paired_difference
+from courtside.evaluate.evaluator import GradedAnswers
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.parquet import read_trajectories, write_trajectories
+from courtside.report.folder.parquet import write_trajectories
 from courtside.report.metrics import check_nothing_trained
-from courtside.report.page.page import first_and_last_evaluation, write_report
+from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
@@ -50,6 +51,7 @@ class Run:
         self.num_steps = 0
         """Optimizer steps done."""
         self.interrupted = False
+        parts.progress.watch(console.progress)
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -111,6 +113,7 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with self.meter.phase(name):
+            self.parts.progress.clear()
             self.console.phase(name)
             yield
         if self.meter.current_phase is not None:
@@ -161,13 +164,8 @@ class Run:
         self._evaluate_if_due()
 
     def write_report(self) -> Path:
-        before, after = first_and_last_evaluation(self.folder.evaluations())
-        comparison = None
-        if before and after and (common := before.scores.keys() & after.scores.keys()):
-            comparison = paired_difference(
-                {id: before.scores[id] for id in common}, {id: after.scores[id] for id in common}
-            )
-        return write_report(self.folder, comparison=comparison, decode=self.parts.renderer.pieces)
+        differences = compare_evaluations(self.folder)
+        return write_report(self.folder, differences=differences, decode=self.parts.renderer.pieces)
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
 
@@ -214,14 +212,14 @@ class Run:
                 continue
             try:
                 with self.phase("evaluate"):
-                    evaluation = self._evaluate(policy, split)
+                    evaluation, trajectories = self._evaluate(policy, split)
             except Exception as error:  # whatever fails after training must not cost the report
                 if not self._is_trained:
                     raise
                 self._report_unmeasured(f"{policy} on {split} tasks", error)
                 continue
             self._add_evaluation_costs(evaluation)
-            self.folder.record_evaluation(evaluation)
+            self.folder.record_evaluation(evaluation, trajectories)
             if faults := evaluation.metrics.get("environment_faults", 0):
                 message = (
                     f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
@@ -237,25 +235,21 @@ class Run:
                 f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
             )
 
-    def _evaluate(self, policy: str, split: Split) -> Evaluation:
-        evaluation, trajectories = self.parts.evaluator.evaluate(
-            split, step=self.num_steps, policy=policy
-        )
-        if not self.recipe.tasks.is_environment or (policy, split) != ("student", "test"):
-            return evaluation
-        before = self.folder.path / "before.parquet"
-        if self.num_steps == 0:
-            write_trajectories(
-                before, [Scored(trajectory=t, target=None) for t in trajectories], {}
-            )
-            return evaluation
+    def _evaluate(self, policy: str, split: Split) -> GradedAnswers:
+        answers = self.parts.evaluator.evaluate(split, step=self.num_steps, policy=policy)
+        is_drop_measured = self.recipe.tasks.is_environment and self.num_steps > 0
+        if not is_drop_measured or (policy, split) != ("student", "test"):
+            return answers
+        evaluation = answers.evaluation
         try:
-            untrained = [stored.trajectory for stored in read_trajectories(before, 0)]
+            untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
             metrics = logp_drop(untrained, self.parts.engine)
         except (UserError, RunError) as error:
             self._report_unmeasured("logp_drop", error)
-            return evaluation
-        return replace(evaluation, metrics={**evaluation.metrics, **metrics})
+            return answers
+        return answers._replace(
+            evaluation=replace(evaluation, metrics={**evaluation.metrics, **metrics})
+        )
 
     @property
     def _is_trained(self) -> bool:

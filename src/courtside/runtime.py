@@ -9,6 +9,7 @@ from typing import Protocol
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.evaluate.evaluator import Evaluator
+from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader
 from courtside.recipe import Recipe
 from courtside.tasks.base import TaskSource
@@ -39,6 +40,8 @@ class Runtime:
     """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
     teacher_sizes: Mapping[str, int]
     """Parameters of each teacher, by its name."""
+    progress: ProgressMeter
+    """Counts answers, episodes and tokens of the phase that is running."""
     reader_is_student: bool
     """Whether the student is the model of a reader."""
     notes: tuple[str, ...]

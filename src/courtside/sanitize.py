@@ -14,6 +14,9 @@ INVISIBLE = re.compile(
 """Invisible marks that reorder, hide or smuggle text. Joiners stay: scripts and emoji need them."""
 
 
+RENDERED_AS_CODE = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|{INVISIBLE.pattern}")
+
+
 def is_no_character(c: str) -> bool:
     """Whether it is a control code, half of a surrogate pair, or a Unicode noncharacter."""
     code = ord(c)
@@ -25,6 +28,15 @@ def escape_control_characters(text: str) -> str:
     """Removes invisible characters except tabs, and normalizes line breaks."""
     text = "\n".join(text.splitlines())
     return INVISIBLE.sub("", "".join(c for c in text if c in "\n\t" or not is_no_character(c)))
+
+
+def show_invisible(text: str) -> str:
+    r"""Marks that reorder or hide text, and control codes, as their code points.
+
+    >>> show_invisible("user\u202e\u2066// admin\x1b[0m")
+    'user[U+202E][U+2066]// admin[U+001B][0m'
+    """
+    return RENDERED_AS_CODE.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def to_one_line(text: str) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from unit.report.played import hinted, make_episode
+from unit.report.played import hinted, make_episode, make_episode_evaluation
 from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_run
 
 from courtside.reader.human import HumanReader
+from courtside.recipe.load import parse_recipe
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.folder import RunFolder
 from courtside.types import Hint, Message
@@ -228,6 +230,78 @@ def test_texts_are_texts(page: Page, serve: Callable[..., str], tmp_path: Path) 
     assert page.locator("script").count() == 1
     assert "owned" not in page.title().replace(HOSTILE.replace("/", "")[:60], "")
     assert page.evaluate("window.violated") is None
+
+
+def test_the_newest_file_is_unreadable(
+    page: Page, serve: Callable[..., str], folder: RunFolder, hints: Path
+) -> None:
+    from playwright.sync_api import expect
+
+    intact = folder.stored_file(1).read_bytes()
+    folder.stored_file(1).write_bytes(b"half a file")
+    url = serve(folder, hints)
+    page.goto(url)
+    expect(page).to_have_url(re.compile(r"#/0/0-0$"))
+    expect(page.locator("#notice")).to_have_text("step 1 cannot be read; showing step 0.")
+    expect(page.locator("#rows a")).to_have_count(6)
+    expect(turn(page, 1)).to_be_visible()
+    # Asked for, it says what is wrong; the page is never blank.
+    page.select_option("#step", "1")
+    expect(page.locator("main")).to_contain_text("step 1 cannot be read.")
+    expect(page.locator("main")).to_contain_text("cannot be read as Parquet")
+    folder.stored_file(1).write_bytes(intact)
+    expect(page.locator("#rows a")).to_have_count(6)
+    expect(turn(page, 1)).to_be_visible()
+
+
+def test_held_out_answers_have_no_editors(
+    page: Page, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    from playwright.sync_api import expect
+
+    with start_run(tmp_path / "run") as run:
+        episodes = [make_episode(f"student-0-{i}", wrong=(1,) if i else ()) for i in range(3)]
+        evaluation = make_episode_evaluation(0, 0.5, policy="student:a_b")
+        run.record_evaluation(evaluation, episodes)
+        store(run, 0)
+    page.goto(serve(RunFolder.read(run.path), tmp_path / "hints.jsonl"))
+    expect(page).to_have_url(re.compile(r"#/0/0-0$"))
+    labels = page.locator("#step optgroup").evaluate_all("groups => groups.map((g) => g.label)")
+    assert labels == ["training steps", "held-out evaluations"]
+    page.select_option("#step", label="test (a_b) after 0 steps · 2 of 3 with errors")
+    # The first with an error is opened.
+    expect(page.locator(".head")).to_contain_text("test (a_b) after 0 steps · student-0-1")
+    expect(page.locator(".head")).to_contain_text("A held-out answer.")
+    expect(turn(page, 3).locator(".badge")).to_have_text("tool not found")
+    assert page.locator(".hint-editor").count() == 0
+    page.locator("main").press("h")  # does nothing
+    page.reload()
+    expect(page.locator(".head")).to_contain_text("student-0-1")
+
+
+def test_marks_that_reorder_text_do_not_act(
+    page: Page, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    from playwright.sync_api import expect
+
+    episode = hinted(make_episode("0-0"))
+    turns = list(episode.trajectory.turns)
+    turns[1] = replace(turns[1], text="run \u202etxt.exe")
+    with start_run(tmp_path / "run") as run:
+        trajectory = replace(episode.trajectory, turns=tuple(turns))
+        store(run, 0, [replace(episode, trajectory=trajectory)])
+    page.goto(serve(RunFolder.read(run.path), tmp_path / "hints.jsonl"))
+    expect(turn(page, 1).locator(".entry.assistant .text")).to_have_text("run [U+202E]txt.exe")
+
+
+def test_the_whole_recipe_is_there_to_copy(
+    page: Page, serve: Callable[..., str], folder: RunFolder, hints: Path
+) -> None:
+    page.goto(serve(folder, hints))
+    page.get_by_text("Recipe to train on these hints").click()
+    recipe = parse_recipe(tomllib.loads(page.locator("#recipe").inner_text()))
+    assert recipe.student == folder.recipe().student
+    assert recipe.human_readers[0].path == hints
 
 
 def test_a_narrow_screen(

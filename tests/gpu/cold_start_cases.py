@@ -12,7 +12,7 @@ from support.gpu_models import qwen3
 from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.generation.steps import DecodeStep
+from courtside.engines.generation.kv_cache import DecodeStep
 from courtside.engines.local import LocalEngine
 from courtside.types import Sample
 

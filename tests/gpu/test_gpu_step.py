@@ -192,3 +192,22 @@ def test_a_whole_step(
     )
     student_logp = torch.tensor([x for s in scored for x in update.student_logp[s.trajectory.id]])
     assert bool(student_logp.isfinite().all())
+
+
+def test_the_update_is_the_same_with_gradient_checkpointing(
+    folders: dict[str, Path], device: torch.device
+) -> None:
+    updates, folder = [], folders["tied"]
+    for checkpointing in (False, True):
+        student = {"model": str(folder), "device": device.type, "dtype": "float32"}
+        recipe = small_recipe(
+            folder,
+            folder,
+            student=student | {"gradient_checkpointing": checkpointing},
+            rollout={"samples_per_prompt": 2, "max_new_tokens": 6},
+        )
+        parts = assemble(recipe)
+        scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
+        update = parts.student.step(0, scored)
+        updates.append((update.loss, update.metrics["grad_norm"]))
+    assert updates[0] == pytest.approx(updates[1], rel=1e-3, abs=1e-6)

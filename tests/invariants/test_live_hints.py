@@ -229,11 +229,11 @@ def test_where_more_must_be_known_hints_are_scored_before(
     assert all(j.shift is not None for s in scored for j in s.hints)
 
 
-def test_activations_that_do_not_fit_leave_nothing_to_branch_from(roomy_folder: Path) -> None:
-    """What "auto" chose counts, not what the recipe says."""
+def test_gradient_checkpointing_leaves_nothing_to_branch_from(roomy_folder: Path) -> None:
     losses = []
-    for free, live in ((2**50, True), (0, False)):
-        parts = assemble(tree(roomy_folder), free=lambda device, free=free: free)
+    for live in (True, False):
+        student = {"model": str(roomy_folder), "gradient_checkpointing": not live}
+        parts = assemble(tree(roomy_folder, student=student))
         assert in_update(parts) == live == (not parts.student.weights.uses_gradient_checkpointing)
         notes = [note for note in parts.notes if "hints are scored before the update" in note]
         assert len(notes) == (not live)

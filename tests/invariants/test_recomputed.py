@@ -13,11 +13,10 @@ from support.tiny_model import tiny_tokenizer
 
 from courtside.api import train
 from courtside.assemble import assemble
-from courtside.report.folder.folder import RunFolder
+from courtside.recipe import Recipe
+from courtside.report.console import RunConsole
 from courtside.runtime import Runtime
 from courtside.types import Update
-
-PLENTY = 2**50
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +27,10 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stepped(recipe: Any, free: int) -> tuple[Runtime, list[Update]]:
-    parts = assemble(recipe, free=lambda device: free)
-    assert parts.student.weights.uses_gradient_checkpointing == (free != PLENTY)
+def stepped(recipe: Recipe) -> tuple[Runtime, list[Update]]:
+    parts = assemble(recipe)
+    recomputes = recipe.student.gradient_checkpointing
+    assert parts.student.weights.uses_gradient_checkpointing == recomputes
     updates = []
     for step in range(2):
         scored = parts.teacher(parts.rollout(parts.tasks.batch(step, 2), step))
@@ -47,17 +47,21 @@ def stepped(recipe: Any, free: int) -> tuple[Runtime, list[Update]]:
     ids=["all weights", "rounded", "dropout", "rounded lora"],
 )  # fmt: skip
 def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
-    recipe = small_recipe(
-        qwen_folder,
-        qwen_folder,
-        student={"model": str(qwen_folder), **student},
-        teacher={"kind": "self", "weights": "live", "context": {"kind": "system", "text": "Hm."}},
-        # One pass with several prompts, each shared by its samples.
-        train={"prompts_per_step": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
-    )
-    (stored, stored_updates), (recomputed, recomputed_updates) = (
-        stepped(recipe, PLENTY),
-        stepped(recipe, 0),
+    recipe, checkpointed = (
+        small_recipe(
+            qwen_folder,
+            qwen_folder,
+            student={"model": str(qwen_folder), "gradient_checkpointing": recomputes, **student},
+            teacher={
+                "kind": "self", "weights": "live", "context": {"kind": "system", "text": "Hm."}
+            },
+            # One pass with several prompts, each shared by its samples.
+            train={"prompts_per_step": 2, "learning_rate": 1e-2, "micro_batch_tokens": 1000},
+        )
+        for recomputes in (False, True)
+    )  # fmt: skip
+    (stored, stored_updates), (recomputed, recomputed_updates) = map(
+        stepped, (recipe, checkpointed)
     )
     shares = "dropout" not in student.get("lora", {})
     assert stored.student.passes.padding_reason is None
@@ -70,42 +74,28 @@ def test_bit_for_bit(student: dict[str, Any], qwen_folder: Path) -> None:
     assert any(not torch.equal(p, recomputed_weights[name]) for name, p in start.items())
 
 
-def test_a_run_goes_on_the_same_whatever_is_free_then(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_goes_on_the_same_with_checkpointing_switched_on(
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """A resumed run chooses anew: what is free may have changed, its numbers do not."""
-    recipe = small_recipe(tiny_folder, tiny_folder, train={"steps": 3, "prompts_per_step": 2})
-    whole = train(recipe, tmp_path / "whole")
+    """As after running out of memory: the field may change in a run, its numbers do not."""
+    plain, checkpointed = (
+        small_recipe(
+            tiny_folder,
+            tiny_folder,
+            student={"model": str(tiny_folder), "gradient_checkpointing": recomputes},
+            train={"steps": 3, "prompts_per_step": 2},
+        )
+        for recomputes in (False, True)
+    )
+    whole = train(plain, tmp_path / "whole")
 
-    real = assemble
-    chosen = iter([PLENTY, 0])
+    class StopAfterTwo(RunConsole):
+        def step(self, row: Any) -> None:
+            if row["step"] == 1:
+                raise KeyboardInterrupt
 
-    def assembled(recipe: Any) -> Runtime:
-        free = next(chosen)
-        parts = real(recipe, free=lambda device: free)
-        if free == PLENTY:
-            student: Any = parts.student
-            step = student.step
-
-            def fail(number: int, scored: Any) -> Update:
-                if number == 2:
-                    raise KeyboardInterrupt
-                update: Update = step(number, scored)
-                return update
-
-            student.step = fail
-        else:
-            assert parts.student.weights.uses_gradient_checkpointing
-        return parts
-
-    monkeypatch.setattr("courtside.assemble.assemble", assembled)
     with pytest.raises(KeyboardInterrupt):
-        train(recipe, tmp_path / "cut")
-    resumed = train(recipe, tmp_path / "cut")
-    assert losses(resumed) == losses(whole)
-
-
-def losses(folder: RunFolder) -> list[float]:
-    values = [row["loss"] for row in folder.metrics()]
-    assert len(values) == 3
-    return values
+        train(plain, tmp_path / "cut", console=StopAfterTwo())
+    resumed = train(checkpointed, tmp_path / "cut")
+    losses = [[row["loss"] for row in folder.metrics()] for folder in (resumed, whole)]
+    assert losses[0] == losses[1] and len(losses[0]) == 3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.kernels import layers
-from courtside.engines.patches import layer_ops
+from courtside.engines.patches import fused_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,7 +46,7 @@ def test_rms_norm_of_heads_in_a_fused_matmul(
     weight = torch.rand(24, device=DEVICE) + 0.5
     for x in (query.view(3, 1, 4, 24), key.view(3, 1, 2, 24), query.reshape(-1, 24)[:5]):
         actual = layers.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
-        expected = on_cpu(layer_ops.rms_norm, x, weight, eps=0.1, dtype=out, rounds=rounds)
+        expected = on_cpu(fused_layers.rms_norm, x, weight, eps=0.1, dtype=out, rounds=rounds)
         assert_near(actual, expected, exact=dtype == out == torch.float32)
         plain = x.double() * (x.double().square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight
         torch.testing.assert_close(actual.double(), plain, rtol=2e-2, atol=1e-6)
@@ -62,7 +62,7 @@ def test_rotary_of_query_and_key(dtype: torch.dtype, angles: torch.dtype, D: int
     both = torch.promote_types(dtype, angles)
     for actual, expected in zip(
         layers.apply_rotary(q, k, cos, sin, dtypes=(both, both)),
-        on_cpu(layer_ops.apply_rotary, q, k, cos, sin),
+        on_cpu(fused_layers.apply_rotary, q, k, cos, sin),
         strict=True,
     ):
         assert_near(actual, expected, exact=torch.float32 in (dtype, angles))
@@ -142,5 +142,5 @@ def test_keys_and_values_are_appended_at_each_rows_length(cache_dtype: torch.dty
 def test_swiglu(dtype: torch.dtype, size: int) -> None:
     gate, up = fused_slices(size, size, rows=3, dtype=dtype)
     for g in (gate, 10 * gate):
-        actual, expected = layers.swiglu(g, up), on_cpu(layer_ops.swiglu, g, up)
+        actual, expected = layers.swiglu(g, up), on_cpu(fused_layers.swiglu, g, up)
         assert_near(actual, expected, exact=dtype == torch.float32)

@@ -16,7 +16,7 @@ from courtside.engines.forward.batching import MIN_PREFIX_TOKENS
 from courtside.engines.forward.forward import ForwardPasses, probe_packing
 from courtside.engines.kernels import layers, layers_autograd
 from courtside.engines.lm_head import find_lm_head
-from courtside.engines.patches import fused_layers, layer_ops
+from courtside.engines.patches import fused_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -25,6 +25,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 def random_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Exact in bfloat16, because the interpreter truncates where a GPU rounds."""
     return torch.randn(*shape, device=DEVICE).bfloat16().to(dtype)
+
+
+def has_kernel_dtype(x: Tensor) -> bool:
+    """`can_run_kernels` where kernels also run on a CPU, in Triton's interpreter."""
+    return x.dtype in fused_layers.KERNEL_DTYPES
 
 
 def compare(
@@ -102,7 +107,9 @@ def test_rotary(tiles: bool, dtype: torch.dtype, B: int, N: int, shared: bool) -
         return layers_autograd.apply_rotary(q, k, c, s, torch.float32)
 
     slack = 1e-6 if dtype == torch.float32 else 0.02
-    compare(on_heads(kernel), on_heads(layer_ops.apply_rotary), [query, key, cos, sin], slack=slack)
+    compare(
+        on_heads(kernel), on_heads(fused_layers.apply_rotary), [query, key, cos, sin], slack=slack
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,7 +208,9 @@ def test_a_pass_trains_like_the_unpatched_model(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     plain_ND, plain = step(model, None, cast)
-    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
+    monkeypatch.setattr(
+        fused_layers, "can_run_kernels", lambda x: x.dtype in fused_layers.KERNEL_DTYPES
+    )
     parts = fused_layers.find_fused_layers(
         model, find_lm_head(model), torch.bfloat16 if cast else None
     )
@@ -218,7 +227,9 @@ def test_a_pass_trains_like_the_unpatched_model(
 def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen().to(DEVICE)
     model.model.layers = model.model.layers[1:]
-    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
+    monkeypatch.setattr(
+        fused_layers, "can_run_kernels", lambda x: x.dtype in fused_layers.KERNEL_DTYPES
+    )
     parts = fused_layers.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     common = list(range(2, 2 + MIN_PREFIX_TOKENS))
     sharing = [[*common, 7], [*common, 5, 3]]
@@ -247,7 +258,9 @@ def test_fused_layers_save_less(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(storages.values())
 
     plain = saved_bytes(None, 3) - saved_bytes(None, 2)
-    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: x.dtype in layer_ops.KERNEL_DTYPES)
+    monkeypatch.setattr(
+        fused_layers, "can_run_kernels", lambda x: x.dtype in fused_layers.KERNEL_DTYPES
+    )
     parts = fused_layers.find_fused_layers(model, find_lm_head(model), torch.bfloat16)
     assert saved_bytes(parts, 3) - saved_bytes(parts, 2) < 0.75 * plain
 

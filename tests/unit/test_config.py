@@ -107,7 +107,7 @@ def problems(changes: dict[str, Any]) -> list[str]:
          'train.learning_rate: must be a number; got "1e-4"'),
         ({"student": {"model": 3}}, "student.model: must be a string; got 3"),
         ({"student": {"model": "m", "gradient_checkpointing": 1}},
-         "student.gradient_checkpointing: must be 'auto', or true or false; got 1"),
+         "student.gradient_checkpointing: must be true or false; got 1"),
         ({"rollout": {"stop": "END"}}, 'rollout.stop: must be a list; got "END"'),
         ({"train": 3},
          "train: must be a section with steps, prompts_per_step, learning_rate, lr_schedule, "

@@ -10,7 +10,7 @@ import pytest
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy", "fastapi",
          "uvicorn")  # fmt: skip
-VERBS = ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema",
+VERBS = ("train", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema",
          "check-env")  # fmt: skip
 HELP_SECONDS = 0.5
 

@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from courtside.api import train
 from courtside.assemble import assemble
 from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
 from courtside.loop import train_loop
+from courtside.progress import ProgressMeter
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
@@ -66,6 +68,7 @@ def test_the_console_shows_the_outer_phase_after_a_nested_one() -> None:
     names: list[str] = []
     run = object.__new__(Run)
     run.console, run.meter = RunConsole(), CostMeter()
+    run.parts = SimpleNamespace(progress=ProgressMeter())
     run.console.phase = names.append
     with run.phase("evaluate"), run.phase("rollout"):
         pass
@@ -86,12 +89,16 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     ]  # fmt: skip
     assert [p.name for p in sorted(folder.checkpoints.iterdir())] == ["step-000004", "step-000005"]
     assert folder.trajectory_steps() == [0, 1, 2, 3, 4]
+    assert sorted(folder.stored_evaluations()) == sorted(measured)
+    for evaluation in folder.evaluations():
+        answers = folder.evaluation_trajectories(evaluation)
+        assert {t.task.id: t.grade.score for t in answers} == evaluation.scores
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
     assert console.steps == 5 and console.finished == 1
     step = ["rollout", "reader", "teacher", "update"]
     saved = ["checkpoint", "evaluate"]
-    between = ["evaluate"] * 3, [], saved, [], saved
+    between = ["loading models", *["evaluate"] * 3], [], saved, [], saved
     assert console.phases == [p for before in between for p in (*before, *step)] + saved
     assert not (folder.path / "failed").exists()
 
@@ -296,10 +303,10 @@ def test_the_last_step_is_saved_before_it_is_measured(
     saved = []
     real = RunFolder.record_evaluation
 
-    def record(self: RunFolder, evaluation: Any) -> None:
+    def record(self: RunFolder, evaluation: Any, trajectories: Any) -> None:
         latest = checkpoints.latest(self.checkpoints)
         saved.append((evaluation.step, latest and latest.name))
-        real(self, evaluation)
+        real(self, evaluation, trajectories)
 
     monkeypatch.setattr(RunFolder, "record_evaluation", record)
     train(recipe, tmp_path / "run")
@@ -407,7 +414,7 @@ def test_names_of_averages_stay_apart():
     assert not any("/" in _file_name(name) for name in names)
 
 
-@pytest.mark.parametrize("recomputes", ["auto", True])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_folder, tmp_path):
     def spoil(parts: Any) -> None:
         whole = parts.student.step
@@ -424,7 +431,7 @@ def test_out_of_memory_says_what_to_lower(recomputes, tiny_folder, tiny_teacher_
     with pytest.raises(RunError, match=r"step 3.*from step 2.*micro_batch_tokens") as error:
         go(recipe, tmp_path / "run", Recorder(), spoil)
     assert "more" not in str(error.value)
-    assert ("student.gradient_checkpointing = true" in str(error.value)) == (recomputes == "auto")
+    assert ("student.gradient_checkpointing = true" in str(error.value)) == (not recomputes)
     assert "train.optimizer_offload = true" in str(error.value)
     # And it goes on from there with what it was told to change.
     less = {"micro_batch_tokens": 64, "logits_chunk_tokens": 16, "optimizer_offload": True}

@@ -28,6 +28,7 @@ from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
+from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
@@ -36,11 +37,6 @@ from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.loading import make_task_source
-from courtside.training.memory import (
-    FreeBytes,
-    choose_gradient_checkpointing,
-    free_bytes,
-)
 from courtside.training.student import Student
 
 
@@ -48,12 +44,13 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = free_bytes) -> Runtime:
+def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
     """`serve` may put another engine in the place of those that sample and of model teachers."""
     limit_threads()
     notes: list[str] = []
 
-    models = load_models(recipe)
+    progress = ProgressMeter()
+    models = load_models(recipe, progress)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
     engine = serve(local)
     if not engine.capabilities.weight_updates:
@@ -65,10 +62,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
     incremental = IncrementalTemplate(template)
 
     student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
-    checkpointing = choose_gradient_checkpointing(
-        student, free, context_length=local.context_length
-    )
-    notes += [] if checkpointing is None else [checkpointing]
 
     limit = make_prompt_limit(recipe, template, engine.context_length)
     environment = make_environment(recipe.tasks, recipe.rollout.limits)
@@ -97,9 +90,13 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
         rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
     elif environment is None:
-        rollout = make_single_turn_rollout(recipe, engine, template, teacher.teacher)
+        rollout = make_single_turn_rollout(
+            recipe, engine, template, teacher.teacher, progress=progress
+        )
     else:
-        episodes, rollout = make_episode_rollout(recipe, environment, engine, incremental)
+        episodes, rollout = make_episode_rollout(
+            recipe, environment, engine, incremental, progress=progress
+        )
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
     if tasks.num_dropped:
@@ -134,7 +131,9 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = fre
             grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=run_episodes,
+            progress=progress,
         ),
+        progress=progress,
         renderer=template,
         averages=teachers.averages,
         teacher_sizes=teachers.sizes,

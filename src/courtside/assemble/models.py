@@ -13,9 +13,10 @@ from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.engines.precision import quantize_linear_layers, resolve_dtype
 from courtside.errors import ModelError
+from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import ModelTeacherConfig
-from courtside.training.memory import device_bytes, kv_cache_tokens
+from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
 ModelKey = tuple[str, Path | None, str]
@@ -32,6 +33,8 @@ class Models:
     """Model and tokenizer of each teacher that is a model, loaded once for all of its routes."""
     vocab_size: int
     kv_cache_tokens: int
+    progress: ProgressMeter
+    """Counts what every engine samples."""
 
     def make_engine(
         self, model: Any, name: str, *, autocast: torch.dtype | None = None
@@ -43,10 +46,11 @@ class Models:
             vocab_size=self.vocab_size,
             autocast=autocast,
             max_batch_tokens=self.kv_cache_tokens,
+            progress=self.progress,
         )
 
 
-def load_models(recipe: Recipe) -> Models:
+def load_models(recipe: Recipe, progress: ProgressMeter) -> Models:
     name = recipe.student.model
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
@@ -64,6 +68,7 @@ def load_models(recipe: Recipe) -> Models:
         teachers=teachers,
         vocab_size=vocab_size,
         kv_cache_tokens=kv_cache_tokens(recipe, weights, teacher_models, total=total),
+        progress=progress,
     )
 
 

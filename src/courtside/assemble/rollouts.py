@@ -15,6 +15,7 @@ from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import TaskSuite
 from courtside.evaluate.surprise import surprise
+from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.tasks import ConversationTasks, GradedTasks, override_tasks
 from courtside.rollout.episodes import EpisodeRollout
@@ -70,11 +71,21 @@ def make_grader(recipe: Recipe) -> Grader:
 
 
 def make_single_turn_rollout(
-    recipe: Recipe, engine: Engine, template: ChatTemplate, teacher: ScoringTeacher | None
+    recipe: Recipe,
+    engine: Engine,
+    template: ChatTemplate,
+    teacher: ScoringTeacher | None,
+    *,
+    progress: ProgressMeter,
 ) -> Rollout:
     config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe)
     student = SingleTurnRollout(
-        engine=engine, template=template, config=config, grade=grade, seed=seed
+        engine=engine,
+        template=template,
+        config=config,
+        grade=grade,
+        seed=seed,
+        progress=progress,
     )
     if config.student_fraction == 1.0:
         return student
@@ -87,13 +98,23 @@ def make_single_turn_rollout(
     else:
         assert teacher is not None, "the recipe was checked"
         source = TeacherCompletions(
-            write=teacher.write, template=template, grade=grade, config=config, seed=seed
+            write=teacher.write,
+            template=template,
+            grade=grade,
+            config=config,
+            seed=seed,
+            progress=progress,
         )
     return MixedRollout(student=student, source=source, config=config, seed=seed)
 
 
 def make_episode_rollout(
-    recipe: Recipe, environment: HostedEnvironment, engine: Engine, template: IncrementalTemplate
+    recipe: Recipe,
+    environment: HostedEnvironment,
+    engine: Engine,
+    template: IncrementalTemplate,
+    *,
+    progress: ProgressMeter,
 ) -> tuple[EpisodeRollout, Rollout]:
     """The student's episodes, and these with demonstrations and corrections as the recipe says."""
     config = recipe.rollout
@@ -105,6 +126,7 @@ def make_episode_rollout(
         start=environment.start,
         context_length=engine.context_length,
         seed=recipe.seed,
+        progress=progress,
     )
     if recipe.trains_on_data:
         expert: Any = getattr(environment, "demonstrate", None)

@@ -71,6 +71,7 @@ def courtside(
     pass
 
 
-for name in ("train", "evaluate", "view", "rescore", "export", "recipes", "init", "schema"):
+COMMANDS = "train evaluate report view rescore export recipes init schema"
+for name in COMMANDS.split():
     app.command()(getattr(commands, name))
 app.command()(check_env)

@@ -45,12 +45,12 @@ def train(
     ] = None,
 ) -> None:
     """Train a student. The same command resumes a run that was interrupted."""
-    from courtside.recipe.builtin import find_recipe, recipe_name
+    from courtside.recipe.builtin import default_run_folder, find_recipe
     from courtside.recipe.load import load_recipe
 
     file = find_recipe(recipe)
     parsed = load_recipe(file, overrides or ())
-    folder = run or Path("runs") / recipe_name(file)
+    folder = run or default_run_folder(file)
 
     from courtside import api
     from courtside.report.console import make_console
@@ -96,9 +96,13 @@ def evaluate(
     recipe = load_recipe(run / RECIPE if run else find_recipe(target), overrides or ())
 
     from courtside import api
-    from courtside.cli.tables import evaluation_table, print_json, print_table
+    from courtside.cli.tables import (
+        evaluation_summary,
+        evaluation_table,
+        print_json,
+        print_table,
+    )
     from courtside.report.console import make_console
-    from courtside.report.folder.parquet import serialize_evaluation
 
     evaluations = api.evaluate_student(
         recipe,
@@ -110,9 +114,16 @@ def evaluate(
         console=make_console(sys.stderr),
     )
     if json:
-        print_json([serialize_evaluation(evaluation) for evaluation in evaluations])
+        print_json([evaluation_summary(evaluation) for evaluation in evaluations])
     else:
         print_table(evaluation_table(evaluations))
+
+
+def report(run: RunArgument) -> None:
+    """Write a run's report.html again, from its folder."""
+    from courtside import api
+
+    typer.echo(f"Written: {api.write_report(run)}")
 
 
 def view(
@@ -152,16 +163,17 @@ def view(
         if error.name not in VIEWER_PACKAGES:
             raise
         raise UserError(
-            f"the viewer needs {error.name}, which is not installed: pip install "
-            "'courtside[viewer]'"
+            f"the viewer needs {error.name}, which is not installed: pip install -e '.[viewer]' "
+            "in the clone of courtside"
         ) from None
-    from courtside.viewer.service import recipe_lines
+    from courtside.viewer.hints_recipe import hints_recipe
 
     listening = listen(folder, file, host=host, port=port)
     typer.echo(f"Viewer: {listening.url} (Ctrl-C ends it)")
     if host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo(f"Whoever can reach {host} can read this run and write hints.")
-    typer.echo(f"Hints: {file}. In a recipe:\n\n{recipe_lines(folder, file)}")
+    recipe = hints_recipe(folder.recipe(), run=folder.path, hints=file)
+    typer.echo(f"Hints: {file}. A recipe that trains on them:\n\n{recipe}")
     if browser:
         open_browser(listening.url)
     listening.run()

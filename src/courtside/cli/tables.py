@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -54,6 +55,24 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
         for e in evaluations
     ]
     return text_table(("policy", "step", "split", "tasks", "score", "95% interval"), rows)
+
+
+def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
+    """For programs: all numbers, and the texts of the sampled answers without token ids."""
+    samples = [
+        {
+            "task": sample.task.id,
+            "turns": [{"role": turn.role, "text": turn.text} for turn in sample.turns],
+            "stop": sample.stop,
+            "score": None if sample.grade is None else sample.grade.score,
+            "feedback": None if sample.grade is None else sample.grade.feedback,
+        }
+        for sample in evaluation.samples
+    ]
+    return {
+        **{f.name: getattr(evaluation, f.name) for f in fields(evaluation)},
+        "samples": samples,
+    }
 
 
 def number_table(rows: Sequence[Mapping[str, float | int | None]]) -> Table:

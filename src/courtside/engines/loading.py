@@ -98,8 +98,8 @@ def load_model(
 def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"model {name!r} with dtype = 'nf4': bitsandbytes is not installed. Install "
-            "courtside[quantized], or take dtype = 'int8', which needs nothing more"
+            f"model {name!r} with dtype = 'nf4': bitsandbytes is not installed: pip install "
+            "-e '.[quantized]', or take dtype = 'int8', which needs nothing more"
         )
     from transformers import BitsAndBytesConfig
 

@@ -44,6 +44,7 @@ from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.probes import probe_kv_cache
 from courtside.errors import ModelError
+from courtside.progress import ProgressMeter
 from courtside.types import Sample
 
 
@@ -57,6 +58,7 @@ class LocalEngine:
         vocab_size: int | None = None,
         autocast: torch.dtype | None = None,
         max_batch_tokens: int = 65536,
+        progress: ProgressMeter | None = None,
     ):
         self.model: Any = model
         self.tokenizer: Any = tokenizer
@@ -68,6 +70,7 @@ class LocalEngine:
         """Compute dtype of forward passes where it is not the weights' own."""
         self.autocast_context = self._make_autocast()
         self.max_batch_tokens = max_batch_tokens
+        self.progress = progress or ProgressMeter()
         self.score_batch_tokens = min(max_batch_tokens, default_pass_tokens(self.device))
         settings: Any = model.config.get_text_config()
         self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
@@ -192,7 +195,12 @@ class LocalEngine:
 
     @property
     def _make_buffer(self) -> Callable[[int, Sampling], SampleBuffer]:
-        return partial(SampleBuffer, eos=self.eos_ids, tokenizer=self.tokenizer)
+        return partial(
+            SampleBuffer,
+            eos=self.eos_ids,
+            tokenizer=self.tokenizer,
+            count=self.progress.add_samples,
+        )
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
 

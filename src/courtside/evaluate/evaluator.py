@@ -11,6 +11,7 @@ from courtside.environments.base import EpisodeRequest, HostedEnvironment
 from courtside.errors import RunError, TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.intervals import mean_interval
+from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.seeds import seed_for
@@ -64,10 +65,12 @@ class Evaluator:
         grade: Callable[[Task, str], Grade | None],
         teacher: AnsweringTeacher | None,
         run_episodes: RunEpisodes | None,
+        progress: ProgressMeter | None = None,
     ):
         self.recipe, self.tasks, self.suites = recipe, tasks, suites
         self.engine, self.renderer, self.grade = engine, renderer, grade
         self.teacher = teacher
+        self.progress = progress or ProgressMeter()
         self.run_episodes = run_episodes
         """None: tasks are single turns."""
         config = recipe.evaluate
@@ -160,6 +163,8 @@ class Evaluator:
     ) -> list[Trajectory]:
         """`policy_version`: of the student; None: the teacher samples."""
         tasks, seeds = [a.task for a in attempts], [a.seed for a in attempts]
+        max_tokens = self.sampling.max_new_tokens
+        self.progress.begin(len(attempts), "answers", max_tokens=max_tokens)
         samples = sample_answers(tasks, self.sampling, seeds)
         return [
             make_trajectory(

@@ -74,6 +74,10 @@ def recipe_name(file: Path) -> str:
     return file.resolve().parent.name if file.name == RECIPE else file.stem
 
 
+def default_run_folder(file: Path) -> Path:
+    return Path("runs") / recipe_name(file)
+
+
 def _describe(name: str, file: Path) -> BuiltinRecipe:
     readme = file.with_name("README.md")
     if not readme.is_file():

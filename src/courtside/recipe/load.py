@@ -17,17 +17,21 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
+from courtside.recipe.builtin import find_recipe
 from courtside.recipe.error_messages import describe_problems
 from courtside.recipe.tasks import TasksConfig
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a TOML recipe and apply overrides, each `section.key=value`.
+    """Read a TOML recipe, or a built-in one by its name, and apply overrides.
+
+    Each override is `section.key=value`.
 
     Values are TOML, or strings without quotes; entries of lists are addressed by index, as in
     `losses.0.weight=2`; `section.key=null` removes a key or an entry.
     """
-    tree = read_tree(Path(path))
+    path = find_recipe(os.fspath(path))
+    tree = read_tree(path)
     for override in overrides:
         _apply_override(tree, override)
     return parse_recipe(tree, name=str(path))
@@ -64,10 +68,6 @@ def parse_tasks_section(tasks: dict[str, Any], overrides: Sequence[str]) -> Task
 def read_tree(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(
-            f"{path}: no such recipe. `courtside recipes` lists the built-in ones"
-        ) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, model_validator
@@ -52,6 +53,19 @@ class Recipe(Section):
     @property
     def learning_rate(self) -> float:
         return self.train.learning_rate or (1e-4 if self.student.lora else 1e-5)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then constant, linear or cosine to zero after the last step."""
+        train = self.train
+        if step < train.warmup_steps:
+            return self.learning_rate * (step + 1) / train.warmup_steps
+        done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+        factor = {
+            "constant": 1.0,
+            "linear": 1.0 - done,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+        }[train.lr_schedule]
+        return self.learning_rate * factor
 
     @property
     def needs_reference(self) -> bool:

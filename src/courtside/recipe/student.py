@@ -36,8 +36,7 @@ class StudentConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep_layers: tuple[NonNegativeInt, ...] | None = None
     """Prune: keep only these decoder layers of the model."""
-    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time, the same
-    result. auto: on a GPU if a pass of `train.micro_batch_tokens` would not fit otherwise (measured
-    and printed at the start); never on a CPU."""
+    result."""
     trust_remote_code: bool = False

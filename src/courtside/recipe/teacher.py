@@ -69,7 +69,7 @@ class ModelTeacherConfig(Section):
     """A LoRA adapter's folder, put on top of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
-    nf4: in 4 bits, by bitsandbytes (courtside[quantized])."""
+    nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
     context: Context | None = None
     trust_remote_code: bool = False
 

@@ -6,18 +6,28 @@ an error (in environments), the number of trained hints, and the gradient norm.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from courtside.errors import UserError
+from courtside.progress import PhaseProgress
 from courtside.recipe import Recipe
 from courtside.report.summary import format_duration, format_number, summarize_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 Numbers = Mapping[str, float | int | None]
+
+FIRST_PROGRESS, PROGRESS_EVERY = 10.0, 30.0
+"""Seconds until a phase has a line of its own in a log, and between further ones."""
+MEDIUM, WIDE = 100, 140
+"""Columns that hold a bar, and the numbers of a phase and of the run side by side."""
 
 
 class RunConsole:
@@ -28,6 +38,9 @@ class RunConsole:
 
     def phase(self, name: str) -> None:
         """A phase starts, or continues after a nested one."""
+
+    def progress(self, progress: PhaseProgress) -> None:
+        """Counts inside the phase; called many times a second."""
 
     def step(self, row: Numbers) -> None:
         """`row` are the metrics of a step that is done."""
@@ -90,13 +103,33 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
     return numbers
 
 
+def format_progress(progress: PhaseProgress) -> str:
+    """`23/48 episodes · 310 tok/s · ETA 40s`."""
+    parts = [f"{progress.finished}/{progress.total} {progress.unit}"]
+    if progress.tokens_per_second is not None:
+        parts.append(f"{format_number(progress.tokens_per_second)} tok/s")
+    if progress.remaining is not None:
+        parts.append(f"ETA {format_duration(progress.remaining)}")
+    return " · ".join(parts)
+
+
 class PlainConsole(RunConsole):
-    """One line per step, for files and pipes."""
+    """One line per step, and now and then one inside a long phase, for files and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._progress = Progress(0, 0, clock)
+        self._phase = ""
+        self._next_line = clock() + FIRST_PROGRESS
+
+    def phase(self, name: str) -> None:
+        self._phase, self._next_line = name, self._clock() + FIRST_PROGRESS
+
+    def progress(self, progress: PhaseProgress) -> None:
+        if self._clock() >= self._next_line:
+            self._next_line = self._clock() + PROGRESS_EVERY
+            self.print_line(f"{self._phase}: {format_progress(progress)}")
 
     def start(self, recipe: Recipe, total_steps: int, first_step: int) -> None:
         self._progress = Progress(total_steps, first_step, self._clock)
@@ -132,6 +165,7 @@ class RichConsole(RunConsole):
         self._progress = Progress(0, 0, clock)
         self._phase = "starting"
         self._phase_start = clock()
+        self._phase_progress: PhaseProgress | None = None
         self._speed: float | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
@@ -145,12 +179,19 @@ class RichConsole(RunConsole):
         self._phase_start = self._clock()
         line = format_headline(recipe, total_steps, first_step)
         self._print(Text.assemble(("courtside", "bold cyan"), "  ", (line, "dim")))
-        self._live.start(refresh=True)
+        if not self._live.is_started:
+            self._live.start(refresh=True)
 
     def phase(self, name: str) -> None:
         self._phase, self._phase_start = name, self._clock()
+        self._phase_progress = None
         if self._live.is_started:
             self._live.refresh()
+        else:
+            self._live.start(refresh=True)
+
+    def progress(self, progress: PhaseProgress) -> None:
+        self._phase_progress = progress  # the live line is redrawn by itself
 
     def step(self, row: Numbers) -> None:
         from rich.text import Text
@@ -179,38 +220,86 @@ class RichConsole(RunConsole):
         self._console.print(line, highlight=False)
 
     def _line(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
+
+        cells: list[RenderableType] = [self._spinner, self._status()]
+        # The numbers of a phase take the place of the run's where there is none for both.
+        if self._progress.total and (self._phase_progress is None or self._console.width >= WIDE):
+            cells += [self._bar()] if self._console.width >= MEDIUM else []
+            cells.append(self._rates())
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for _ in cells:
+            grid.add_column(no_wrap=True)
+        grid.add_row(*cells)
+        return grid
+
+    def _status(self) -> Text:
         from rich.text import Text
 
-        progress = self._progress
-        status = Text.assemble(
-            (f"step {min(progress.done + 1, progress.total)}/{progress.total}", "bold"),
-            "  ",
-            (self._phase, "cyan"),
-            (f" {format_duration(self._clock() - self._phase_start)}", "dim"),
-        )
-        rates = [] if self._speed is None else [f"{format_number(self._speed)} tok/s"]
-        rates.append(f"{format_duration(progress.elapsed)} elapsed")
-        if progress.remaining is not None:
-            rates.append(f"ETA {format_duration(progress.remaining)}")
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(4):
-            grid.add_column(no_wrap=True)
-        bar = ProgressBar(
-            total=max(progress.total, 1),
-            completed=progress.done,
+        progress, status = self._progress, Text()
+        if progress.total:  # not in an evaluation by itself
+            step = min(progress.done + 1, progress.total)
+            status.append(f"step {step}/{progress.total}  ", style="bold")
+        status.append(self._phase, style="cyan")
+        status.append(f" {format_duration(self._clock() - self._phase_start)}", style="dim")
+        if self._phase_progress is not None:
+            status.append(f"  {format_progress(self._phase_progress)}")
+        return status
+
+    def _bar(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+
+        return ProgressBar(
+            total=max(self._progress.total, 1),
+            completed=self._progress.done,
             width=24,
             complete_style="cyan",
             finished_style="cyan",
         )
-        grid.add_row(self._spinner, status, bar, Text(" · ".join(rates), style="dim"))
-        return grid
+
+    def _rates(self) -> Text:
+        """Of the whole run."""
+        from rich.text import Text
+
+        progress, has_own_numbers = self._progress, self._phase_progress is not None
+        rates = []
+        if self._speed is not None and not has_own_numbers:
+            rates.append(f"{format_number(self._speed)} tok/s")
+        rates.append(f"{format_duration(progress.elapsed)} elapsed")
+        if progress.remaining is not None:
+            name = "run's ETA" if has_own_numbers else "ETA"
+            rates.append(f"{name} {format_duration(progress.remaining)}")
+        return Text(" · ".join(rates), style="dim")
 
 
 def format_headline(recipe: Recipe, total_steps: int, first_step: int) -> str:
     steps = f"steps {first_step + 1} to {total_steps}" if first_step else f"{total_steps} steps"
     return f"{summarize_recipe(recipe)} · {steps}"
+
+
+class LogConsole(PlainConsole):
+    """The lines of a quiet run, for whoever configures `logging`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(sys.stderr, clock)
+        self._logger = logging.getLogger("courtside")
+
+    def print_line(self, text: str) -> None:
+        self._logger.info("%s", text)
+
+
+def choose_console(console: RunConsole | None, *, quiet: bool) -> RunConsole:
+    """For calls from Python: the given one, the logger, or standard error.
+
+    Results of a program stay alone on its standard output; notebooks show both, one in red.
+    """
+    if console is not None:
+        if quiet:
+            raise UserError("quiet=True and console=…: give one of the two")
+        return console
+    if quiet:
+        return LogConsole()
+    return make_console(sys.stdout if "ipykernel" in sys.modules else sys.stderr)
 
 
 def make_console(stream: TextIO) -> RunConsole:

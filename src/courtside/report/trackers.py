@@ -154,5 +154,5 @@ def _import_package(name: str, *, tracker: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"run.trackers: {tracker!r} needs a package that is missing ({error.name}). Install it "
-            f"with pip install 'courtside[tracking]', or remove {tracker!r} from run.trackers"
+            f"with pip install -e '.[tracking]', or remove {tracker!r} from run.trackers"
         ) from None

@@ -9,7 +9,7 @@ student.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -19,6 +19,7 @@ from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
 from courtside.environments.faults import FaultMonitor
 from courtside.environments.guard import EnvironmentFault, call_all
+from courtside.progress import ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
@@ -47,12 +48,15 @@ class EpisodeRollout:
     start: Callable[[Task], HostedEpisode]
     context_length: int
     seed: int
+    progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __post_init__(self) -> None:
         self.limits = self.config.limits
         self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
         self.sampling = make_sampling(self.config)
         self.faults = FaultMonitor(max_fraction=self.limits.max_fault_fraction)
+        self._expected_turns: float | None = None
+        """Of the episodes that finished last."""
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
@@ -84,6 +88,7 @@ class EpisodeRollout:
         running: dict[int, EpisodeState] = {}
         """By row of the session."""
         finished: dict[int, Trajectory] = {}
+        self.progress.begin(len(requests), "episodes")
         while waiting or running:
             starting: dict[int, EpisodeState] = {}
             while waiting and free_rows:
@@ -107,6 +112,7 @@ class EpisodeRollout:
                 del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
+                self._report_progress(len(requests), finished.values(), running.values())
         trajectories = [finished[index] for index in range(len(requests))]
         self.faults.check([trajectory.fault for trajectory in trajectories])
         return trajectories
@@ -157,6 +163,20 @@ class EpisodeRollout:
                 self._end(state, result)
             else:
                 state.add_turn(sample, result, self.template, self.limits)
+
+    def _report_progress(
+        self, total: int, finished: Collection[Trajectory], running: Collection[EpisodeState]
+    ) -> None:
+        """Episodes under way count by their turns, once it is known how many there may be."""
+        num_ended = len(finished) + sum(state.stop is not None for state in running)
+        fraction = num_ended / total
+        if finished:
+            turns = [t.role == "assistant" for episode in finished for t in episode.turns]
+            self._expected_turns = sum(turns) / len(finished)
+        if limit := self.limits.turns or self._expected_turns:
+            shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
+            fraction += sum(shares) / total
+        self.progress.set_finished(num_ended, fraction)
 
     def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
         """Expected tokens of the longest episode, within the context length."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal, Protocol
 
@@ -16,6 +16,7 @@ from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
+from courtside.progress import ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for, trajectory_id
@@ -102,13 +103,16 @@ class TeacherCompletions:
     grade: Grader
     config: RolloutConfig
     seed: int
+    progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __call__(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
         keys = [(index, n) for index in tasks for n in range(self.config.samples_per_prompt)]
         if not keys:
             return []
         seeds = [seed_for(self.seed, "teacher", step, index, n) for index, n in keys]
-        samples = self.write([tasks[index] for index, _ in keys], make_sampling(self.config), seeds)
+        sampling = make_sampling(self.config)
+        self.progress.begin(len(keys), "answers", max_tokens=sampling.max_new_tokens)
+        samples = self.write([tasks[index] for index, _ in keys], sampling, seeds)
         return [
             make_trajectory(
                 tasks[index],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.progress import ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import Grade, Task, Trajectory
@@ -30,6 +31,7 @@ class SingleTurnRollout:
     config: RolloutConfig
     grade: Callable[[Task, str], Grade | None]
     seed: int
+    progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __post_init__(self) -> None:
         self.sampling = make_sampling(self.config)
@@ -47,6 +49,8 @@ class SingleTurnRollout:
             )
             for index, n in keys
         ]
+        max_tokens = self.sampling.max_new_tokens
+        self.progress.begin(len(requests), "answers", max_tokens=max_tokens)
         samples = self.engine.sample(requests, self.sampling) if requests else []
         return [
             make_trajectory(

@@ -203,7 +203,7 @@ def _read_math(text: str) -> tuple[Any, ...]:
         from math_verify.errors import TimeoutException
     except ImportError:
         raise TaskError(
-            "grader 'math' needs the package math-verify; run: pip install math-verify"
+            "grader 'math' needs the package math-verify; run: pip install -e ."
         ) from None
     try:
         return tuple(parse(text, parsing_timeout=_seconds()))

@@ -62,8 +62,7 @@ def _load(config: DatasetTasks) -> Any:
         import datasets
     except ImportError:
         raise UserError(
-            "tasks.kind = 'datasets' needs the package datasets; "
-            "run: pip install 'courtside[datasets]'"
+            "tasks.kind = 'datasets' needs the package datasets; run: pip install -e '.[datasets]'"
         ) from None
     folder = Path(config.path)
     single = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()

@@ -27,7 +27,7 @@ from courtside.types import Scored, Target
 def find_deferral_problem(passes: ForwardPasses) -> str | None:
     """Why the update's pass cannot score hints as a teacher would; None: it can."""
     model = passes.model
-    if model.is_gradient_checkpointing:  # requested, or chosen by "auto"
+    if model.is_gradient_checkpointing:
         return "student.gradient_checkpointing keeps no keys and values"
     if uses_dropout(model):
         return "dropout acts on the update's pass"
@@ -37,7 +37,7 @@ def find_deferral_problem(passes: ForwardPasses) -> str | None:
 def uses_dropout(model: Any) -> bool:
     """Whether a forward pass in training mode drops anything at random."""
     settings = model.config.get_text_config().to_dict()
-    rates = [value for name, value in settings.items() if "drop" in name]
+    rates = [value for name, value in settings.items() if "drop" in name or "jitter" in name]
     rates += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates)
 

@@ -1,4 +1,4 @@
-"""AdamW with a schedule that is a function of the step, and with its state offloaded on request.
+"""AdamW, with its state offloaded on request.
 
 The two moments take twice the memory of the weights and are used only during the optimizer step.
 Offloaded, they are in pinned host memory and streamed through the GPU. Chunks run over all
@@ -8,7 +8,6 @@ copied out. Results are bit-identical to AdamW on the GPU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -40,20 +39,6 @@ def make_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch
     if recipe.train.optimizer_offload:
         return OffloadedAdamW(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def learning_rate_at(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then constant, linear or cosine to zero after the last step."""
-    train = recipe.train
-    if step < train.warmup_steps:
-        return recipe.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    factor = {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[train.lr_schedule]
-    return recipe.learning_rate * factor
 
 
 # ── offloaded state ───────────────────────────────────────────────────────────────────────────────

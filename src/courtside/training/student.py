@@ -39,7 +39,7 @@ from courtside.training.loss_terms import (
     preference_pairs,
 )
 from courtside.training.metrics import MetricAccumulator, record_losses
-from courtside.training.optimizer import learning_rate_at, make_optimizer
+from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
@@ -69,7 +69,7 @@ class Student:
         Without a token to train on, no weight changes and the update counts no tokens.
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
-        rate = learning_rate_at(step, self.recipe)
+        rate = self.recipe.learning_rate_at(step)
         metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={})
         if any(term.denominator for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)

@@ -46,15 +46,17 @@ class StudentWeights:
         if config.lora:
             self.adapter = _with_adapter(self.model, config.lora, seed)
             self.model.eval()  # new layers are in train mode: dropout would act on rollouts
-        if config.gradient_checkpointing is True:  # "auto" is decided when all models are there
-            self.enable_gradient_checkpointing()
+        if config.gradient_checkpointing:
+            if not self.model.supports_gradient_checkpointing:
+                raise ModelError(
+                    f"student.gradient_checkpointing: transformers has none for "
+                    f"{type(self.model).__name__}. Set it to false and lower "
+                    "train.micro_batch_tokens"
+                )
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         self.device = device
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass, from now on."""
-        self.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
 
     @property
     def uses_gradient_checkpointing(self) -> bool:

@@ -15,8 +15,8 @@ export const send = (method, path, body = {}) => request(method, path, {
   body: JSON.stringify(body),
 });
 
-export const apiPath = (step, id, turn) =>
-  `/api/steps/${step}/trajectories/${encodeURIComponent(id)}${turn === undefined ? "" : `/hints/${turn}`}`;
+export const apiPath = (key, id, turn) =>
+  `/api/batches/${encodeURIComponent(key)}/trajectories/${encodeURIComponent(id)}${turn === undefined ? "" : `/hints/${turn}`}`;
 
 async function request(method, path, options = {}) {
   let response;

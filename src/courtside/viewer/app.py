@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 
 from courtside.report.folder.files import encode_json
 from courtside.report.folder.folder import RunFolder
+from courtside.viewer.batches import RequestError
 from courtside.viewer.guard import Guard
-from courtside.viewer.serialize import Tree
-from courtside.viewer.service import RequestError, RunService
+from courtside.viewer.serialize import Tree, show_invisible_texts
+from courtside.viewer.service import RunService
 
 FILES = {
     "report.css": ("courtside.report.page", "text/css"),
@@ -26,6 +27,10 @@ FILES = {
     },
 }
 """Static files of the page: package and media type. The style sheet is the report's."""
+
+
+MAX_BODY = 65536
+"""Bytes of a request, in addition to a hint of the longest allowed kind in JSON escapes."""
 
 
 class HintText(BaseModel):
@@ -53,25 +58,25 @@ def viewer_app(folder: RunFolder, hints: Path, *, host: str, token: str) -> Guar
     def run() -> Response:
         return _json(service.run())
 
-    @app.get("/api/steps/{step}")
-    def step_list(step: int) -> Response:
-        return _json(service.step(step))
+    @app.get("/api/batches/{key}")
+    def batch(key: str) -> Response:
+        return _json(service.batch(key))
 
-    @app.get("/api/steps/{step}/search")
-    def search(step: int, query: str) -> Response:
-        return _json(service.search(step, query))
+    @app.get("/api/batches/{key}/search")
+    def search(key: str, query: str) -> Response:
+        return _json(service.search(key, query))
 
-    @app.get("/api/steps/{step}/trajectories/{id:path}")
-    def trajectory(step: int, id: str) -> Response:
-        return _json(service.trajectory(step, id))
+    @app.get("/api/batches/{key}/trajectories/{id:path}")
+    def trajectory(key: str, id: str) -> Response:
+        return _json(service.trajectory(key, id))
 
-    @app.put("/api/steps/{step}/trajectories/{id:path}/hints/{turn}")
-    def write(step: int, id: str, turn: int, hint: HintText) -> Response:
-        return _json(service.write(step, id, turn, hint.text))
+    @app.put("/api/batches/{key}/trajectories/{id:path}/hints/{turn}")
+    def write(key: str, id: str, turn: int, hint: HintText) -> Response:
+        return _json(service.write(key, id, turn, hint.text))
 
-    @app.delete("/api/steps/{step}/trajectories/{id:path}/hints/{turn}")
-    def remove(step: int, id: str, turn: int) -> Response:
-        return _json(service.remove(step, id, turn))
+    @app.delete("/api/batches/{key}/trajectories/{id:path}/hints/{turn}")
+    def remove(key: str, id: str, turn: int) -> Response:
+        return _json(service.remove(key, id, turn))
 
     @app.exception_handler(RequestError)
     def request_error(_: Request, error: RequestError) -> Response:
@@ -87,7 +92,7 @@ def viewer_app(folder: RunFolder, hints: Path, *, host: str, token: str) -> Guar
         where = ".".join(str(part) for part in first["loc"])
         return _json({"detail": f"{where}: {first['msg']}"}, 422)
 
-    return Guard(app, host=host, token=token)
+    return Guard(app, host=host, token=token, max_body=MAX_BODY + 12 * service.max_chars)
 
 
 def _read(package: str, name: str) -> bytes:
@@ -96,4 +101,5 @@ def _read(package: str, name: str) -> bytes:
 
 def _json(tree: Tree, status: int = 200) -> Response:
     # FastAPI's encoder would fail on half a surrogate pair in a tool's reply.
-    return Response(encode_json(tree), status, media_type="application/json")
+    content = encode_json(show_invisible_texts(tree))
+    return Response(content, status, media_type="application/json")

@@ -21,7 +21,7 @@ export function show(trajectory, description, actions) {
   const file = trajectory.hints_file;
   current = { trajectory, editors, turns, file };
   const parts = trajectory.turns.map((turn) => {
-    if (turn.role === "assistant") {
+    if (turn.role === "assistant" && !trajectory.held_out) {
       editors.set(turn.number, new HintEditor(trajectory, turn, file, (state) => {
         warnAboutMaxHints(state ?? current?.file);
         actions.onWrite(state);
@@ -49,7 +49,7 @@ const headObserver = new ResizeObserver(([{ target }]) => {
 
 // The user's hints as the file has them now; open editors keep their text.
 export function update(trajectory) {
-  if (current?.trajectory.id !== trajectory.id || current.trajectory.step !== trajectory.step) return;
+  if (current?.trajectory.id !== trajectory.id || current.trajectory.key !== trajectory.key) return;
   current.file = trajectory.hints_file;
   for (const turn of trajectory.turns) current.editors.get(turn.number)?.update(turn.user_hint);
   warnAboutMaxHints(current.file);
@@ -94,11 +94,14 @@ function head(trajectory, description, actions) {
   const key = (name, first) => make("kbd", { class: first ? "first" : null }, name);
   const step = (direction) => () => actions.goToError(direction);
   return make("header", { class: "head" },
-    make("a", { class: "back", href: `#/${trajectory.step}` }, "‹ all trajectories"),
+    make("a", { class: "back", href: `#/${encodeURIComponent(trajectory.key)}` }, "‹ all trajectories"),
     make("h2", {}, trajectory.prompt),
     make("p", { class: "about" }, gradeBadge(trajectory.grade),
-      make("span", {}, [`step ${trajectory.step}`, trajectory.id, description].filter(Boolean).join(" · "))),
+      make("span", {}, [trajectory.batch, trajectory.id, description].filter(Boolean).join(" · "))),
     trajectory.grade?.feedback ? make("p", { class: "caption" }, trajectory.grade.feedback) : null,
+    trajectory.held_out
+      ? make("p", { class: "caption" }, "A held-out answer. Hints are for training steps: one here would train on what is evaluated.")
+      : null,
     trajectory.source === "dataset"
       ? make("p", { class: "caption" }, "A recorded conversation: its hints apply in every step.")
       : null,
@@ -113,11 +116,11 @@ function head(trajectory, description, actions) {
 }
 
 function turnElement(trajectory, turn, editor) {
-  const number = make("a", { class: "turn-number", href: `#/${trajectory.step}/${encodeURIComponent(trajectory.id)}/${turn.number}`,
+  const number = make("a", { class: "turn-number", href: `#/${encodeURIComponent(trajectory.key)}/${encodeURIComponent(trajectory.id)}/${turn.number}`,
     title: `turn ${turn.number}: the index in the hints file` }, String(turn.number));
   const body = make("div", { class: "body" });
-  if (editor) {
-    body.append(...turn.hints.map(hintEntry), editor.element, assistantEntry(trajectory, turn));
+  if (turn.role === "assistant") {
+    body.append(...turn.hints.map(hintEntry), ...(editor ? [editor.element] : []), assistantEntry(trajectory, turn));
   } else if (turn.messages.length) {
     body.append(...turn.messages.map(({ role, content }) => contextEntry(role, content, role === "system" ? MAX_SYSTEM_CHARS : MAX_MESSAGE_CHARS)));
   } else {

@@ -34,10 +34,12 @@ HEADERS = {
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, *, host: str, token: str) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, token: str, max_body: int) -> None:
         self.app = app
         self.host = host
         self.token = token
+        self.max_body = max_body
+        """Bytes of a request's body; a longer one is refused before it is read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,11 +52,20 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refusal = self._check(scope["method"], Headers(scope=scope))
-        if refusal is None:
-            await self.app(scope, receive, with_headers)
-        else:
+        headers = Headers(scope=scope)
+        refusal = self._check(scope["method"], headers) or self._check_length(headers)
+        messages: list[Message] = []
+        if refusal is None and scope["method"] not in READ_METHODS:
+            messages = await _receive_body(receive, self.max_body)
+            refusal = None if messages else self._too_long()
+        if refusal is not None:
             await _send_error(*refusal, with_headers)
+            return
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, replay, with_headers)
 
     def _check(self, method: str, headers: Headers) -> tuple[int, str] | None:
         requested = headers.get("host", "")
@@ -70,8 +81,21 @@ class Guard:
                 "the page is from an earlier start of the viewer. Reload it; unsaved text stays as "
                 "a draft"
             )
+        # The token alone would do; a page of another origin has no business here even with it.
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != requested:
+            return 403, f"the request comes from a page of {origin}, not from the viewer's own"
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         return None if kind == "application/json" else (415, "send application/json")
+
+    def _check_length(self, headers: Headers) -> tuple[int, str] | None:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal():
+            return 400, f"content-length: {length} is not a number of bytes"
+        return self._too_long() if int(length) > self.max_body else None
+
+    def _too_long(self) -> tuple[int, str]:
+        return 413, f"the request has more than {self.max_body:,} bytes. A hint is a few sentences"
 
 
 def is_own_host(requested: str, host: str) -> bool:
@@ -107,7 +131,21 @@ def _is_ip_address(name: str) -> bool:
     return True
 
 
+async def _receive_body(receive: Receive, limit: int) -> list[Message]:
+    """The messages of a body, which may come in chunks of unknown number; empty: too long."""
+    messages, size = [], 0
+    while True:
+        message = await receive()
+        messages.append(message)
+        size += len(message.get("body", b""))
+        if size > limit:
+            return []
+        if not message.get("more_body", False):
+            return messages
+
+
 async def _send_error(status: int, detail: str, send: Send) -> None:
-    headers = [(b"content-type", b"application/json")]
+    # Closed: the rest of a body that was not read would be taken for the next request.
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": encode_json({"detail": detail})})

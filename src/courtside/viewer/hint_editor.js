@@ -107,13 +107,13 @@ export class HintEditor {
   }
 
   async write(text = this.area.value) {
-    const { step, id } = this.trajectory;
+    const { key, id } = this.trajectory;
     try {
       if (this.area) {
         this.save.disabled = true;
         this.problem.textContent = "";
       }
-      const answer = await send("PUT", apiPath(step, id, this.turn.number), { text });
+      const answer = await send("PUT", apiPath(key, id, this.turn.number), { text });
       saveDraft(this.trajectory.hints_file_id, this.turn.number, null);
       this.hint = answer.user_hint;
       this.close();
@@ -124,10 +124,10 @@ export class HintEditor {
   }
 
   async remove() {
-    const { step, id } = this.trajectory;
+    const { key, id } = this.trajectory;
     const text = this.hint.text;
     try {
-      const answer = await send("DELETE", apiPath(step, id, this.turn.number));
+      const answer = await send("DELETE", apiPath(key, id, this.turn.number));
       this.hint = null;
       this.close();
       this.onChange(answer.hints_file);

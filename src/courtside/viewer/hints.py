@@ -28,6 +28,10 @@ class HintsEditor:
 
         While a line is invalid: the last valid state, and `problem` is set.
         """
+        if self.path.is_symlink():  # since the start
+            self._stamp = None
+            self.problem = f"{self.path}: became a symbolic link. Put the file itself there"
+            return self._hints
         try:
             now = self.path.stat()
             stamp = (now.st_mtime_ns, now.st_size)

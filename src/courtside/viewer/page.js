@@ -1,29 +1,29 @@
-// Routing by the address (#/step/trajectory/turn), polling, and keyboard shortcuts.
+// Routing by the address (#/batch/trajectory/turn), polling, and keyboard shortcuts.
 
 import * as conversation from "./conversation.js";
 import { byId, describeRow, notify } from "./dom.js";
 import { setRun } from "./drafts.js";
-import { filterRows, filters, showHintsFile, showRows, showSteps } from "./sidebar.js";
+import { filterRows, filters, showBatches, showHintsFile, showRows } from "./sidebar.js";
 import { Unreachable, apiPath, get } from "./api.js";
 
 const POLL_MS = 2000;
 const SEARCH_MS = 200;
 
-const route = { step: null, id: null, turn: null };
+const route = { key: null, id: null, turn: null };
 let run = null;
 let rows = [];
 let matches = null;
-let loaded = null; // the trajectory on the page: "step/id"
+let loaded = null; // the trajectory on the page: "batch/id"
 
 // ── routing ──────────────────────────────────────────────────────────────────────────────────────
 
 function parseHash() {
-  const [step, id, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-  return { step: step ? Number(step) : null, id: id || null, turn: turn ? Number(turn) : null };
+  const [key, id, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  return { key: key || null, id: id || null, turn: turn ? Number(turn) : null };
 }
 
-function formatHash({ step, id, turn }) {
-  return `#/${[step, id, turn].filter((part) => part !== null).map(encodeURIComponent).join("/")}`;
+function formatHash({ key, id, turn }) {
+  return `#/${[key, id, turn].filter((part) => part !== null).map(encodeURIComponent).join("/")}`;
 }
 
 function replace(change) {
@@ -31,27 +31,49 @@ function replace(change) {
   history.replaceState(null, "", formatHash(route));
 }
 
-const go = (change) => { location.hash = formatHash({ step: route.step, id: null, turn: null, ...change }); };
+const go = (change) => { location.hash = formatHash({ key: route.key, id: null, turn: null, ...change }); };
 
 async function navigate() {
   const requested = parseHash();
-  const numbers = run.steps.map(({ step }) => step);
-  if (!numbers.length) return showNoSteps();
-  const step = requested.step ?? numbers.at(-1);
-  if (!numbers.includes(step)) {
-    notify(`Step ${step} is not stored; showing step ${numbers.at(-1)}.`);
-    history.replaceState(null, "", formatHash({ step: numbers.at(-1), id: null, turn: null }));
+  if (!run.batches.length) return showNoBatches();
+  if (requested.key === null) warnAboutUnreadable();
+  const key = requested.key ?? run.start ?? run.batches.at(-1).key;
+  const batch = run.batches.find((one) => one.key === key);
+  if (!batch) {
+    const start = run.start ?? run.batches.at(-1).key;
+    notify(`${/^\d+$/.test(key) ? `Step ${key}` : key} is not stored; showing ${titleOf(start)}.`);
+    history.replaceState(null, "", formatHash({ key: start, id: null, turn: null }));
     return navigate();
   }
-  const isOtherStep = step !== route.step;
-  Object.assign(route, requested, { step });
-  if (isOtherStep) await loadRows();
+  const isOther = key !== route.key;
+  Object.assign(route, requested, { key });
+  if (batch.problem) return showProblem(batch);
+  if (isOther) await loadRows();
   drawList();
   await showTrajectory();
 }
 
-function showNoSteps() {
-  showSteps([], null);
+const titleOf = (key) => run.batches.find((batch) => batch.key === key)?.title ?? key;
+
+// The page opens on a batch that can be read; that newer ones cannot is said.
+function warnAboutUnreadable() {
+  const index = run.batches.findIndex(({ key }) => key === run.start);
+  const broken = run.batches.filter(({ held_out, problem }, i) => problem && !held_out && i > index);
+  if (broken.length && run.start !== null) {
+    notify(`${broken.map(({ title }) => title).join(", ")} cannot be read; showing ${titleOf(run.start)}.`);
+  }
+}
+
+function showProblem(batch) {
+  rows = [];
+  loaded = null;
+  drawList();
+  document.body.classList.add("reading");
+  conversation.showMessage([`${batch.title} cannot be read.`, batch.problem]);
+}
+
+function showNoBatches() {
+  showBatches([], null);
   byId("count").textContent = "";
   conversation.showMessage([
     "No trajectories are stored in this run yet.",
@@ -62,25 +84,26 @@ function showNoSteps() {
 // ── the list ─────────────────────────────────────────────────────────────────────────────────────
 
 async function loadRows() {
-  const step = route.step;
-  const newRows = (await get(`/api/steps/${step}`)).trajectories;
-  if (step !== route.step) return;
+  const key = route.key;
+  const newRows = (await get(`/api/batches/${encodeURIComponent(key)}`)).trajectories;
+  if (key !== route.key) return;
   rows = newRows;
   await search();
 }
 
 async function search() {
   const query = byId("search").value.trim();
-  const step = route.step;
-  const ids = query ? (await get(`/api/steps/${step}/search?query=${encodeURIComponent(query)}`)).ids : null;
-  if (step === route.step && query === byId("search").value.trim()) matches = ids && new Set(ids);
+  const key = route.key;
+  const path = `/api/batches/${encodeURIComponent(key)}/search?query=${encodeURIComponent(query)}`;
+  const ids = query ? (await get(path)).ids : null;
+  if (key === route.key && query === byId("search").value.trim()) matches = ids && new Set(ids);
 }
 
 const visible = () => filterRows(rows, matches);
 
 function drawList() {
-  showSteps(run.steps, route.step);
-  showRows(rows, visible(), route.id, route.step);
+  showBatches(run.batches, route.key);
+  showRows(rows, visible(), route.id, route.key);
 }
 
 // ── the conversation ─────────────────────────────────────────────────────────────────────────────
@@ -89,7 +112,8 @@ const isWide = () => matchMedia("(min-width: 821px)").matches;
 
 async function showTrajectory() {
   if (route.id === null && isWide() && visible().length) {
-    replace({ id: visible()[0].id, turn: null });
+    const wrong = visible().find((row) => row.errors > 0 || row.grade?.passed === false);
+    replace({ id: (wrong ?? visible()[0]).id, turn: null });
     drawList();
   }
   document.body.classList.toggle("reading", route.id !== null);
@@ -97,10 +121,10 @@ async function showTrajectory() {
     loaded = null;
     return conversation.showMessage(["Choose a trajectory."]);
   }
-  const name = `${route.step}/${route.id}`;
+  const name = `${route.key}/${route.id}`;
   if (loaded !== name) {
-    const trajectory = await get(apiPath(route.step, route.id)).catch((error) => error);
-    if (name !== `${route.step}/${route.id}`) return;
+    const trajectory = await get(apiPath(route.key, route.id)).catch((error) => error);
+    if (name !== `${route.key}/${route.id}`) return;
     if (trajectory instanceof Error) {
       loaded = null;
       conversation.showMessage([trajectory.message]);
@@ -157,13 +181,16 @@ async function refresh() {
   const before = run;
   run = await get("/api/run");
   showHintsFile(run.hints_file);
-  if (!before.steps.length && run.steps.length) return navigate();
-  const state = ({ hints_file, steps }) => JSON.stringify([hints_file, steps]);
-  if (state(run) === state(before) || route.step === null) return;
+  if (!before.batches.length && run.batches.length) return navigate();
+  const state = ({ hints_file, batches }) => JSON.stringify([hints_file, batches]);
+  if (state(run) === state(before) || route.key === null) return;
+  const problem = ({ batches }) => batches.find(({ key }) => key === route.key)?.problem;
+  if (problem(run)) return showProblem(run.batches.find(({ key }) => key === route.key));
   await loadRows();
   drawList();
-  if (loaded !== `${route.step}/${route.id}`) return;
-  const trajectory = await get(apiPath(route.step, route.id));
+  if (problem(before)) return showTrajectory();
+  if (loaded !== `${route.key}/${route.id}`) return;
+  const trajectory = await get(apiPath(route.key, route.id));
   conversation.update(trajectory);
 }
 
@@ -212,10 +239,10 @@ function listen() {
       drawList();
     });
   }
-  byId("step").addEventListener("change", (event) => go({ step: Number(event.target.value) }));
+  byId("step").addEventListener("change", (event) => go({ key: event.target.value }));
   const stepBy = (direction) => () => {
-    const index = run.steps.findIndex(({ step }) => step === route.step);
-    go({ step: run.steps[index + direction].step });
+    const index = run.batches.findIndex(({ key }) => key === route.key);
+    go({ key: run.batches[index + direction].key });
   };
   byId("earlier").addEventListener("click", stepBy(-1));
   byId("later").addEventListener("click", stepBy(1));

@@ -15,6 +15,7 @@ from courtside.report.folder.parquet import (
 )
 from courtside.report.page.token_gaps import TurnGaps, compute_token_gaps
 from courtside.report.summary import shorten
+from courtside.sanitize import show_invisible
 from courtside.types import Hint, Trajectory
 
 Tree = dict[str, Any]
@@ -31,6 +32,24 @@ DROP_REASONS = {
     "empty": "its text is empty after cleaning",
     "other_render": "the previous turn was rendered with another template",
 }
+
+
+VERBATIM = frozenset({"id", "hints_file_id", "key", "path", "recipe"})
+"""Keys of values that the page sends back or that are copied."""
+
+
+def show_invisible_texts(tree: Any) -> Any:
+    """The same tree; texts have marks that would reorder or hide them as their code points."""
+    if isinstance(tree, str):
+        return show_invisible(tree)
+    if isinstance(tree, Mapping):
+        return {
+            key: value if key in VERBATIM else show_invisible_texts(value)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, (list, tuple)):
+        return [show_invisible_texts(item) for item in tree]
+    return tree
 
 
 def serialize_outline(outline: Outline) -> Tree:

@@ -98,6 +98,11 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _check_hints_path(hints: Path) -> None:
+    if hints.is_symlink():
+        raise UserError(
+            f"--hints {hints}: is a symbolic link, and hints would be written to another place "
+            f"than it says. Give the file itself: {hints.resolve()}"
+        )
     if hints.is_dir():
         raise UserError(f"--hints {hints}: is a folder. Give a file")
     if not hints.parent.is_dir():

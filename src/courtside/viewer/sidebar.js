@@ -1,4 +1,4 @@
-// The steps of a run, and the trajectories of one step.
+// The batches of a run (training steps, held-out evaluations), and the trajectories of one.
 
 import { draftedIds } from "./drafts.js";
 import { byId, describeRow, gradeBadge, make, pluralize } from "./dom.js";
@@ -11,30 +11,36 @@ export function filterRows(rows, matches) {
     && Object.entries(filters).every(([name, on]) => !on || row[name] > 0));
 }
 
-export function showSteps(steps, current) {
+export function showBatches(batches, current) {
   const select = byId("step");
-  const labels = steps.map((step) => stepLabel(step));
-  const same = select.options.length === steps.length
-    && steps.every(({ step }, i) => select.options[i].value === String(step) && select.options[i].text === labels[i]);
+  const labels = batches.map((batch) => batchLabel(batch));
+  const same = select.options.length === batches.length
+    && batches.every(({ key }, i) => select.options[i].value === key && select.options[i].text === labels[i]);
   if (!same) {
-    select.replaceChildren(...steps.map(({ step }, i) => make("option", { value: step }, labels[i])));
+    const options = batches.map(({ key, held_out }, i) => [held_out, make("option", { value: key }, labels[i])]);
+    const group = (label, isHeldOut) => {
+      const members = options.filter(([held_out]) => held_out === isHeldOut).map(([, option]) => option);
+      return members.length ? [make("optgroup", { label }, ...members)] : [];
+    };
+    select.replaceChildren(...group("training steps", false), ...group("held-out evaluations", true));
   }
-  if (current !== null) select.value = String(current);
-  const index = steps.findIndex(({ step }) => step === current);
+  if (current !== null) select.value = current;
+  const index = batches.findIndex(({ key }) => key === current);
   byId("earlier").disabled = index <= 0;
-  byId("later").disabled = index < 0 || index + 1 >= steps.length;
-  select.disabled = steps.length === 0;
+  byId("later").disabled = index < 0 || index + 1 >= batches.length;
+  select.disabled = batches.length === 0;
 }
 
-function stepLabel({ step, problem, user_hints, errors, trajectories }) {
-  if (problem) return `step ${step} · cannot be read`;
-  const parts = [`step ${step}`];
+function batchLabel({ title, problem, user_hints, errors, failed, trajectories }) {
+  if (problem) return `${title} · cannot be read`;
+  const parts = [title];
   if (user_hints) parts.push(`${user_hints} with my hints`);
-  parts.push(errors ? `${errors} of ${trajectories} with errors` : `${trajectories} without errors`);
+  if (errors) parts.push(`${errors} of ${trajectories} with errors`);
+  else parts.push(failed ? `${failed} of ${trajectories} failed` : `${trajectories} without errors`);
   return parts.join(" · ");
 }
 
-export function showRows(rows, visible, current, step) {
+export function showRows(rows, visible, current, key) {
   for (const button of document.querySelectorAll("[data-filter]")) {
     button.setAttribute("aria-pressed", String(filters[button.dataset.filter]));
   }
@@ -45,15 +51,15 @@ export function showRows(rows, visible, current, step) {
   const list = byId("rows");
   const scrollTop = list.scrollTop;
   const focused = list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  list.replaceChildren(...visible.map((row) => item(row, row.id === current, step, drafts.has(row.hints_file_id))));
-  if (!visible.length) list.append(make("li", { class: "empty" }, rows.length ? "No matches. Remove a filter." : "This step has no trajectories."));
+  list.replaceChildren(...visible.map((row) => item(row, row.id === current, key, drafts.has(row.hints_file_id))));
+  if (!visible.length) list.append(make("li", { class: "empty" }, rows.length ? "No matches. Remove a filter." : "There are no trajectories here."));
   list.scrollTop = scrollTop;
   if (focused) [...list.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
 }
 
-function item(row, isCurrent, step, hasDraft) {
+function item(row, isCurrent, key, hasDraft) {
   return make("li", {},
-    make("a", { href: `#/${step}/${encodeURIComponent(row.id)}`, title: row.id, "aria-current": isCurrent ? "true" : null },
+    make("a", { href: `#/${encodeURIComponent(key)}/${encodeURIComponent(row.id)}`, title: row.id, "aria-current": isCurrent ? "true" : null },
       make("span", { class: "prompt-line" }, row.prompt),
       make("span", { class: "about" }, gradeBadge(row.grade), make("span", {}, describeRow(row)),
         row.hints ? make("span", { class: "chip" }, pluralize(row.hints, "hint")) : null,

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from unit.viewer.viewed_runs import write_run
 
 from courtside.cli.app import app
+from courtside.recipe.load import parse_recipe
 from courtside.viewer import server
 
 
@@ -24,6 +25,7 @@ def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in with one run, and a server that ends at once."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "first", steps=1)
+    (tmp_path / "link").symlink_to("real.jsonl")
     monkeypatch.setattr(
         server.Listening, "run", lambda self: [socket.close() for socket in self.sockets]
     )
@@ -48,12 +50,9 @@ def test_it_says_where_it_is_and_how_the_hints_are_used(opened: list[str]) -> No
     assert done.exit_code == 0, done.output
     [url] = re.findall(r"http://127\.0\.0\.1:\d+/", done.stdout)
     assert "Hints: runs/first/hints.jsonl." in done.stdout
-    lines = tomllib.loads(done.stdout.split("In a recipe:")[1])
-    assert lines == {
-        "tasks": {"kind": "trajectories", "path": "runs/first", "select": "hinted"},
-        "rollout": {"student_fraction": 0.0},
-        "reader": {"kind": "human", "path": "runs/first/hints.jsonl"},
-    }
+    recipe = parse_recipe(tomllib.loads(done.stdout.split("A recipe that trains on them:")[1]))
+    assert recipe.tasks.kind == "trajectories" and recipe.tasks.path == Path("runs/first")
+    assert [reader.path for reader in recipe.human_readers] == [Path("runs/first/hints.jsonl")]
     assert opened == [url]
     assert "Whoever can reach" not in done.stdout
 
@@ -98,6 +97,7 @@ def test_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
         (["runs"], "runs: not a run folder (it has no recipe.toml)"),
         (["nowhere"], "nowhere: not a run folder"),
         (["runs/first", "--hints", "runs"], "--hints runs: is a folder. Give a file"),
+        (["runs/first", "--hints", "link"], "--hints link: is a symbolic link"),
         (["runs/first", "--hints", "no/h.jsonl"], "its folder does not exist. Create no first"),
         (["runs/first", "--host", "203.0.113.7"], "cannot be listened on"),
         (["runs/first", "--host", "no host"], "cannot be listened on"),
@@ -119,8 +119,8 @@ def test_packages_that_are_not_installed(missing: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: the viewer needs {missing}, which is not installed: pip install "
-        "'courtside[viewer]'\n"
+        f"error: the viewer needs {missing}, which is not installed: pip install -e '.[viewer]' "
+        "in the clone of courtside\n"
     )
 
 

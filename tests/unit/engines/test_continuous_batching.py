@@ -11,8 +11,7 @@ from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS
-from courtside.engines.generation.steps import DecodeStep
+from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, DecodeStep
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -188,14 +187,15 @@ def test_shadow_weights_are_freed_with_the_kv_cache() -> None:
     engine = make_engine(continuous=True, model=tiny_model(), autocast=torch.bfloat16)
     sampling = Sampling(max_new_tokens=3)
     expected = engine.sample(REQUESTS, sampling)
-    copies = [weakref.ref(weight) for weight, _ in engine._decode_weights._copies]
+    tensors = [tensor for pair in engine._decode_weights._weights for tensor in pair]
+    copies = [weakref.ref(tensor.tensor) for tensor in tensors if tensor.is_copy]
     assert copies, "they stay with a small KV cache"
     engine._kv_pool.max_idle_bytes = 0
     with engine._decode_weights.swap_in():  # another session uses them
         engine.sample(REQUESTS, sampling)
-        assert engine._decode_weights._copies
+        assert all(tensor.tensor is not None for tensor in tensors if tensor.is_copy)
     engine.sample(REQUESTS, sampling)
-    assert not engine._decode_weights._copies and all(copy() is None for copy in copies)
+    assert all(tensor.tensor is None for tensor in tensors) and all(c() is None for c in copies)
     assert_equal_samples(engine.sample(REQUESTS, sampling), expected)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.architectures import lora, lora_head, lora_qwen, make_model, olmo2, phi3, qwen, qwen2
 from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
@@ -18,11 +20,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from courtside.engines.base import Sampling, ScoreRequest
 from courtside.engines.generation import continuous_batching
 from courtside.engines.generation.decode_weights import DecodeWeights, FusedLinear
+from courtside.engines.generation.kv_cache import STEPS_PER_SYNC
 from courtside.engines.generation.sampler import sample_from_hidden, sample_tokens
-from courtside.engines.generation.steps import STEPS_PER_SYNC
 from courtside.engines.kernels import layers
 from courtside.engines.lm_head import LMHead, find_lm_head
-from courtside.engines.patches import layer_ops
+from courtside.engines.patches import fused_layers
 
 KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head]
 
@@ -104,7 +106,7 @@ def test_kernels_sample_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen2().to("cuda" if on_gpu else "cpu")
     sampling = Sampling(max_new_tokens=4)
     eager = make_engine(continuous=False, model=model).sample(REQUESTS[:2], sampling)
-    monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
+    monkeypatch.setattr(fused_layers, "can_run_kernels", lambda x: True)
     monkeypatch.setattr(continuous_batching, "MAX_GRAPH_TOKENS", 0)  # slow to interpret
     calls: Counter[str] = Counter()
     for name in ("rms_norm", "apply_rotary", "append_kv", "swiglu"):
@@ -132,7 +134,7 @@ def test_the_sampling_kernel_scales_and_caps_logits(
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
     with torch.no_grad():
         expected_ids, expected_logps = sample_tokens(head(hidden_BD), uniform_B, sampling)
-        monkeypatch.setattr(layer_ops, "can_run_kernels", lambda x: True)
+        monkeypatch.setattr(fused_layers, "can_run_kernels", lambda x: True)
         ids_B, logp_B = sample_from_hidden(head, hidden_BD, uniform_B, sampling)
     assert torch.equal(ids_B, expected_ids)
     torch.testing.assert_close(logp_B, expected_logps.float(), rtol=1e-4, atol=1e-4)
@@ -212,6 +214,41 @@ def test_a_disabled_head_adapter_is_disabled_in_the_shadow_weights() -> None:
         assert torch.equal(logits[-1], expected) and "low_rank" not in vars(head)
     assert len(set(keys)) == 1 and torch.equal(logits[0], logits[2])
     assert not torch.allclose(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_weights_in_the_dtype_of_the_matmuls_are_fused_in_place(
+    autocast: torch.dtype | None, tmp_path: Path
+) -> None:
+    model = qwen().to(torch.bfloat16 if autocast else torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = DecodeWeights(model, find_lm_head(model), autocast)
+    ids = torch.tensor([[5, 9, 33, 80]])
+    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad(), context:
+        expected = model(input_ids=ids).logits
+        with weights.swap_in():
+            key = weights.key
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=0.02, atol=0.02)
+    assert not any(tensor.is_copy for pair in weights._weights for tensor in pair)
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], before[name]) for name in saved)
+    # An update of the parameters is an update of the fused weights, and so are other parameters.
+    with torch.no_grad(), context:
+        attention.v_proj.weight.mul_(30)
+        with weights.swap_in():
+            assert weights.key == key
+            scaled = model(input_ids=ids).logits
+        attention.v_proj.weight.data = before["model.layers.0.self_attn.v_proj.weight"].clone()
+        with weights.swap_in():
+            restored = model(input_ids=ids).logits
+    assert not torch.allclose(scaled, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(restored, expected, rtol=0.02, atol=0.02)
 
 
 def test_patches_are_undone_also_after_an_error() -> None:

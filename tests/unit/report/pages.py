@@ -15,7 +15,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open, self.tags, self.texts = [], [], []
+        self.open, self.tags, self.texts, self.contents = [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -32,7 +32,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        # The table of contents repeats the titles, which the tests look for.
+        (self.contents if "nav" in self.open else self.texts).append(data)
 
     @property
     def text(self):

@@ -68,11 +68,18 @@ def test_a_broken_file_is_left_alone(path: Path) -> None:
     assert path.read_bytes() == LINE + b"broken\n" + LINE
 
 
-def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "real.jsonl").write_bytes(LINE + OTHER)
-    path.symlink_to(tmp_path / "real.jsonl")
-    remove_hint(path, "x", 1)
-    assert path.is_symlink() and (tmp_path / "real.jsonl").read_bytes() == OTHER
+def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real.jsonl"
+    path.symlink_to(real)
+    hint = Hint(trajectory="x", turn=1, text="a", source="human")
+    with pytest.raises(UserError, match=r"hints\.jsonl: is a symbolic link, and hints are written"):
+        append_hint(path, hint)
+    assert not real.exists()
+    real.write_bytes(LINE + OTHER)
+    for write in (lambda: append_hint(path, hint), lambda: remove_hint(path, "x", 1)):
+        with pytest.raises(UserError, match="is a symbolic link"):
+            write()
+    assert path.is_symlink() and real.read_bytes() == LINE + OTHER
 
 
 def test_a_disk_that_fails_keeps_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,12 +80,14 @@ def test_error_rates_before_and_after_by_suite_and_kind(build):
     ]
     batches = [make_hinted_batch(step) for step in range(2)]
     _, page = read(write_report(build(batches, evaluations)))
-    errors = part(page, "Errors", "Metrics")
+    errors = part(page, "Errors", "Same tasks before and after")
     assert "turns with an error, before 40.0% 34.0% to 47.0%" in errors
     assert "turns with an error, after 2 steps 10.0% 4.0% to 17.0%" in errors
-    student = "student 8 test 40.0% 34.0% to 47.0% 10.0% 4.0% to 17.0% 4.8 → 4.2"
+    student = "student 8 test 40.0% 34.0% to 47.0% 10.0% 4.0% to 17.0% – 4.8 → 4.2"
     assert f"{student} 0.0125 nats 1.5 nats" in errors
-    assert "student:held_out 8 test 50.0% 44.0% to 57.0% 20.0% 14.0% to 27.0% 5 → 4.4 – –" in errors
+    assert (
+        "student:held_out 8 test 50.0% 44.0% to 57.0% 20.0% 14.0% to 27.0% – 5 → 4.4 – –" in errors
+    )
     # A kind that the later evaluation does not name did not occur.
     assert "tool not found 30.0% → 7.5% 37.5% → 15.0%" in errors
     assert "repeated call 4.0% → 0.0% 5.0% → 0.0%" in errors
@@ -97,7 +99,7 @@ def test_error_rates_before_and_after_by_suite_and_kind(build):
 def test_an_error_rate_that_was_measured_once(build):
     _, page = read(write_report(build([], [make_episode_evaluation(0, 0.4)])))
     errors = part(page, "Errors", "Metrics")
-    assert "student 8 test 40.0% 34.0% to 47.0% – 4.8 → –" in errors
+    assert "student 8 test 40.0% 34.0% to 47.0% – – 4.8 → –" in errors
     assert "tool not found 30.0% → –" in errors and "after" not in errors.split("Fraction of")[0]
 
 
@@ -308,11 +310,13 @@ def test_a_single_answer_with_a_hint_is_told_like_an_episode(build):
 def test_episodes_before_and_after(build):
     evaluations = [make_episode_evaluation(0, 0.4), make_episode_evaluation(1, 0.1)]
     text, page = read(write_report(build([make_hinted_batch(0)], evaluations)))
-    section = part(page, "Samples before and after training", "Episodes")
-    assert section.count("before · 6 turns · 2 with errors · 180 tokens") == 3
-    assert section.count("after 1 steps · 4 turns · 118 tokens") == 3
+    section = part(page, "Same tasks before and after", "Metrics")
+    # Task 5 and 6 are fixed, and no sample of them is stored; none is broken; the others stay.
+    assert "student 3 0 5" in section
+    assert section.count("before · 6 turns · 2 with errors · 180 tokens") == 1
+    assert section.count("after 1 steps · 4 turns · 118 tokens") == 1
     outlines = re.findall(r'<ol class="outline">.*?</ol>', text)
-    assert [outline.count("<li>") for outline in outlines] == [6, 4] * 3
+    assert [outline.count("<li>") for outline in outlines] == [6, 4]
     assert outlines[0].count("tool not found") == 2 and outlines[1].count("tool not found") == 0
     assert "system: Answer every request with one tool call" in section
 
@@ -351,7 +355,8 @@ def test_nothing_is_fetched(build):
     evaluations = [make_episode_evaluation(0, 0.4), make_episode_evaluation(1, 0.1)]
     text, page = read(write_report(build(batches, evaluations), decode=decode))
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
-    assert not any({"src", "href"} & attrs.keys() for _, attrs in page.tags)
+    assert not any("src" in attrs for _, attrs in page.tags)
+    assert all(attrs.get("href", "#").startswith("#") for _, attrs in page.tags)
     assert "milk & bread" in page.text and "<b>milk" not in text
 
 

@@ -9,8 +9,9 @@ import pytest
 from unit.report.pages import read
 
 from courtside.report.costs import PhaseCost
+from courtside.report.evaluation_pairs import Difference, first_and_last_evaluation
 from courtside.report.folder.folder import RunFolder
-from courtside.report.page.page import first_and_last_evaluation, write_report
+from courtside.report.page.page import write_report
 from courtside.report.page.svg import Series, downsample, line_chart, moving_average, ticks
 from courtside.report.page.token_gaps import shade
 
@@ -56,7 +57,8 @@ def test_a_whole_run(build):
                 "update": PhaseCost(seconds=10.0, input_tokens=3000, flops=3e12),
             }
         )
-    path = write_report(folder, comparison=(0.5, 0.31, 0.69, 0.0004), decode=decode)
+    differences = {("student", "score"): Difference(0.5, 0.31, 0.69, 0.0004)}
+    path = write_report(folder, differences=differences, decode=decode)
     assert path == folder.path / "report.html"
     text, page = read(path)
     assert "6 of 6 steps" in page.text
@@ -78,7 +80,9 @@ def test_nothing_is_fetched(build):
     text, page = read(write_report(build(2), decode=decode))
     loads = {"script", "link", "img", "iframe", "image", "use", "object", "embed", "base", "form"}
     assert not loads & {tag for tag, _ in page.tags}
-    assert not any({"src", "href", "xlink:href"} & attrs.keys() for _, attrs in page.tags)
+    assert not any({"src", "xlink:href"} & attrs.keys() for _, attrs in page.tags)
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    assert links and all(link.startswith("#") for link in links)
     assert "url(" not in text and "@import" not in text and "http://" not in text
     assert "default-src 'none'" in text
 
@@ -109,9 +113,9 @@ def test_without_decode_the_text_is_plain(build):
 
 def test_samples_stand_side_by_side_for_the_same_task(build):
     _, page = read(write_report(build(3)))
-    section = page.text.split("Samples before and after training")[1].split("What the teacher")[0]
-    assert section.count("before ·") == section.count("after 3 steps ·") == 3
-    assert "1 + 4 = ?" in section
+    section = page.text.split(" Same tasks before and after ")[1].split(" Metrics ")[0]
+    assert section.count("before ·") == section.count("after 3 steps ·") == 1
+    assert "2 + 4 = ?" in section and "score 0 → 1" in section  # the one that was fixed
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

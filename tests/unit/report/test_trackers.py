@@ -90,7 +90,7 @@ def test_wandb_without_a_login_is_the_users_to_solve(tmp_path, monkeypatch):
 )
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, tracker, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=r"run\.trackers.*pip install 'courtside\[tracking\]'"):
+    with pytest.raises(UserError, match=r"run\.trackers.*pip install -e '\.\[tracking\]'"):
         open_trackers([tracker], tmp_path, project="p", run_name="r")
 
 

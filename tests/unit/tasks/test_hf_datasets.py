@@ -109,5 +109,5 @@ def test_source(folder: Path) -> None:
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'courtside\[datasets\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[datasets\]'"):
         load_dataset_tasks(config("somewhere"))

@@ -11,7 +11,7 @@ from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.engines.loading import load_model
-from courtside.training.memory import (
+from courtside.training.kv_budget import (
     DEFAULT_TOKENS,
     MAX_TOKENS,
     MIN_TOKENS,

@@ -10,7 +10,7 @@ from torch import nn
 from courtside.assemble import assemble
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
-from courtside.training.optimizer import learning_rate_at, make_optimizer
+from courtside.training.optimizer import make_optimizer
 
 
 def recipe_with(tiny_folder, **train):
@@ -33,13 +33,13 @@ def test_the_schedule(schedule, expected, tiny_folder):
     recipe = recipe_with(
         tiny_folder, steps=6, warmup_steps=2, lr_schedule=schedule, learning_rate=0.2
     )
-    assert [learning_rate_at(step, recipe) for step in range(6)] == pytest.approx(expected)
+    assert [recipe.learning_rate_at(step) for step in range(6)] == pytest.approx(expected)
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate(tiny_folder):
     for schedule in ("constant", "linear", "cosine"):
         recipe = recipe_with(tiny_folder, steps=4, lr_schedule=schedule, learning_rate=0.2)
-        assert learning_rate_at(0, recipe) == 0.2
+        assert recipe.learning_rate_at(0) == 0.2
 
 
 def test_weight_decay_is_for_matrices_only(tiny_folder):

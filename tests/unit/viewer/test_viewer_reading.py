@@ -28,23 +28,21 @@ from courtside.types import Event, Scored
 def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
     run = get(client, "/api/run")
     assert run["name"] == "first" and "toolbox" in run["summary"]
-    assert run["steps"] == [
-        {"step": step, "trajectories": 6, "errors": 5, "hints": 5, "user_hints": 0}
-        for step in (0, 1)
+    counts = {"trajectories": 6, "errors": 5, "failed": 5, "hints": 5, "user_hints": 0}
+    assert run["batches"] == [
+        {"key": str(step), "title": f"step {step}", "held_out": False, **counts} for step in (0, 1)
     ]
+    assert run["start"] == "1"
     hints_file = run["hints_file"]
     assert hints_file["path"] == str(folder.path / "hints.jsonl")
     assert (hints_file["count"], hints_file["problem"], hints_file["max_chars"]) == (0, None, 1000)
-    lines = tomllib.loads(hints_file["recipe"])
-    assert lines == {
-        "tasks": {"kind": "trajectories", "path": str(folder.path), "select": "hinted"},
-        "rollout": {"student_fraction": 0.0},
-        "reader": {"kind": "human", "path": hints_file["path"]},
-    }
+    tree = tomllib.loads(hints_file["recipe"])
+    assert tree["tasks"] == {"kind": "trajectories", "path": str(folder.path), "select": "hinted"}
+    assert tree["reader"] == {"kind": "human", "path": hints_file["path"]}
 
 
 def test_the_list_of_a_step(client: TestClient, folder: RunFolder) -> None:
-    rows = get(client, "/api/steps/1")["trajectories"]
+    rows = get(client, "/api/batches/1")["trajectories"]
     assert [row["id"] for row in rows] == [f"1-{i}" for i in range(6)]
     stored = {record.trajectory.id: record for record in folder.trajectories(1)}
     for row in rows:
@@ -91,14 +89,14 @@ def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder:
 
 
 def test_why_a_hint_was_dropped(client: TestClient) -> None:
-    turns = get(client, "/api/steps/0/trajectories/0-3")["turns"]
+    turns = get(client, "/api/batches/0/trajectories/0-3")["turns"]
     [hint] = [hint for turn in turns for hint in turn["hints"]]
     assert hint["drop_reason"] == "shift" and "hints.min_shift" in hint["drop_explanation"]
 
 
 def test_search_covers_every_turn(client: TestClient) -> None:
     def search(query: str) -> list[str]:
-        return get(client, f"/api/steps/0/search?query={query}")["ids"]
+        return get(client, f"/api/batches/0/search?query={query}")["ids"]
 
     assert search("oslo WEATHER") == [f"0-{i}" for i in range(6)]
     assert search("not found: calculator") == ["0-1", "0-3"]
@@ -112,38 +110,38 @@ def test_a_step_without_tokens_hints_or_turns(tmp_path: Path) -> None:
         bare = Scored(trajectory=replace(make_trajectory("y", 1), turns=()), target=None)
         store(folder, 3, [plain, bare])
     client = opened(folder)
-    assert [step["trajectories"] for step in get(client, "/api/run")["steps"]] == [0, 2]
-    assert get(client, "/api/steps/0")["trajectories"] == []
-    rows = get(client, "/api/steps/3")["trajectories"]
+    assert [step["trajectories"] for step in get(client, "/api/run")["batches"]] == [0, 2]
+    assert get(client, "/api/batches/0")["trajectories"] == []
+    rows = get(client, "/api/batches/3")["trajectories"]
     assert [(row["tokens"], row["turns"]) for row in rows] == [(6, 1), (0, 0)]
-    assert get(client, "/api/steps/3/trajectories/y")["turns"] == []
+    assert get(client, "/api/batches/3/trajectories/y")["turns"] == []
 
 
 def test_a_run_without_trajectories(tmp_path: Path) -> None:
     start_run(tmp_path / "run").close()
-    assert get(opened(RunFolder.read(tmp_path / "run")), "/api/run")["steps"] == []
+    assert get(opened(RunFolder.read(tmp_path / "run")), "/api/run")["batches"] == []
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     with start_run(tmp_path / "run") as folder:
         client = opened(RunFolder.read(folder.path))
-        assert get(client, "/api/run")["steps"] == []
+        assert get(client, "/api/run")["batches"] == []
         store(folder, 0)
-        assert [s["step"] for s in get(client, "/api/run")["steps"]] == [0]
-        assert len(get(client, "/api/steps/0")["trajectories"]) == 6
+        assert [s["key"] for s in get(client, "/api/run")["batches"]] == ["0"]
+        assert len(get(client, "/api/batches/0")["trajectories"]) == 6
         get(client, FIRST)
         # A resumed run computes a step again.
         folder.rewind(0)
-        assert get(client, "/api/run")["steps"] == []
+        assert get(client, "/api/run")["batches"] == []
         assert client.get(FIRST).status_code == 404
         store(folder, 0, make_hinted_batch(0)[1:])
-        assert len(get(client, "/api/steps/0")["trajectories"]) == 5
+        assert len(get(client, "/api/batches/0")["trajectories"]) == 5
         assert client.get(FIRST).status_code == 404
-        assert get(client, "/api/steps/0/trajectories/0-1")["id"] == "0-1"
+        assert get(client, "/api/batches/0/trajectories/0-1")["id"] == "0-1"
 
 
 def test_files_are_read_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = ("/api/run", "/api/steps/0", "/api/steps/0/search?query=a", FIRST)
+    paths = ("/api/run", "/api/batches/0", "/api/batches/0/search?query=a", FIRST)
     before = [get(client, path) for path in paths]
 
     def fail(*_: object) -> None:
@@ -157,9 +155,9 @@ def test_a_broken_step_is_told_and_the_others_are_there(
     client: TestClient, folder: RunFolder
 ) -> None:
     folder.stored_file(1).write_bytes(b"nothing")
-    first, second = get(client, "/api/run")["steps"]
+    first, second = get(client, "/api/run")["batches"]
     assert first["trajectories"] == 6 and "cannot be read as Parquet" in second["problem"]
-    assert client.get("/api/steps/1").status_code == 404
+    assert client.get("/api/batches/1").status_code == 404
 
 
 def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
@@ -181,10 +179,10 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/api/steps/9", "no trajectories of step 9; stored are 2 steps, 0 to 1"),
-        ("/api/steps/9/search?query=a", "no trajectories of step 9"),
-        ("/api/steps/9/trajectories/0-0", "no trajectories of step 9"),
-        ("/api/steps/0/trajectories/nope", "step 0 has no trajectory 'nope'"),
+        ("/api/batches/9", "no trajectories of step 9; stored are 2 steps, 0 to 1"),
+        ("/api/batches/9/search?query=a", "no trajectories of step 9"),
+        ("/api/batches/9/trajectories/0-0", "no trajectories of step 9"),
+        ("/api/batches/0/trajectories/nope", "step 0 has no trajectory 'nope'"),
         ("/static/app.py", "there is no file app.py"),
         ("/static/..%2Fapp.py", "Not Found"),
         ("/docs", "Not Found"),

@@ -35,8 +35,8 @@ def test_a_hint_is_written_edited_and_removed(client: TestClient, folder: RunFol
     assert answer["hints_file"]["count"] == 1
     assert lines(folder) == [{"trajectory": "0-0", "turn": 1, "text": "Read the list."}]
     assert get(client, FIRST)["turns"][1]["user_hint"]["text"] == "Read the list."
-    assert get(client, "/api/steps/0")["trajectories"][0]["user_hints"] == 1
-    assert [step["user_hints"] for step in get(client, "/api/run")["steps"]] == [1, 0]
+    assert get(client, "/api/batches/0")["trajectories"][0]["user_hints"] == 1
+    assert [step["user_hints"] for step in get(client, "/api/run")["batches"]] == [1, 0]
 
     put_hint(client, f"{FIRST}/hints/1", "Read it again.")
     assert get(client, FIRST)["turns"][1]["user_hint"]["text"] == "Read it again."
@@ -86,11 +86,11 @@ def test_a_recorded_conversation_is_named_by_its_task(tmp_path: Path) -> None:
         store(folder, 0, [recorded(episode, "000000-000-0")])
         store(folder, 1, [recorded(episode, "000001-004-0")])
     client = opened(folder)
-    put_hint(client, "/api/steps/0/trajectories/000000-000-0/hints/1", "Look.")
+    put_hint(client, "/api/batches/0/trajectories/000000-000-0/hints/1", "Look.")
     assert [line["trajectory"] for line in lines(folder)] == ["task-7"]
-    later = get(client, "/api/steps/1/trajectories/000001-004-0")
+    later = get(client, "/api/batches/1/trajectories/000001-004-0")
     assert later["turns"][1]["user_hint"]["text"] == "Look."
-    assert [step["user_hints"] for step in get(client, "/api/run")["steps"]] == [1, 1]
+    assert [step["user_hints"] for step in get(client, "/api/run")["batches"]] == [1, 1]
 
 
 def test_ids_with_odd_characters(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_ids_with_odd_characters(tmp_path: Path) -> None:
     with start_run(tmp_path / "run") as folder:
         store(folder, 0, [recorded(hinted(make_episode("a-7")), id)])
     client = opened(folder)
-    path = "/api/steps/0/trajectories/a%2Fb%20c%3F%23%25%2Fhints%2F1"
+    path = "/api/batches/0/trajectories/a%2Fb%20c%3F%23%25%2Fhints%2F1"
     assert get(client, path)["id"] == id
     assert put_hint(client, f"{path}/hints/3", "x").status_code == 200
 
@@ -133,11 +133,11 @@ Send = Callable[[TestClient], Any]
         (lambda c: put_hint(c, f"{FIRST}/hints/one", "x"), 422, "path.turn: "),
         (lambda c: delete(c, f"{FIRST}/hints/0"), 422, "is no assistant turn"),
         (
-            lambda c: put_hint(c, "/api/steps/0/trajectories/x/hints/1", "x"),
+            lambda c: put_hint(c, "/api/batches/0/trajectories/x/hints/1", "x"),
             404,
             "no trajectory 'x'",
         ),
-        (lambda c: put_hint(c, "/api/steps/7/trajectories/0-0/hints/1", "x"), 404, "of step 7"),
+        (lambda c: put_hint(c, "/api/batches/7/trajectories/0-0/hints/1", "x"), 404, "of step 7"),
         (lambda c: c.put(f"{FIRST}/hints/1", json={"words": "x"}, headers=SEND), 422, "text"),
         (lambda c: c.put(f"{FIRST}/hints/1", json={"text": 5}, headers=SEND), 422, "body.text"),
         (lambda c: c.post(FIRST, json={}, headers=SEND), 405, "Not Allowed"),

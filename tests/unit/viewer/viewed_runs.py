@@ -18,7 +18,7 @@ from courtside.viewer.app import viewer_app
 
 TOKEN = "a-token"
 SEND = {"x-courtside-token": TOKEN}
-FIRST = "/api/steps/0/trajectories/0-0"
+FIRST = "/api/batches/0/trajectories/0-0"
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 

@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from courtside.engines.forward.batching import PackedBatch, copy_to_device
+from courtside.engines.forward.batching import PackedBatch
 from courtside.engines.patches.attention import (
     attn_implementation,
     cast_attention_inputs,
@@ -94,7 +94,9 @@ def make_varlen_layout(
         from courtside.engines.kernels.prefix_gather import GatherIndex, make_gather_index
 
         index = make_gather_index(lengths, key_segments)
-        gather_index = GatherIndex(*(copy_to_device(tensor, device) for tensor in index))
+        gather_index = GatherIndex(
+            *(tensor.pin_memory().to(device, non_blocking=True) for tensor in index)
+        )
     # From pinned memory: a GPU is not waited for.
     cu_seqlens_S, cu_key_lens_S = torch.tensor(
         [[0, *accumulate(lengths)], [0, *accumulate(key_lengths)]],

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.batching import default_pass_tokens, pad_right, split_prefill
+from courtside.engines.forward.batching import (
+    default_pass_tokens,
+    pad_right,
+    split_prefill,
+    tensor_on,
+)
 from courtside.engines.generation.decode_weights import DecodeWeights
-from courtside.engines.generation.kv_cache import MAX_CACHED_GRAPHS, KVCachePool, round_up
+from courtside.engines.generation.kv_cache import (
+    MAX_CACHED_GRAPHS,
+    DecodeStep,
+    KVCachePool,
+    PrefillStep,
+    round_up,
+)
 from courtside.engines.generation.sampler import SampleBuffer
-from courtside.engines.generation.steps import DecodeStep, PrefillStep
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import new_positions
 from courtside.types import Sample
@@ -166,7 +176,9 @@ class ContinuousBatchingSession:
             if step is None:
                 hidden |= self._prefill_eagerly(batch_prompts)
             else:
-                hidden_RD = step.run(self.cache, batch_prompts, self.length)
+                inputs = step.make_inputs(self.cache, batch_prompts, self.length)
+                inputs_RT = tensor_on(inputs, dtype=torch.long, device=self.cache.row_B.device)
+                hidden_RD = step.run(self.cache, inputs_RT)
                 hidden |= {row: hidden_RD[row] for row in batch}
             for row in batch:
                 self.length[row] += len(prompts[row])

@@ -1,14 +1,17 @@
-"""bf16 shadow weights for decoding, refreshed once per rollout; QKV and gate/up fused.
+"""Weights for decoding: bf16 shadow copies, refreshed once per rollout; QKV and gate/up fused.
 
 Trained weights are float32, and autocast rounds them to bfloat16 in every forward pass. Decoding
-would round every weight again for each token; shadow copies hold the same values. Linear layers
-with the same input are adjacent in the copies and run as one matmul. Norms, rotary embeddings and
-MLPs run by the kernels of `FusedLayers`.
+would round every weight again for each token; shadow copies hold the same values. Weights that have
+the dtype of the matmuls already (a frozen LoRA base, a model in bfloat16) are not copied.
+
+Linear layers with the same input are adjacent in memory and run as one matmul: in the copies, or in
+place, where their parameters become slices of one tensor. Norms, rotary embeddings and MLPs run by
+the kernels of `FusedLayers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.fused_layers import FusedLayers, Trace
+from courtside.engines.patches.fused_layers import FusedLayers, FusedLinear, Trace, linear
 from courtside.engines.patches.patch import Patch, apply_patches
 
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -27,122 +29,134 @@ FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class DecodeWeights:
-    """`dtype` None: the model computes in the dtype of its weights and needs no shadow copies."""
+    """`dtype` None: the model computes in the dtype of its weights."""
 
     @torch.no_grad()
     def __init__(self, model: Any, head: LMHead, dtype: torch.dtype | None):
         self.model, self.head, self.dtype = model, head, dtype
         self.layers = FusedLayers(model, head, dtype)
         trace = self.layers.trace
-        self.groups = _group_by_input(model, self.layers.linear, trace)
+        groups = _group_by_input(model, self.layers.linear, trace)
+        self.groups = groups if dtype is not None else [group for group in groups if group[1:]]
         """Linear layers that run as one matmul; most groups have one."""
         self.adapted = [m for m in model.modules() if _is_plain_adapter(m, trace)]
         """PEFT layers, which would cast their input to the dtype of their weights."""
-        self._copies: list[tuple[Tensor, Tensor | None]] = []
+        self._weights: list[tuple[FusedTensor, FusedTensor]] = []
         """Weight and bias of each group, then of the LM head, then the two of its adapter."""
-        self._views: list[Tensor] = []
-        """The slice of the copies for each parameter."""
         self._num_users = 0
 
+    @torch.no_grad()
     def _refresh(self) -> None:
         """Copy the current weights; addresses stay, as CUDA graphs have them fixed."""
+        parameters = list(self._parameters())
+        if len(parameters) != len(self._weights):
+            self._weights = [(FusedTensor(), FusedTensor()) for _ in parameters]
+        copies: list[tuple[Tensor, Tensor]] = []
+        for tensors, sources in zip(self._weights, parameters, strict=True):
+            for tensor, source in zip(tensors, sources, strict=True):
+                copies += tensor.refresh(source, self.dtype)
+        if copies:
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+
+    def _parameters(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        for group in self.groups:
+            yield [m.weight for m in group], [m.bias for m in group if m.bias is not None]
         if self.dtype is None:
             return
-        groups = [(list(weights), list(biases)) for weights, biases in self._parameters()]
-        parameters = [p for weights, biases in groups for p in (*weights, *biases)]
-        if [view.shape for view in self._views] != [p.shape for p in parameters]:
-            self._copies, self._views = [], []
-            for weights, biases in groups:
-                weight = self._allocate(weights)
-                self._copies.append((weight, self._allocate(biases) if biases else None))
-        torch._foreach_copy_(self._views, parameters)
-
-    def _allocate(self, parameters: Sequence[Tensor]) -> Tensor:
-        sizes = [len(p) for p in parameters]
-        fused = parameters[0].new_empty(sum(sizes), *parameters[0].shape[1:], dtype=self.dtype)
-        self._views += fused.split(sizes)
-        return fused
-
-    def _parameters(self) -> Iterator[tuple[Iterable[Tensor], Iterable[Tensor]]]:
-        for group in self.groups:
-            biases = [m.bias.detach() for m in group if m.bias is not None]
-            yield [m.weight.detach() for m in group], biases
         weight, bias = self.head.parameters()
-        yield [weight.detach()], [] if bias is None else [bias.detach()]
+        yield [weight], [] if bias is None else [bias]
         if (adapter := self.head.adapter) is not None:  # also while it is off: addresses stay
-            yield [adapter.down_RD.detach()], []
-            yield [adapter.up_VR[: self.head.vocab_size].detach()], []
+            yield [adapter.down_RD], []
+            yield [adapter.up_VR[: self.head.vocab_size]], []
 
     @property
     def key(self) -> int:
-        """Addresses of the copies: a CUDA graph has them fixed."""
-        return hash(tuple(weight.data_ptr() for weight, _ in self._copies))
+        """Addresses of the weights: a CUDA graph has them fixed."""
+        return hash(tuple(weight.address for weight, _ in self._weights))
 
     def release(self) -> None:
         """Free the copies until they are used again; does nothing while they are swapped in."""
         if self._num_users == 0:
-            self._copies, self._views = [], []
+            for tensor in (tensor for tensors in self._weights for tensor in tensors):
+                tensor.release()
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Forward passes of model and LM head in here use shadow copies of the current weights."""
+        """Forward passes of model and LM head in here use the fused and copied weights."""
         self._refresh()
         self._num_users += 1
         try:
-            with apply_patches(self._patches() if self._num_users == 1 else ()):
+            with apply_patches(list(self._patches()) if self._num_users == 1 else []):
                 yield
         finally:
             self._num_users -= 1
 
     def _patches(self) -> Iterator[Patch]:
         yield from self.layers.patches()
+        weights = [(weight.tensor, bias.tensor) for weight, bias in self._weights]
+        num_groups = len(self.groups)
+        for group, (weight_OI, bias_O) in zip(self.groups, weights[:num_groups], strict=True):
+            assert weight_OI is not None
+            fused = FusedLinear(weight_OI, bias_O, [module.out_features for module in group])
+            for index, module in enumerate(group):
+                yield Patch(module, "forward", partial(fused.forward, index))
         if self.dtype is None:
             return
         for layer in self.adapted:
             yield Patch(layer, "cast_input_dtype_enabled", False)
-        num_groups = len(self.groups)
-        for group, copy in zip(self.groups, self._copies[:num_groups], strict=True):
-            fused = FusedLinear(*copy, [module.out_features for module in group])
-            for index, module in enumerate(group):
-                yield Patch(module, "forward", partial(fused.forward, index))
-        (weight, bias), *adapter = self._copies[num_groups:]
-        yield Patch(self.head, "linear", lambda hidden_ND, *_: _linear(hidden_ND, weight, bias))
+        (head_VD, bias_V), *adapter = weights[num_groups:]
+        assert head_VD is not None
+        yield Patch(self.head, "linear", lambda hidden_ND, *_: linear(hidden_ND, head_VD, bias_V))
         if (low := self.head.low_rank()) is not None:
             (down_RD, _), (up_VR, _) = adapter
+            assert down_RD is not None and up_VR is not None
             low = replace(low, down_RD=down_RD, up_VR=up_VR)
             yield Patch(self.head, "low_rank", lambda: low)
 
 
-class FusedLinear:
-    """Linear layers with the same input: the first computes all, the others take their slice.
+class FusedTensor:
+    """Parameters as slices of one tensor: a copy in another dtype, or their own memory."""
 
-    A layer whose input is another tensor than the first one's runs by itself.
-    """
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+        self.is_copy = False
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, sizes: Sequence[int]):
-        self.weight_OI, self.bias_O, self.sizes = weight_OI, bias_O, list(sizes)
-        self._input: Tensor | None = None
-        self._slices: dict[int, Tensor] = {}
-        """Outputs that their layers have not taken yet."""
+    @property
+    def address(self) -> int:
+        return 0 if self.tensor is None else self.tensor.data_ptr()
 
-    def forward(self, index: int, x: Tensor) -> Tensor:
-        if index == 0:
-            slices = _linear(x, self.weight_OI, self.bias_O).split(self.sizes, -1)
-            self._slices = dict(enumerate(slices[1:], start=1))
-            self._input = x if self._slices else None
-            first: Tensor = slices[0]
-            return first
-        if x is self._input and index in self._slices:
-            output = self._slices.pop(index)
-            if not self._slices:
-                self._input = None
-            return output
-        bias_O = None if self.bias_O is None else self.bias_O.split(self.sizes)[index]
-        return _linear(x, self.weight_OI.split(self.sizes)[index], bias_O)
+    def refresh(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The copies (target, source) that bring it up to date; None: the parameters' dtype."""
+        if not parameters:
+            return []
+        values = [parameter.detach() for parameter in parameters]
+        dtype = dtype or values[0].dtype
+        self.is_copy = any(value.dtype != dtype for value in values)
+        sizes = [len(value) for value in values]
+        shape = (sum(sizes), *values[0].shape[1:])
+        if self.is_copy:
+            if self.tensor is None or self.tensor.shape != shape:
+                self.tensor = values[0].new_empty(shape, dtype=dtype)
+            return list(zip(self.tensor.split(sizes), values, strict=True))
+        if len(values) == 1:
+            self.tensor = values[0]
+        elif not self._is_memory_of(values, sizes):
+            self.tensor = torch.cat(values)
+            for parameter, part in zip(parameters, self.tensor.split(sizes), strict=True):
+                parameter.data = part
+        return []
 
+    def _is_memory_of(self, values: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        if self.tensor is None or len(self.tensor) != sum(sizes):
+            return False
+        parts = self.tensor.split(list(sizes))
+        return [part.data_ptr() for part in parts] == [value.data_ptr() for value in values]
 
-def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
+    def release(self) -> None:
+        if self.is_copy:
+            self.tensor = None
 
 
 def _group_by_input(

@@ -4,7 +4,7 @@ collecting them until each row stops."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from courtside.engines.base import Sampling
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches import layer_ops
+from courtside.engines.patches.fused_layers import KERNEL_DTYPES
 from courtside.types import Sample, StopReason
 
 MAX_BLOCK, MIN_BLOCK = 256, 64
@@ -37,7 +37,8 @@ def sample_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` from the head's logits; untruncated on a GPU by a Triton kernel, which needs
     no float32 copy of the logits."""
-    if layer_ops.can_run_kernels(hidden_BD) and sampling.temperature > 0 and not sampling.truncates:
+    has_kernel = hidden_BD.is_cuda and hidden_BD.dtype in KERNEL_DTYPES
+    if has_kernel and sampling.temperature > 0 and not sampling.truncates:
         from courtside.engines.kernels.decode import sample_from_logits  # needs Triton
 
         if head.softcap is None:
@@ -121,11 +122,21 @@ def truncate_logits(logp_BV: Tensor, sampling: Sampling) -> Tensor:
 class SampleBuffer:
     """The tokens that each row of a batch has sampled so far."""
 
-    def __init__(self, num_rows: int, sampling: Sampling, *, eos: frozenset[int], tokenizer: Any):
+    def __init__(
+        self,
+        num_rows: int,
+        sampling: Sampling,
+        *,
+        eos: frozenset[int],
+        tokenizer: Any,
+        count: Callable[[int, int, int], None] | None = None,
+    ):
+        """`count` is called with new tokens, finished rows and what these left of their limit."""
         self.ids: list[list[int]] = [[] for _ in range(num_rows)]
         self.logp: list[list[float]] = [[] for _ in range(num_rows)]
         self.stop_reasons: list[StopReason] = ["length"] * num_rows
         self.eos, self.sampling, self.tokenizer = eos, sampling, tokenizer
+        self._count = count
 
     def append(self, rows: Sequence[int], ids: list[int], logps: list[float]) -> list[int]:
         """One token per row; returns the indices into `rows` of those that go on."""
@@ -139,6 +150,7 @@ class SampleBuffer:
                 self.stop_reasons[row] = "stop_string"
             else:
                 running.append(index)
+        self._report(rows, len(ids))
         return running
 
     def extend(self, row: int, ids: list[int], logps: list[float]) -> None:
@@ -154,6 +166,18 @@ class SampleBuffer:
             ids, logps = ids[: end + 1], logps[: end + 1]
         self.ids[row] += ids
         self.logp[row] += logps
+        self._report([row], len(ids))
+
+    def _report(self, rows: Sequence[int], num_tokens: int) -> None:
+        if self._count is None:
+            return
+        limit = self.sampling.max_new_tokens
+        lengths = [
+            len(self.ids[row])
+            for row in rows
+            if self.stop_reasons[row] != "length" or len(self.ids[row]) >= limit
+        ]
+        self._count(num_tokens, len(lengths), sum(limit - length for length in lengths))
 
     def has_stop_string(self, ids: list[int]) -> bool:
         return bool(self.sampling.stop) and any(s in self._text(ids) for s in self.sampling.stop)

@@ -3,7 +3,7 @@
 
 In torch each is three to ten kernel launches, and launches bound a decoding step of few rows. The
 kernels take strided inputs of any float dtype, so that slices of a fused matmul need no copy;
-compute in float32; and round where torch would. `patches/layer_ops.py` has the same in torch.
+compute in float32; and round where torch would. `patches/fused_layers.py` has the same in torch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,21 @@
-"""RMSNorm, RoPE and SwiGLU layers of a model by fused kernels, as patches of their `forward`.
+"""RMSNorm, RoPE, SwiGLU, KV-cache append and linear layers with one input as single operations.
 
-Each replacement computes what the layer computes (`layer_ops` compares them on an example). Whether
-a norm may output a lower precision, or two matmuls may be fused into one, depends on the model's
-code, not on the names of its layers: a trace of one small forward pass observes every torch call.
+They replace the `forward` of a model's modules, each after it was compared with the module on an
+example, on the device at hand; a module that computes something else is left alone. On a GPU an
+operation is one kernel (`kernels/layers.py`); elsewhere it is the same arithmetic in torch.
+
+Whether a norm may output a lower precision, or two matmuls may be fused into one, depends on the
+model's code, not on the names of its layers: a trace of one small forward pass observes every torch
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,15 +24,231 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches import layer_ops
-from courtside.engines.patches.layer_ops import (
-    ROTARY,
-    find_rotary_modules,
-    match_rms_norm,
-    match_swiglu_mlp,
-    wrap_rotary,
-)
 from courtside.engines.patches.patch import Patch
+
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the RoPE function in the modeling files of transformers."""
+KERNEL_DTYPES = frozenset([torch.float16, torch.bfloat16, torch.float32])
+
+
+def can_run_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in KERNEL_DTYPES
+
+
+# ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNormMatch:
+    """A module that computes a plain RMSNorm."""
+
+    module: Any
+    eps: float
+    output_dtypes: Mapping[torch.dtype, torch.dtype]
+    """Output dtype for each input dtype that was probed."""
+    rounds: bool
+    """The normalized input is rounded to its dtype before the multiplication by the weight."""
+
+    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """`dtype` of the output, where all its consumers would cast it to that."""
+        if x.dtype not in self.output_dtypes:
+            output: Tensor = type(self.module).forward(self.module, x)
+            return output
+        return rms_norm(
+            x, self.module.weight, eps=self.eps, dtype=dtype or self.output_dtypes[x.dtype],
+            rounds=self.rounds,
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
+) -> Tensor:
+    if can_run_kernels(x):
+        from courtside.engines.kernels import layers_autograd  # needs Triton, absent on CPUs
+
+        return layers_autograd.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
+
+
+def match_rms_norm(module: Any, dtype: torch.dtype | None) -> RMSNormMatch | None:
+    """The RMSNorm that the module computes, probed in the dtype of its weight and in `dtype`."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or eps is None:
+        return None
+    if weight.dim() != 1:
+        return None
+    example = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).view(3, -1)
+    inputs = [example.to(d) for d in dict.fromkeys((weight.dtype, dtype or weight.dtype))]
+    expected = [module(x) for x in inputs]
+    output_dtypes = {x.dtype: y.dtype for x, y in zip(inputs, expected, strict=True)}
+    matches = [RMSNormMatch(module, float(eps), output_dtypes, rounds) for rounds in (True, False)]
+    errors = [
+        max(_relative_error(match.forward(x), y) for x, y in zip(inputs, expected, strict=True))
+        for match in matches
+    ]
+    return matches[errors.index(min(errors))] if min(errors) < 1e-2 else None
+
+
+# ── RoPE ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def apply_rotary(
+    query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """In the promoted dtype; under autocast in that to which attention would cast the result."""
+    if can_run_kernels(query_BHND) and can_run_kernels(cos_BND):
+        from courtside.engines.kernels import layers_autograd
+
+        dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
+        if torch.is_autocast_enabled(query_BHND.device.type):
+            dtype = torch.get_autocast_dtype(query_BHND.device.type)
+        return layers_autograd.apply_rotary(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
+    cos, sin = cos_BND[:, None], sin_BND[:, None]
+    return _rotate_halves(query_BHND, cos, sin), _rotate_halves(key_BKND, cos, sin)
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def wrap_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply_rotary` for the arguments that it supports, `original` for all others."""
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        plain = not args and not kwargs and q.dim() == k.dim() == 4
+        per_position = cos.shape[1:] == q.shape[2:] and len(cos) in (1, len(q))
+        if not plain or k.shape[2:] != q.shape[2:] or cos.shape != sin.shape or not per_position:
+            return original(q, k, cos, sin, *args, **kwargs)
+        return apply_rotary(q, k, cos, sin)
+
+    return rotary
+
+
+def find_rotary_modules(model: Any) -> list[ModuleType]:
+    """The modeling files of the model's layers whose RoPE computes what `apply_rotary` does."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], ROTARY)]
+    return [module for module in modules if _is_rotary(getattr(module, ROTARY), model.device)]
+
+
+def _is_rotary(function: Callable[..., Any], device: torch.device) -> bool:
+    values = torch.linspace(-3, 4, 2 * 3 * 8, device=device).sin()
+    query, key = values.view(2, 3, 1, 8), values.flip(0)[:32].view(2, 2, 1, 8)
+    cos, sin = (3 * values)[:16].view(2, 1, 8), (5 * values)[7:23].view(2, 1, 8)
+    with torch.autocast(device.type, enabled=False):
+        try:
+            expected = function(query, key, cos, sin)
+        except (RuntimeError, TypeError):  # its angles have another shape
+            return False
+        rotated = apply_rotary(query, key, cos, sin)
+    return all(_relative_error(x, y) < 1e-5 for x, y in zip(rotated, expected, strict=True))
+
+
+# ── SwiGLU ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if can_run_kernels(gate):
+        from courtside.engines.kernels import layers_autograd
+
+        return layers_autograd.swiglu(gate, up)
+    return F.silu(gate) * up
+
+
+def match_swiglu_mlp(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a module that is a SwiGLU MLP, whatever its linear layers are."""
+    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    if activation is None or not hasattr(module, "down_proj"):
+        return None
+    is_separate = hasattr(module, "gate_proj") and hasattr(module, "up_proj")
+    if not is_separate and not hasattr(module, "gate_up_proj"):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        if is_separate:
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        else:
+            gate, up = module.gate_up_proj(x).chunk(2, -1)
+        output: Tensor = module.down_proj(swiglu(gate, up))
+        return output
+
+    size = getattr(module.down_proj, "out_features", None)
+    weight = next(module.parameters(), None)
+    if size is None or weight is None:
+        return None
+    # The activation is compared separately, too: with small weights any of them is nearly linear.
+    z = torch.linspace(-6, 6, 101, device=weight.device)
+    x = torch.linspace(-2, 3, 3 * size, device=weight.device).sin().view(3, size).to(weight.dtype)
+    is_silu = _relative_error(activation(z), F.silu(z)) < 1e-4
+    return forward if is_silu and _relative_error(forward(x), module(x)) < 1e-2 else None
+
+
+# ── KV cache ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def append_kv(
+    keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
+) -> None:
+    """Store each row's new key and value at position `length_B` of its cache."""
+    if can_run_kernels(keys_BKLD):
+        from courtside.engines.kernels import layers
+
+        layers.append_kv(keys_BKLD, values_BKLD, key_BK1D, value_BK1D, length_B)
+        return
+    row_B = torch.arange(len(length_B), device=length_B.device)
+    for cache_BKLD, new_BK1D in ((keys_BKLD, key_BK1D), (values_BKLD, value_BK1D)):
+        cache_BKLD[row_B, :, length_B] = new_BK1D[:, :, 0].to(cache_BKLD.dtype)
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over largest magnitude; infinite where shape or dtype differ."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    scale = expected.double().abs().max().clamp(min=1e-6)
+    return float((actual.double() - expected.double()).abs().max() / scale)
+
+
+# ── linear layers ────────────────────────────────────────────────────────────────────────────────
+
+
+class FusedLinear:
+    """Linear layers with the same input: the first computes all, the others take their slice.
+
+    A layer whose input is another tensor than the first one's runs by itself.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, sizes: Sequence[int]):
+        self.weight_OI, self.bias_O, self.sizes = weight_OI, bias_O, list(sizes)
+        self._input: Tensor | None = None
+        self._slices: dict[int, Tensor] = {}
+        """Outputs that their layers have not taken yet."""
+
+    def forward(self, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            slices = linear(x, self.weight_OI, self.bias_O).split(self.sizes, -1)
+            self._slices = dict(enumerate(slices[1:], start=1))
+            self._input = x if self._slices else None
+            first: Tensor = slices[0]
+            return first
+        if x is self._input and index in self._slices:
+            output = self._slices.pop(index)
+            if not self._slices:
+                self._input = None
+            return output
+        bias_O = None if self.bias_O is None else self.bias_O.split(self.sizes)[index]
+        return linear(x, self.weight_OI.split(self.sizes)[index], bias_O)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
+
+
+# ── layers of a model ────────────────────────────────────────────────────────────────────────────
 
 
 class FusedLayers:
@@ -57,7 +280,7 @@ class FusedLayers:
 
 def find_fused_layers(model: Any, head: LMHead, dtype: torch.dtype | None) -> FusedLayers | None:
     """None where no kernels run; the model's layers are as fast there."""
-    if not layer_ops.can_run_kernels(model.get_input_embeddings().weight):
+    if not can_run_kernels(model.get_input_embeddings().weight):
         return None
     return FusedLayers(model, head, dtype)
 

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
+from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.files import (
     Row,
     append_line,
@@ -30,10 +31,18 @@ from courtside.report.folder.files import (
     replace_file,
     replace_non_finite,
 )
+from courtside.report.folder.frames import (
+    Decode,
+    make_evaluations_frame,
+    make_metrics_frame,
+    make_tokens_frame,
+    make_trajectories_frame,
+)
 from courtside.report.folder.locking import (
     RECIPE,
     acquire_lock,
     dump_recipe,
+    find_differences,
     refuse_foreign_folder,
     refuse_other_recipe,
 )
@@ -44,13 +53,18 @@ from courtside.report.folder.parquet import (
     read_hints,
     read_trajectories,
     serialize_evaluation,
+    serialize_trajectories,
     write_trajectories,
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
-from courtside.types import Evaluation, HintOutcome, Scored, Update
+from courtside.types import Evaluation, HintOutcome, Scored, Trajectory, Update
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
+FURTHER_EVALUATIONS = "further_evaluations.jsonl"
 
 
 class RunFolder:
@@ -127,11 +141,52 @@ class RunFolder:
 
     def metrics(self) -> list[Row]:
         """One row per step; docs/metrics.md describes the keys."""
-        return read_lines(self._file("metrics.jsonl"))
+        return read_lines(self._file("metrics.jsonl"), "step")
 
     def evaluations(self) -> list[Evaluation]:
-        path = self._file("evaluations.jsonl")
-        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path)]
+        """Those of the run itself, in their order."""
+        return self._read_evaluations("evaluations.jsonl")
+
+    def further_evaluations(self) -> list[Evaluation]:
+        """Those that `courtside evaluate` or `evaluate_student` added afterwards."""
+        return self._read_evaluations(FURTHER_EVALUATIONS)
+
+    def _read_evaluations(self, name: str) -> list[Evaluation]:
+        path = self._file(name)
+        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path, "step")]
+
+    def stored_evaluations(self) -> list[EvaluationName]:
+        """Evaluations whose trajectories are stored, by step."""
+        folder = self._file("evaluations")
+        if not folder.is_dir():
+            return []
+        names = (EvaluationName.parse(path.name) for path in folder.iterdir())
+        return sorted(name for name in names if name is not None)
+
+    def evaluation_file(self, name: EvaluationName) -> Path:
+        """The Parquet file with the trajectories of an evaluation."""
+        return self._file("evaluations") / name.file_name
+
+    def evaluation_trajectories(
+        self, evaluation: Evaluation, ids: Collection[str] | None = None
+    ) -> list[Trajectory]:
+        """All answers or episodes of an evaluation of the run, in the order of its tasks; `ids`:
+        only those."""
+        path = self._stored_evaluation(evaluation)
+        return [item.trajectory for item in read_trajectories(path, evaluation.step, ids)]
+
+    def evaluation_outlines(self, evaluation: Evaluation) -> list[Outline]:
+        """The same without texts and tokens, which is much cheaper."""
+        return read_outlines(self._stored_evaluation(evaluation), evaluation.step)
+
+    def _stored_evaluation(self, evaluation: Evaluation) -> Path:
+        path = self.evaluation_file(EvaluationName.of(evaluation))
+        if not path.exists():
+            raise UserError(
+                f"{path}: no such file, so the answers of this evaluation are not stored. Those of "
+                "`courtside evaluate` and of older versions are not; a few are in its `samples`"
+            )
+        return path
 
     def alarms(self) -> list[Row]:
         """Rows with `step` and `message`."""
@@ -144,7 +199,12 @@ class RunFolder:
 
     def read_costs(self) -> dict[str, PhaseCost]:
         """Seconds, tokens and FLOPs by phase."""
-        return {phase: PhaseCost(**cost) for phase, cost in self._json("costs.json").items()}
+        tree = self._json("costs.json")
+        try:
+            return {phase: PhaseCost(**cost) for phase, cost in tree.items()}
+        except TypeError as error:
+            path = self._file("costs.json")
+            raise UserError(f"{path}: not as courtside writes it ({error}). Remove it") from None
 
     def trajectory_steps(self) -> list[int]:
         """Steps whose trajectories are stored, in order."""
@@ -180,6 +240,27 @@ class RunFolder:
             )
         return path
 
+    # ── pandas ───────────────────────────────────────────────────────────────────────────────────
+
+    def metrics_frame(self) -> DataFrame:
+        """`metrics` as a pandas DataFrame, indexed by step."""
+        return make_metrics_frame(self.metrics())
+
+    def evaluations_frame(self) -> DataFrame:
+        """The run's evaluations, a row each, with a column for each of their metrics."""
+        return make_evaluations_frame(self.evaluations())
+
+    def trajectories_frame(self, step: int) -> DataFrame:
+        """A row for each stored trajectory of a step: texts, grade, turns, errors, hints."""
+        return make_trajectories_frame(self.trajectories(step))
+
+    def tokens_frame(self, step: int, decode: Decode | None = None) -> DataFrame:
+        """A row for each completion token of a step, with both log-probs and their gap.
+
+        `decode`: texts of token ids, one each, for the column `text`.
+        """
+        return make_tokens_frame(self.trajectories(step), decode)
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def record(
@@ -200,13 +281,37 @@ class RunFolder:
         self._check_writable()
         row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
         if store_trajectories:
-            write_trajectories(self._trajectory_file(step), scored, update.student_logp)
+            trajectories = serialize_trajectories(scored, update.student_logp)
+            replace_file(self._trajectory_file(step), trajectories)
         append_line(self._file("metrics.jsonl"), row)
         return row
 
-    def record_evaluation(self, evaluation: Evaluation) -> None:
+    def record_evaluation(
+        self, evaluation: Evaluation, trajectories: Sequence[Trajectory] = ()
+    ) -> None:
+        """`trajectories`: all answers, of which the evaluation itself holds a few."""
         self._check_writable()
+        if trajectories:
+            path = self.evaluation_file(EvaluationName.of(evaluation))
+            with explain_write_errors(path):
+                path.parent.mkdir(exist_ok=True)
+            write_trajectories(path, [Scored(trajectory=t, target=None) for t in trajectories], {})
         append_line(self._file("evaluations.jsonl"), serialize_evaluation(evaluation))
+
+    def open_further_evaluations(self, recipe: Recipe) -> Callable[[Evaluation], None] | None:
+        """Stores evaluations with a recipe that may differ from the run's; None: not writable.
+
+        Needs no lock: a run in progress has nothing to do with that file.
+        """
+        path = self._file(FURTHER_EVALUATIONS)
+        if not os.access(path if path.exists() else self.path, os.W_OK):
+            return None
+        changes = list(find_differences(dump_recipe(self.recipe()), dump_recipe(recipe)))
+
+        def store(evaluation: Evaluation) -> None:
+            append_line(path, {**serialize_evaluation(evaluation), "changes": changes})
+
+        return store
 
     def record_alarm(self, alarm: Mapping[str, Any]) -> None:
         self._check_writable()
@@ -220,9 +325,13 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Delete what was recorded after a checkpoint of `step` optimizer steps, but not costs."""
         self._check_writable()
-        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
-        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
+        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step, "step")
+        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step, "step")
         filter_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
+        for name in self.stored_evaluations():
+            if name.step > step:
+                with explain_write_errors(self.evaluation_file(name)):
+                    self.evaluation_file(name).unlink()
         for stored in self.trajectory_steps():
             if stored >= step:
                 with explain_write_errors(self._trajectory_file(stored)):
@@ -239,9 +348,13 @@ class RunFolder:
         if not path.exists():
             return {}
         try:
-            tree: dict[str, Any] = json.loads(path.read_bytes())
+            tree = json.loads(path.read_bytes())
         except ValueError as error:
             raise UserError(f"{path}: not valid JSON ({error}). Remove the file") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: not a JSON object. Remove the file")
         return tree
 
     def _check_writable(self) -> None:

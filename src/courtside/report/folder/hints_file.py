@@ -108,8 +108,7 @@ def remove_hint(path: Path, trajectory: str, turn: int) -> None:
                 if not _is_about(line, trajectory, turn, where=f"{path}:{number}")
             ]
             if len(remaining) < len(lines):
-                # The file itself, where the path is a link to it.
-                replace_file(path.resolve(), b"".join(remaining))
+                replace_file(path, b"".join(remaining))
     except FileNotFoundError:
         return
     except OSError as error:
@@ -123,12 +122,17 @@ def remove_hint(path: Path, trajectory: str, turn: int) -> None:
 def _open_locked(path: Path, mode: str) -> Iterator[FileIO]:
     """The open file, locked."""
     while True:
-        with open(path, mode, buffering=0) as file:
+        with open(path, mode, buffering=0, opener=_open_no_link) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_same_file(path, file):
                 assert isinstance(file, FileIO)
                 yield file
                 return
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """A link in a run folder of somebody else must not lead a hint to another file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _is_same_file(path: Path, file: IO[bytes]) -> bool:
@@ -140,6 +144,11 @@ def _is_same_file(path: Path, file: IO[bytes]) -> bool:
 
 
 def _write_error(path: Path, action: str, error: OSError) -> UserError:
+    if error.errno == errno.ELOOP:
+        return UserError(
+            f"{path}: is a symbolic link, and hints are written to plain files only. Give the file "
+            "that it leads to"
+        )
     return UserError(
         f"{path}: the hint could not be {action} ({error.strerror}). Free some space or make the "
         "folder writable; the content of the file is unchanged"

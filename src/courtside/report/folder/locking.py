@@ -85,7 +85,7 @@ def refuse_other_recipe(path: Path, old: Recipe, new: Recipe) -> None:
     changeable = tuple(f"{name}{end}" for name in CHANGEABLE_FIELDS for end in ".:")
     lines = [
         line
-        for line in _find_differences(dump_recipe(old), dump_recipe(new))
+        for line in find_differences(dump_recipe(old), dump_recipe(new))
         if not line.startswith(changeable)
     ]
     if lines:
@@ -96,16 +96,16 @@ def refuse_other_recipe(path: Path, old: Recipe, new: Recipe) -> None:
         )
 
 
-def _find_differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+def find_differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """`field: old → new` for each leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
-            yield from _find_differences(
+            yield from find_differences(
                 old.get(key), new.get(key), f"{name}.{key}" if name else key
             )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _find_differences(a, b, f"{name}[{index}]")
+            yield from find_differences(a, b, f"{name}[{index}]")
     elif old != new:
         yield f"{name}: {_format_value(old)} → {_format_value(new)}"
 

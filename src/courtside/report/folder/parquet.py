@@ -75,6 +75,13 @@ class StoredTrajectory:
 def write_trajectories(
     path: Path, scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
 ) -> None:
+    replace_file(path, serialize_trajectories(scored, student_logp))
+
+
+def serialize_trajectories(
+    scored: Sequence[Scored], student_logp: Mapping[str, tuple[float, ...]]
+) -> bytes:
+    """A Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,7 +89,7 @@ def write_trajectories(
     table = pa.Table.from_pylist(rows, schema=_schema())
     stream = pa.BufferOutputStream()
     pq.write_table(table, stream, compression="zstd")
-    replace_file(path, stream.getvalue().to_pybytes())
+    return bytes(stream.getvalue().to_pybytes())
 
 
 def read_trajectories(
@@ -315,15 +322,22 @@ def serialize_evaluation(evaluation: Evaluation) -> Tree:
 
 def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
     check_schema(tree.get("schema_version"), where)
-    return Evaluation(
-        step=tree["step"],
-        policy=tree["policy"],
-        split=tree["split"],
-        **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
-        metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
-        scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
-        samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
-    )
+    try:
+        return Evaluation(
+            step=tree["step"],
+            policy=tree["policy"],
+            split=tree["split"],
+            **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
+            metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
+            scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
+            samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{where}: the evaluation of step {tree['step']} is incomplete "
+            f"({type(error).__name__}: {error}). The file was changed by something else; remove "
+            "that line, or restore the file from a copy"
+        ) from None
 
 
 def _parse_task(tree: Mapping[str, Any]) -> Task:

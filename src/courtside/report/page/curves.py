@@ -61,26 +61,36 @@ def metric_figures(rows: Rows) -> tuple[list[str], list[str]]:
     """Figures of `PANELS`, and figures of all other keys."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "step"]
     keys = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    empty_steps = find_empty_steps(rows)
     main: list[str] = []
     for panel in PANELS:
         panel_keys = [key for key in keys if panel.keys.fullmatch(key)]
         keys = [key for key in keys if key not in panel_keys]
         if sum(key.startswith("loss/") for key in panel_keys) == 1:
             panel_keys.remove("loss")  # with one component, the total is the same curve, scaled
-        main += _figures(panel, panel_keys, rows)
+        main += _figures(panel, panel_keys, rows, empty_steps)
     more: list[str] = []
     for group in dict.fromkeys(key.split("/")[0] for key in keys):
         panel = Panel(group.replace("_", " "), "value", re.compile(""))
-        more += _figures(panel, [key for key in keys if key.split("/")[0] == group], rows)
+        of_group = [key for key in keys if key.split("/")[0] == group]
+        more += _figures(panel, of_group, rows, empty_steps)
     return main, more
 
 
-def _figures(panel: Panel, keys: Sequence[str], rows: Rows) -> Iterable[str]:
+def find_empty_steps(rows: Rows) -> list[int]:
+    """Steps that trained no token: their weights are those of the step before."""
+    counts = {
+        row["step"]: [n for key, n in row.items() if key.startswith("tokens/")] for row in rows
+    }
+    return [step for step, numbers in counts.items() if numbers and not any(numbers)]
+
+
+def _figures(panel: Panel, keys: Sequence[str], rows: Rows, marks: Sequence[int]) -> Iterable[str]:
     for start in range(0, len(keys), MAX_LINES):
         series = [_series(key, rows) for key in keys[start : start + MAX_LINES]]
         yield line_chart(
             series, title=panel.title, x_label="optimizer step", y_label=panel.unit,
-            as_percent=panel.as_percent,
+            as_percent=panel.as_percent, marks=marks,
         )  # fmt: skip
 
 

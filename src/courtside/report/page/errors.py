@@ -11,13 +11,17 @@ import math
 from collections.abc import Mapping
 from html import escape
 
+from courtside.report.evaluation_pairs import Differences, Pair
 from courtside.report.page.svg import Interval, interval_plot
-from courtside.report.page.tables import render_interval, render_number, render_table
+from courtside.report.page.tables import (
+    render_difference,
+    render_interval,
+    render_mark,
+    render_number,
+    render_table,
+)
 from courtside.report.summary import format_number, format_percent
 from courtside.types import Evaluation
-
-Pair = tuple[Evaluation, Evaluation | None]
-"""The first and the last evaluation of the same tasks; None while there is only one."""
 
 EVENTS = "events/"
 LOGP_DROPS = {
@@ -26,7 +30,7 @@ LOGP_DROPS = {
 }
 
 
-def render_error_rates(pairs: Mapping[str, Pair]) -> str:
+def render_error_rates(pairs: Mapping[str, Pair], differences: Differences) -> str:
     """Numbers of the first pair, a plot and tables of all; empty without an environment.
 
     `pairs` is keyed by evaluated policy, e.g. `student` and `student:held_out`.
@@ -51,7 +55,7 @@ def render_error_rates(pairs: Mapping[str, Pair]) -> str:
     plot = interval_plot(intervals, title=caption) if intervals else ""
     return (
         f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-        f"{_render_suites(pairs)}{_render_kinds(pairs)}"
+        f"{_render_suites(pairs, differences)}{_render_kinds(pairs)}"
     )
 
 
@@ -69,8 +73,9 @@ def _suite_name(policy: str) -> str:
     return policy.partition(":")[2].replace("_", " ") or policy
 
 
-def _render_suites(pairs: Mapping[str, Pair]) -> str:
-    heads = ["policy", "tasks", "errors before", "errors after", "turns per episode"]
+def _render_suites(pairs: Mapping[str, Pair], differences: Differences) -> str:
+    heads = ["policy", "tasks", "errors before", "errors after", "difference, points"]
+    heads.append("turns per episode")
     drops = {
         name: title
         for name, title in LOGP_DROPS.items()
@@ -79,11 +84,21 @@ def _render_suites(pairs: Mapping[str, Pair]) -> str:
     rows = (
         f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
         f"<td>{_render_rate(before)}</td><td>{_render_rate(after)}</td>"
+        f"<td>{_render_change(policy, (before, after), differences)}</td>"
         f"<td>{_format_turns(before)} → {_format_turns(after)}</td>"
         f"{''.join(f'<td>{_format_drop(after, name)}</td>' for name in drops)}</tr>"
         for policy, (before, after) in pairs.items()
     )
     return render_table([*heads, *drops.values()], rows)
+
+
+def _render_change(policy: str, pair: Pair, differences: Differences) -> str:
+    """The paired difference; without one, only whether errors became more frequent."""
+    difference = differences.get((policy, "error_rate"))
+    before, after = pair
+    if difference is None and after is not None and _error_rate(after) > _error_rate(before):
+        return render_mark("worse")
+    return render_difference(difference, rise_is_worse=True)
 
 
 def _format_drop(evaluation: Evaluation | None, name: str) -> str:
@@ -121,7 +136,9 @@ def _render_kind(pair: Pair, kind: str) -> str:
 
 
 def _format_change(before: float, after: float | None) -> str:
-    return f"{format_percent(before)} → {'–' if after is None else format_percent(after)}"
+    is_worse = after is not None and after > before
+    mark = render_mark("new" if not before else "worse") if is_worse else ""
+    return f"{mark}{format_percent(before)} → {'–' if after is None else format_percent(after)}"
 
 
 def _render_rate(evaluation: Evaluation | None) -> str:

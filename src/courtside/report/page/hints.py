@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import READER
+from courtside.report.page.reading import FolderReader
 from courtside.report.page.tables import render_table
 from courtside.report.page.token_gaps import Decode
 from courtside.report.page.transcript import (
@@ -35,12 +35,12 @@ class StepHint:
 
 
 def render_hints(
-    folder: RunFolder, metrics: Sequence[Mapping[str, Any]], decode: Decode | None
+    reader: FolderReader, metrics: Sequence[Mapping[str, Any]], decode: Decode | None
 ) -> str:
     """The body of the section; empty for a run without hints."""
-    steps = folder.trajectory_steps()
+    steps = reader.folder.trajectory_steps()
     hints = [
-        StepHint(step=step, outcome=outcome) for step in steps for outcome in folder.hints(step)
+        StepHint(step=step, outcome=outcome) for step in steps for outcome in reader.hints(step)
     ]
     counts = render_reader_table(metrics)
     if not hints:
@@ -55,7 +55,7 @@ def render_hints(
         "Smallest shifts, dropped": smallest_shifts(hints),
     }
     stored = {
-        step: folder.trajectories(step) for step in {h.step for g in groups.values() for h in g}
+        step: reader.trajectories(step) for step in {h.step for g in groups.values() for h in g}
     }
     for title, group in groups.items():
         if group:
@@ -144,7 +144,9 @@ def _format_mean_shift(hints: Sequence[HintOutcome]) -> str:
 def _render_card(hint: StepHint, stored: Sequence[StoredTrajectory], decode: Decode | None) -> str:
     """The message before the turn, the hint, and the turn as it was sampled without the hint."""
     turn, reason = hint.outcome.hint.turn, hint.outcome.hint.reason
-    item = next(s for s in stored if s.trajectory.id == hint.outcome.hint.trajectory)
+    item = next((s for s in stored if s.trajectory.id == hint.outcome.hint.trajectory), None)
+    if item is None:  # the hints of this file can be read, its trajectories cannot
+        return ""
     facts = [f"step {hint.step}", f"turn {turn}", *([reason] if reason else [])]
     conversation = Conversation.of(item, decode, hints=[hint.outcome])
     previous = (

@@ -5,91 +5,142 @@ Made from the run folder alone. All text of models, tasks and recipes is escaped
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from courtside.recipe import Recipe
 from courtside.report.costs import PhaseCost
+from courtside.report.evaluation_pairs import Differences, pair_evaluations
 from courtside.report.folder import toml
-from courtside.report.folder.files import replace_file
+from courtside.report.folder.files import Row, replace_file
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.locking import dump_recipe
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
-from courtside.report.page.curves import error_figure, evaluation_figure, is_student, metric_figures
-from courtside.report.page.errors import Pair, render_error_rates
-from courtside.report.page.hints import render_hints
-from courtside.report.page.samples import (
-    first_per_task,
-    informative_first,
-    render_pairs,
-    render_scored_answer,
+from courtside.report.page.changed_tasks import render_changed_tasks
+from courtside.report.page.curves import (
+    error_figure,
+    evaluation_figure,
+    find_empty_steps,
+    metric_figures,
 )
+from courtside.report.page.errors import render_error_rates
+from courtside.report.page.hints import render_hints
+from courtside.report.page.reading import FolderReader, list_steps
+from courtside.report.page.results import render_further_evaluations, render_result
+from courtside.report.page.samples import first_per_task, informative_first, render_scored_answer
 from courtside.report.page.shifted_tokens import find_shifted_tokens, render_shifted_tokens
-from courtside.report.page.svg import SMOOTH_FROM, Interval, interval_plot
-from courtside.report.page.tables import render_interval, render_number, render_table
+from courtside.report.page.svg import SMOOTH_FROM
+from courtside.report.page.tables import render_mark, render_table
 from courtside.report.page.token_gaps import Decode, render_legend
 from courtside.report.page.transcript import render_episode
 from courtside.report.summary import (
     format_duration,
     format_number,
-    format_points,
     summarize_recipe,
 )
+from courtside.sanitize import show_invisible
 from courtside.types import Evaluation
 
 NUM_SAMPLES = 4
 """Of each kind."""
 
-Comparison = tuple[float, float, float, float]
-"""Paired difference after − before: mean, low and high end of its 95% interval, p-value."""
+
+class Section(NamedTuple):
+    title: str
+    body: str
+    """Empty: the section is left out."""
+    is_folded: bool = False
+
+    @property
+    def anchor(self) -> str:
+        """
+        >>> Section("Samples before and after", "").anchor
+        'samples-before-and-after'
+        """
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+    def render(self) -> str:
+        title = escape(self.title)
+        if self.is_folded:
+            return f'<details id="{self.anchor}"><summary>{title}</summary>{self.body}</details>'
+        return f'<section id="{self.anchor}"><h2>{title}</h2>{self.body}</section>'
 
 
 def write_report(
-    folder: RunFolder, *, comparison: Comparison | None = None, decode: Decode | None = None
+    folder: RunFolder, *, differences: Differences | None = None, decode: Decode | None = None
 ) -> Path:
-    """Write the page into the run folder.
+    """Write the page into the run folder. A part that cannot be read is named on it.
 
-    `comparison` is of the evaluations that `first_and_last_evaluation` returns. Without `decode`,
-    answers are not colored: the stored text is per turn, not per token.
+    `differences` between the first and last evaluations come from `evaluate.comparisons`. Without
+    `decode`, answers are not colored: the stored text is per turn, not per token.
     """
-    recipe, metrics = folder.recipe(), folder.metrics()
-    evaluations = folder.evaluations()
-    main, more = metric_figures(metrics)
-    held_out = [error_figure(evaluations), evaluation_figure(evaluations)]
-    main = [figure for figure in held_out if figure is not None] + main
-    stored, suites = _read_first_and_last(folder), _pair_evaluations(evaluations)
+    recipe, reader = folder.recipe(), FolderReader(folder)
+    metrics: list[Row] = reader.read(folder.metrics, [])
+    are_metrics_readable = not reader.problems
+    evaluations: list[Evaluation] = reader.read(folder.evaluations, [])
+    if are_metrics_readable:
+        reader.check_metrics(metrics, evaluations)
+    alarms: list[Row] = reader.read(folder.alarms, [])
     sections = [
-        _render_alarms(folder.alarms()),
-        _render_result(evaluations, comparison, suites),
-        _render_section("Errors", render_error_rates(suites)),
-        _render_section("Metrics", _render_grid(main) + _smoothing_note(metrics)),
-        _render_folded("More metrics", _render_grid(more)) if more else "",
-        _render_section("Hints", render_hints(folder, metrics, decode)),
-        _render_section("Tokens with the largest shift", _render_shifted(stored, decode)),
-        _render_section("Costs", _render_costs(folder.read_costs())),
-        _render_section("Samples before and after training", _render_pairs(evaluations)),
-        _render_section("Episodes", _render_episodes(stored, decode)),
-        _render_section(
-            "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
-        ),
-        _render_section("Environment", _render_facts(folder.environment())),
-        _render_folded("Recipe", _render_recipe(recipe)),
+        section
+        for section in _make_sections(reader, metrics, evaluations, differences or {}, decode)
+        if section.body
     ]
-    done = metrics[-1]["step"] + 1 if metrics else 0
     page = PAGE.format(
         title=escape(folder.path.resolve().name),
         summary=escape(summarize_recipe(recipe)),
-        progress=f"{done} of {recipe.train.steps} steps",
+        progress=f"{_num_steps_done(metrics)} of {recipe.train.steps} steps",
         style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
-        body="\n".join(section for section in sections if section),
+        contents=_render_contents(sections),
+        body="\n".join(
+            [
+                _render_problems(reader.problems),
+                _render_alarms(alarms),
+                *(section.render() for section in sections),
+            ]
+        ),
     )
     path = folder.path / "report.html"
-    replace_file(path, page.encode("utf-8", "replace"))
+    replace_file(path, show_invisible(page).encode("utf-8", "replace"))
     return path
+
+
+def _make_sections(
+    reader: FolderReader,
+    metrics: Sequence[Row],
+    evaluations: Sequence[Evaluation],
+    differences: Differences,
+    decode: Decode | None,
+) -> list[Section]:
+    folder = reader.folder
+    main, more = metric_figures(metrics)
+    held_out = [error_figure(evaluations), evaluation_figure(evaluations)]
+    main = [figure for figure in held_out if figure is not None] + main
+    stored, suites = reader.first_and_last_step(), pair_evaluations(evaluations)
+    curves = _render_empty_steps(metrics) + _render_grid(main) + _smoothing_note(metrics)
+    further = render_further_evaluations(reader.read(folder.further_evaluations, []))
+    return [
+        Section("Result", render_result(evaluations, differences, suites)),
+        Section("Errors", render_error_rates(suites, differences)),
+        Section("Same tasks before and after", render_changed_tasks(suites, reader)),
+        Section("Further evaluations", further),
+        Section("Metrics", curves),
+        Section("More metrics", _render_grid(more) if more else "", is_folded=True),
+        Section("Hints", render_hints(reader, metrics, decode)),
+        Section("Tokens with the largest shift", _render_shifted(stored, decode)),
+        Section("Costs", _render_costs(reader.read(folder.read_costs, {}))),
+        Section("Episodes", _render_episodes(stored, decode)),
+        Section(
+            "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
+        ),
+        Section("Environment", _render_facts(reader.read(folder.environment, {}))),
+        Section("Recipe", _render_recipe(folder.recipe()), is_folded=True),
+    ]
 
 
 PAGE = """<!doctype html>
@@ -107,99 +158,12 @@ PAGE = """<!doctype html>
 <main>
 <header class="top"><p class="brand">courtside</p><h1>{title}</h1>
 <p class="summary">{summary}</p><p class="progress">{progress}</p></header>
+{contents}
 {body}
 </main>
 </body>
 </html>
 """
-
-
-def first_and_last_evaluation(
-    evaluations: Sequence[Evaluation], policy: str = "student"
-) -> tuple[Evaluation | None, Evaluation | None]:
-    """The first and the last evaluation of a policy on one split: test, if it was evaluated twice.
-
-    Validation scores select checkpoints and are biased upwards, so they are used only without test
-    scores. The last is None while there is only one.
-    """
-    students = [e for e in evaluations if e.policy == policy]
-    for split in ("test", "validation", "train"):
-        of_split = sorted((e for e in students if e.split == split), key=lambda e: e.step)
-        if of_split and of_split[-1].step > of_split[0].step:
-            return of_split[0], of_split[-1]
-    return (students[0], None) if students else (None, None)
-
-
-def _pair_evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Pair]:
-    """First and last evaluation by policy; the recipe's own tasks come first."""
-    names = [
-        "student",
-        *dict.fromkeys(e.policy for e in evaluations if e.policy != "student"),
-    ]
-    pairs = {policy: first_and_last_evaluation(evaluations, policy) for policy in names}
-    return {
-        policy: (before, after) for policy, (before, after) in pairs.items() if before is not None
-    }
-
-
-def _render_result(
-    evaluations: Sequence[Evaluation], comparison: Comparison | None, suites: Mapping[str, Pair]
-) -> str:
-    before, after = first_and_last_evaluation(evaluations)
-    if before is None:
-        return _render_section("Result", '<p class="empty">No evaluation has been recorded.</p>')
-    teacher = next((e for e in evaluations if e.policy == "teacher"), None)
-    labeled = [("before", before), (f"after {after.step} steps" if after else "after", after)]
-    labeled.append(("teacher, with its context", teacher))
-    numbers = "".join(render_number(name, *_score(e)) for name, e in labeled if e is not None)
-    if comparison is not None:
-        numbers += _render_difference(comparison)
-    intervals = [
-        Interval(
-            name=name.split(",")[0].split(" ")[0],
-            value=e.mean_score,
-            low=e.ci_low,
-            high=e.ci_high,
-        )
-        for name, e in labeled
-        if e is not None and e.mean_score == e.mean_score
-    ]
-    caption = (
-        f"Mean score on {len(before.scores)} held-out tasks ({before.split}), with 95% intervals."
-    )
-    plot = interval_plot(intervals, title=caption) if intervals else ""
-    body = f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-    return _render_section("Result", body + _render_scores(suites))
-
-
-def _render_scores(suites: Mapping[str, Pair]) -> str:
-    """Scores by suite, where the recipe has further suites."""
-    suites_of_student = {policy: pair for policy, pair in suites.items() if is_student(policy)}
-    rows = (
-        f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
-        f"<td>{_render_score(before)}</td><td>{_render_score(after)}</td></tr>"
-        for policy, (before, after) in suites_of_student.items()
-    )
-    heads = ["policy", "tasks", "score before", "score after"]
-    return render_table(heads, rows) if len(suites_of_student) > 1 else ""
-
-
-def _render_score(evaluation: Evaluation | None) -> str:
-    return "–" if evaluation is None else render_interval(*_score(evaluation))
-
-
-def _score(evaluation: Evaluation) -> tuple[float, float, float]:
-    return evaluation.mean_score, evaluation.ci_low, evaluation.ci_high
-
-
-def _render_difference(comparison: Comparison) -> str:
-    mean, low, high, p_value = comparison
-    chance = f"p = {p_value:.2g}" if p_value >= 0.001 else "p < 0.001"
-    return (
-        f'<div class="number difference"><span>paired difference, in points</span>'
-        f"<b>{format_points(mean)}</b>"
-        f"<small>{format_points(low)} to {format_points(high)}, {escape(chance)}</small></div>"
-    )
 
 
 def _render_costs(costs: Mapping[str, PhaseCost]) -> str:
@@ -229,20 +193,6 @@ def _render_fraction(part: float, whole: float) -> str:
     percent = 100 * part / whole if whole else 0.0
     bar = f'<span class="meter"><i style="width:{percent:.1f}%"></i></span>'
     return f'{bar}<span class="percent">{percent:.0f}%</span>'
-
-
-def _render_pairs(evaluations: Sequence[Evaluation]) -> str:
-    before, after = first_and_last_evaluation(evaluations)
-    return "" if before is None or after is None else "".join(
-        render_pairs(before, after, NUM_SAMPLES)
-    )  # fmt: skip
-
-
-def _read_first_and_last(folder: RunFolder) -> list[list[StoredTrajectory]]:
-    """Trajectories of the last and the first stored step, or of the only one."""
-    steps = folder.trajectory_steps()
-    ends = dict.fromkeys((steps[-1], steps[0]) if steps else ())
-    return [folder.trajectories(step) for step in ends]
 
 
 def _render_shifted(ends: Sequence[Sequence[StoredTrajectory]], decode: Decode | None) -> str:
@@ -317,6 +267,37 @@ def _render_facts(values: Mapping[str, Any]) -> str:
     return f'<table class="facts"><tbody>{rows}</tbody></table>' if rows else ""
 
 
+def _num_steps_done(metrics: Sequence[Row]) -> int:
+    return metrics[-1]["step"] + 1 if metrics else 0
+
+
+def _render_contents(sections: Sequence[Section]) -> str:
+    links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
+    return f'<nav class="contents" aria-label="Contents">{links}</nav>'
+
+
+def _render_problems(problems: Sequence[str]) -> str:
+    if not problems:
+        return ""
+    items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+    return (
+        '<section class="alarms" id="damaged-files"><h2>Damaged files</h2>'
+        f"<p>This report was made without them:</p><ul>{items}</ul></section>"
+    )
+
+
+def _render_empty_steps(metrics: Sequence[Row]) -> str:
+    """Which steps trained nothing; they are marked in the curves."""
+    empty = find_empty_steps(metrics)
+    if not empty:
+        return ""
+    text = (
+        f"No token was trained in {len(empty)} of {len(metrics)} steps ({list_steps(empty)}); "
+        "dotted lines mark them. The weights stayed as they were."
+    )
+    return f'<p class="warning">{render_mark("empty steps")}{escape(text)}</p>'
+
+
 def _smoothing_note(metrics: Sequence[Any]) -> str:
     if len(metrics) < SMOOTH_FROM:
         return ""
@@ -327,11 +308,3 @@ def _render_grid(figures: Sequence[str]) -> str:
     if not figures:
         return '<p class="empty">No step has been recorded.</p>'
     return f'<div class="grid">{"".join(figures)}</div>'
-
-
-def _render_section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
-
-
-def _render_folded(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"

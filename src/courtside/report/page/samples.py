@@ -1,10 +1,9 @@
-"""Sampled answers: colored by the teacher's token gaps, or before and after training."""
+"""Sampled answers, colored by the teacher's token gaps or plain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from itertools import islice
 
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
@@ -25,7 +24,7 @@ from courtside.report.page.transcript import (
     render_transcript,
 )
 from courtside.report.summary import format_signed, shorten
-from courtside.types import Evaluation, Message, Trajectory
+from courtside.types import Message, Trajectory
 
 MAX_SYSTEM_CHARS = 240
 """Longer system messages, such as a list of tools, are collapsed."""
@@ -47,21 +46,8 @@ def render_scored_answer(stored: StoredTrajectory, decode: Decode | None) -> str
     return (
         f'<article class="sample"><header>{render_grade(trajectory.grade)}'
         f"<span>{escape(' · '.join(facts))}</span></header>"
-        f"{_render_prompt(trajectory)}{render_teacher_context(stored)}{turns}</article>"
+        f"{render_prompt(trajectory)}{render_teacher_context(stored)}{turns}</article>"
     )
-
-
-def render_pairs(before: Evaluation, after: Evaluation, limit: int) -> list[str]:
-    """Cards of tasks of which both evaluations stored an answer."""
-    first = {sample.task.id: sample for sample in reversed(before.samples)}
-    last = {sample.task.id: sample for sample in reversed(after.samples)}
-    shared = (task for task in dict.fromkeys(s.task.id for s in before.samples) if task in last)
-    return [
-        f'<article class="sample">{_render_prompt(first[task])}<div class="pair">'
-        f"{_render_answer('before', first[task])}"
-        f"{_render_answer(f'after {after.step} steps', last[task])}</div></article>"
-        for task in islice(shared, limit)
-    ]
 
 
 def first_per_task(stored: Sequence[StoredTrajectory], limit: int) -> list[StoredTrajectory]:
@@ -89,7 +75,7 @@ def _format_mean_gap(gaps: Sequence[TokenGap]) -> str:
     return f"mean gap {format_signed(sum(gap.nats for gap in gaps) / len(gaps))} nats"
 
 
-def _render_prompt(trajectory: Trajectory) -> str:
+def render_prompt(trajectory: Trajectory) -> str:
     return f'<div class="prompt">{"".join(map(_render_message, trajectory.task.messages))}</div>'
 
 
@@ -103,7 +89,7 @@ def _render_message(message: Message) -> str:
     return f'<div class="message"><b>{message.role}</b> {text}</div>'
 
 
-def _render_answer(title: str, trajectory: Trajectory) -> str:
+def render_answer(title: str, trajectory: Trajectory) -> str:
     facts = escape(" · ".join([title, *describe_episode(trajectory)]))
     if is_multi_turn(trajectory):
         turns = render_transcript(Conversation(trajectory=trajectory), with_prompt=False)

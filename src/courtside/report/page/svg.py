@@ -38,14 +38,23 @@ class Series:
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, as_percent: bool = False
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    as_percent: bool = False,
+    marks: Sequence[float] = (),
 ) -> str:
-    """A figure with axes and legend; `as_percent` formats 0…1 as per cent."""
+    """A figure with axes and legend; `as_percent` formats 0…1 as per cent.
+
+    `marks`: values of x with a vertical line behind the curves.
+    """
     xs = [x for line in series if not line.flat for x, _ in line.points] or [0.0]
     ends = [end for line in series for bar in line.bars or () for end in bar if math.isfinite(end)]
     low_y, high_y = y_range([y for line in series for y in line.values] + ends, as_percent)
     area = PlotArea(x=x_range(xs), y=(low_y, high_y))
-    parts = [*_axes(area, x_label, y_label, as_percent)]
+    parts = [*_axes(area, x_label, y_label, as_percent), *_draw_marks(marks, area)]
     for index, line in enumerate(series):
         parts.append(f'<g class="c{index % NUM_COLORS}">{"".join(_draw_series(line, area))}</g>')
     svg = (
@@ -133,6 +142,15 @@ def _axes(area: PlotArea, x_label: str, y_label: str, as_percent: bool) -> Itera
         f'<text class="label" transform="rotate(-90)" x="{-MARGIN_TOP}" y="9" text-anchor="end">'
         f"{escape(y_label)}</text>"
     )
+
+
+def _draw_marks(marks: Sequence[float], area: PlotArea) -> Iterable[str]:
+    inside = [x for x in marks if area.x[0] <= x <= area.x[1]]
+    if inside:
+        lines = "".join(
+            f"M{area.to_x(x):.1f} {MARGIN_TOP}V{HEIGHT - MARGIN_BOTTOM}" for x in inside
+        )
+        yield f'<path class="mark" d="{lines}"/>'
 
 
 def _draw_series(series: Series, area: PlotArea) -> Iterable[str]:
