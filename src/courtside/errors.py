@@ -30,6 +30,10 @@ class NotFiniteError(RunError):
     """NaN or Inf in a loss or gradient. The batch was saved for inspection."""
 
 
+class EnvironmentFaultsError(RunError):
+    """Bugs in an environment ended too many episodes. The steps done are saved."""
+
+
 class CheckpointError(RunError):
     """A checkpoint that cannot be written or read. Older ones are untouched."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +19,13 @@ from urllib.parse import quote
 
 import torch
 
-from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
+from courtside.errors import (
+    EnvironmentFaultsError,
+    Interrupted,
+    NotFiniteError,
+    RunError,
+    UserError,
+)
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
@@ -81,7 +89,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except UserError:
+        except (UserError, EnvironmentFaultsError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
@@ -218,10 +226,22 @@ class Run:
                     self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
-            with self.phase("evaluate"):
-                evaluation, trajectories = self._evaluate(policy, split)
+            try:
+                with self.phase("evaluate"):
+                    evaluation, trajectories = self._evaluate(policy, split)
+            except Exception as error:  # whatever fails after training must not cost the report
+                if not self._is_trained:
+                    raise
+                self._report_unmeasured(f"{policy} on {split} tasks", error)
+                continue
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation, trajectories)
+            if faults := evaluation.metrics.get("environment_faults", 0):
+                message = (
+                    f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
+                    "environment and are not in the score"
+                )
+                self.folder.record_alarm({"step": self.num_steps, "message": message})
             self.folder.write_costs(self.meter.totals())
             for tracker in self.trackers:
                 tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
@@ -240,12 +260,26 @@ class Run:
         try:
             untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
             metrics = logp_drop(untrained, self.parts.engine)
-        except UserError as error:  # nothing after training may cost its scores and report
-            self.console.print_line(f"logp_drop is not measured: {error}")
+        except (UserError, RunError) as error:
+            self._report_unmeasured("logp_drop", error)
             return answers
         return answers._replace(
             evaluation=replace(evaluation, metrics={**evaluation.metrics, **metrics})
         )
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.num_steps == self.recipe.train.steps
+
+    def _report_unmeasured(self, what: str, error: Exception) -> None:
+        """On the console and in the report; the evaluation is tried again by the next command."""
+        reason = str(error)
+        if not isinstance(error, UserError | RunError):
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
+        message = f"not measured after training: {what} ({reason})"
+        self.folder.record_alarm({"step": self.num_steps, "message": message})
+        self.console.print_line(message)
 
     def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
         """Test tasks before and after training, validation tasks in between."""
@@ -367,7 +401,9 @@ def _describe_errors(evaluation: Evaluation) -> str:
     if "error_rate" not in metrics:
         return ""
     low, high = metrics["error_rate/low"], metrics["error_rate/high"]
-    return f"; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
+    faults = metrics.get("environment_faults", 0)
+    left_out = f"; {faults:g} episodes left out (bugs in the environment)" if faults else ""
+    return f"{left_out}; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
 def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:

@@ -6,6 +6,7 @@ by its position in some other list. `None` means "never measured" and is not 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -20,7 +21,7 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
-StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time"]
+StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time", "fault"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Grade:
     score: float
     """In [0, 1]; the reward of reinforcement learning."""
     passed: bool
-    feedback: str
+    feedback: str = ""
     """The reason in a sentence, which may become a teacher's context; empty: none."""
     error: str | None = None
     """What a grader of the user's own raised; the score is 0 then."""
@@ -113,8 +114,14 @@ class Event:
 
     kind: str
     """E.g. "tool_not_found"."""
-    details: Mapping[str, str] = field(default_factory=dict)
-    """Named facts for a reader's templates: the tool, its arguments, the error message."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Named facts for a reader's templates, any JSON values: the tool, its arguments, the error
+    message."""
+
+    def detail(self, name: str) -> str:
+        """A detail as text: JSON unless it is a string; empty if there is none."""
+        value = self.details.get(name, "")
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +165,9 @@ class Trajectory:
     """The sampler's; student and teacher are compared at this temperature."""
     stop: StopReason
     grade: Grade | None = None
+    fault: str | None = None
+    """The bug in the environment that ended the episode (`stop` is "fault", and there is no grade);
+    it says nothing about the student."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
 

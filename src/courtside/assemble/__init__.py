@@ -8,6 +8,7 @@ from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models
 from courtside.assemble.rollouts import (
     make_episode_rollout,
+    make_grader,
     make_offline_rollout,
     make_single_turn_rollout,
     make_suites,
@@ -30,7 +31,6 @@ from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
-from courtside.tasks.graders import grade
 from courtside.training.student import Student
 
 
@@ -119,7 +119,7 @@ def assemble(recipe: Recipe, *, trains: bool = False, serve: Serve = in_process)
             suites=make_suites(recipe, limit),
             engine=engine,
             renderer=template,
-            grade=grade,
+            grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=run_episodes,
             progress=progress,

@@ -11,7 +11,7 @@ from courtside.assemble.contexts import check_contexts, make_prompt_limit
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.toolbox.episode import EVENT_DETAILS, EVENT_KINDS
 from courtside.errors import RecipeError
@@ -40,7 +40,7 @@ class Inputs:
     template: ChatTemplate
     incremental: IncrementalTemplate
     limit: PromptLimit
-    environment: Environment | None
+    environment: HostedEnvironment | None
     tasks: TaskSource
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
@@ -54,7 +54,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
     template = ChatTemplate(tokenizer, name=student.model, eos_ids=settings.eos_ids(tokenizer))
     limit = make_prompt_limit(recipe, template, settings.context_length)
-    environment = make_environment(recipe.tasks)
+    environment = make_environment(recipe.tasks, recipe.rollout.limits)
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)

@@ -13,7 +13,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Want
 from courtside.engines.local import LocalEngine
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import (
@@ -149,12 +149,12 @@ def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEng
         return find_deferral_problem(student.passes)
 
 
-def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:
+def make_hint_trial(recipe: Recipe, environment: HostedEnvironment | None) -> HintTrial | None:
     if not recipe.hints.resamples or environment is None:
         return None
     return HintTrial(
         sampling=make_sampling(recipe.rollout),
-        passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        passes=partial(reply_passes, environment.start),
         num_replies=recipe.hints.resamples,
         seed=recipe.seed,
     )

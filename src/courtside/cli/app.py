@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from courtside import __version__
 from courtside.cli import commands
+from courtside.cli.check_env import check_env
 from courtside.errors import Interrupted, RunError, UserError
 
 
@@ -73,3 +74,4 @@ def courtside(
 COMMANDS = "train show evaluate report view rescore export recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
+app.command()(check_env)

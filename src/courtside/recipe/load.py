@@ -13,13 +13,14 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from courtside.errors import RecipeError
 from courtside.files import BOM, read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import find_recipe
 from courtside.recipe.error_messages import describe_problems
+from courtside.recipe.tasks import TasksConfig
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -46,6 +47,23 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
     except ValidationError as error:
         lines = describe_problems(error.errors(include_url=False))
         raise RecipeError(f"{name}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def parse_tasks_section(tasks: dict[str, Any], overrides: Sequence[str]) -> TasksConfig:
+    """A [tasks] section alone, with overrides of its fields: `settings.high=50`."""
+    for override in overrides:
+        _apply_override(tasks, override)
+    try:
+        section: TasksConfig = TypeAdapter(TasksConfig).validate_json(
+            json.dumps(tasks, default=_to_plain), strict=True
+        )
+    except ValidationError as error:
+        details: Any = [
+            {**problem, "loc": ("tasks", *problem["loc"])}
+            for problem in error.errors(include_url=False)
+        ]
+        raise RecipeError("\n".join(describe_problems(details))) from None
+    return section
 
 
 def read_tree(path: Path) -> dict[str, Any]:

@@ -30,7 +30,11 @@ class LimitsConfig(Section):
     seconds: PositiveFloat | None = None
     """Of the whole episode, by the clock. Unset: no limit."""
     step_seconds: PositiveFloat = 60.0
-    """Time for the environment to answer one turn; the episode ends after it."""
+    """Time for one call of the environment: `start`, `step` or `grade`. The episode ends after it,
+    as a fault of the environment."""
+    max_fault_fraction: Fraction = 0.2
+    """Fraction of recent episodes (the batch, or the last 64) that bugs in the environment may end
+    before the run stops; at least 3 of them, or all. 1: never."""
     observation_chars: PositiveInt = 8000
     """Characters of one message of the environment; a longer one is truncated, visibly."""
 

@@ -100,6 +100,8 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
     shift = row.get("hints/shift")
     if shift is not None:
         numbers.append(("shift", f"{shift:+.2f}"))
+    if faults := row.get("environment_faults"):
+        numbers.append(("environment_faults", f"{faults:g}"))
     if "grad_norm" in row:
         numbers.append(("grad", format_number(row["grad_norm"], trim=False)))
     return numbers

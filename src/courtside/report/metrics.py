@@ -37,6 +37,9 @@ def compute_metrics(
     if any(s.has_target for s in scored):
         row["without_teacher"] = sum(not s.has_target for s in scored)
     row |= event_metrics(trajectories)
+    num_faults = sum(trajectory.fault is not None for trajectory in trajectories)
+    if num_faults or "error_rate" in row:
+        row["environment_faults"] = num_faults
     hints = [outcome for s in scored for outcome in s.hints]
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
@@ -52,10 +55,10 @@ def compute_metrics(
 def event_metrics(trajectories: Sequence[Trajectory]) -> Row:
     """Fractions of assistant turns with an event; empty where no environment reported any.
 
-    A turn with two events of a kind counts once. Trajectories from a dataset are left out: no
-    environment ran on them.
+    A turn with two events of a kind counts once. Trajectories from a dataset are left out, as no
+    environment ran on them, and those that a bug in the environment ended.
     """
-    sampled = [trajectory for trajectory in trajectories if trajectory.source != "dataset"]
+    sampled = [t for t in trajectories if t.source != "dataset" and t.fault is None]
     turns = [t for trajectory in sampled for t in trajectory.turns if t.role == "assistant"]
     has_environment = any(turn.events for turn in turns) or any(map(is_multi_turn, sampled))
     if not turns or not has_environment:

@@ -164,7 +164,7 @@ class CorrectedRollout:
 
     def _corrections(self, trajectory: Trajectory) -> Iterator[Trajectory]:
         for index, turn in enumerate(trajectory.turns):
-            texts = [e.details["correct"] for e in turn.events if "correct" in e.details]
+            texts = [text for e in turn.events if (text := e.detail("correct"))]
             if not texts:
                 continue
             context = tuple(

@@ -115,7 +115,7 @@ class Teacher:
         with self.weights():
             scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
-        lengths = {trajectory.id: len(trajectory.token_ids) for trajectory in trajectories}
+        lengths = {t.id: len(ScoreRequest.of_trajectory(t).token_ids) for t in trajectories}
         return {
             id: self._target(
                 score,
@@ -236,12 +236,13 @@ class Teacher:
             prompt_ids = self.renderer.prompt_ids(messages)
         elif not self.shares_prompts:
             prompt_ids = self.renderer.prompt_ids(trajectory.task.messages)
-        return ScoreRequest(
+        request = ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
             scored=(False,) * len(prompt_ids)
             + tuple(c for turn in turns for c in turn.completion_mask),
             temperature=trajectory.temperature,
         )
+        return request.trim()
 
     def _fits(self, trajectory: Trajectory, length: int) -> bool:
         if length <= self.engine.context_length:

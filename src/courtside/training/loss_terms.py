@@ -194,9 +194,12 @@ def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
 def _advantages(loss: Loss, on: Sequence[Scored]) -> Mapping[str, tuple[float, ...]]:
     if loss.kind != "policy_gradient" or loss.advantage != "reward" or not on:
         return {}
+    # An episode that a bug of its environment ended has no reward, and is not compared.
+    faulty = {s.trajectory.id: s for s in on if s.trajectory.fault is not None}
+    on = [s for s in on if s.trajectory.id not in faulty]
     whole = _rewards(loss, on)
     penalty = _penalties(loss, on)
-    return {
+    return {id: (0.0,) * s.trajectory.num_completion_tokens for id, s in faulty.items()} | {
         s.trajectory.id: tuple(
             whole[s.trajectory.id] + penalty.get((s.trajectory.id, turn), 0.0)
             for turn in s.trajectory.turn_of

@@ -174,6 +174,7 @@ def _schema() -> Any:
             ("grade_passed", pa.bool_()),
             ("grade_feedback", pa.string()),
             ("grade_error", pa.string()),
+            ("fault", pa.string()),
             ("preference", pa.string()),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
@@ -232,6 +233,7 @@ def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
         task=_parse_task(json.loads(row["task"])),
         turns=turns,
         grade=None if grade["passed"] is None else _parse_grade(grade),
+        fault=row.get("fault"),
     )
 
 
