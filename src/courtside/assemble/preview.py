@@ -18,7 +18,8 @@ from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common
 from courtside.chat.privileged_context import insert_context_text, task_context
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import load_settings, load_tokenizer
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
+from courtside.environments.guard import EnvironmentFault
 from courtside.errors import TaskError
 from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
@@ -250,7 +251,7 @@ def _stand_in_trajectories(
 
 
 def _stand_in_trajectory(
-    environment: Environment | None, template: IncrementalTemplate, task: Task, reply: str
+    environment: HostedEnvironment | None, template: IncrementalTemplate, task: Task, reply: str
 ) -> Trajectory:
     """The prompt, one reply, and what the environment answers."""
     ids = template.renderer.completion_ids((PROBE_PROMPT,), reply)
@@ -273,14 +274,14 @@ def _stand_in_trajectory(
     )
 
 
-def _step(environment: Environment, task: Task, reply: str) -> Observation:
+def _step(environment: HostedEnvironment, task: Task, reply: str) -> Observation:
     try:
         return environment.start(task).step(reply)
-    except Exception as error:  # the border to user code
+    except EnvironmentFault as fault:
         raise TaskError(
-            f"tasks: the environment raised {type(error).__name__} at the reply {reply!r} to task "
-            f"{task.id}: {error}. It must answer any text"
-        ) from error
+            f"{fault} (task {task.id}, reply {reply!r}). `courtside check-env` plays it without a "
+            "model"
+        ) from fault
 
 
 def _sequence(
