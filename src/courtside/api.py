@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
@@ -12,6 +12,7 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.artifacts.export import ExportDtype
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
@@ -76,39 +77,41 @@ def evaluate_student(
 
 
 def export(
-    run: str | Path, to: str | Path, *, step: int | None = None, adapter: bool = False
+    run: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    adapter: bool = False,
+    dtype: ExportDtype = "float32",
+    push: str | None = None,
 ) -> Path:
-    """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`.
+    """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`, with a card.
 
-    `adapter`: only the LoRA adapter, not the merged weights.
+    `adapter`: only the LoRA adapter, not the merged weights. `dtype`: of the merged weights.
+    `push`: a repository of the hub, to upload the folder to.
     """
-    from courtside.engines.loading import load_tokenizer, merge_adapter
+    from courtside.artifacts.export import refuse_adapter, write_export
+    from courtside.artifacts.hub import open_hub, push_folder
     from courtside.report.folder.folder import RunFolder
-    from courtside.run import copy_tensors
-    from courtside.training import checkpoints
-    from courtside.training.weights import StudentWeights
 
-    to = Path(to)
-    config = RunFolder.read(run).recipe().student
-    if adapter and config.lora is None:
-        raise UserError("--adapter: this run trained all weights and has no adapter. Leave it out")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"{to}: exists and is not an empty folder. Name a new folder")
-    saved = checkpoints.load(_find_checkpoint(run, step))
-    # The student alone: the teacher and the tasks may no longer exist.
-    weights = StudentWeights(config, seed=0)
-    copy_tensors({name: p.data for name, p in weights.trained.items()}, saved.tensors["weights"])
-    model: Any = weights.model
+    folder, to = RunFolder.read(run), Path(to)
+    config = folder.recipe().student
     if adapter:
-        model = weights.adapter
-    elif weights.adapter is not None:
-        # In float32: a merge in bfloat16 would round the adapter away.
-        model = merge_adapter(weights.adapter.float())
-    # With an adapted head, the whole embedding would be saved too.
-    options: dict[str, Any] = {"save_embedding_layers": False} if adapter else {}
-    model.save_pretrained(to, safe_serialization=True, **options)
-    load_tokenizer(config.model, trust_remote_code=config.trust_remote_code).save_pretrained(to)
+        refuse_adapter(config, dtype=dtype)
+    hub = None if push is None else open_hub(push, config if adapter else None)
+    write_export(folder, _find_checkpoint(run, step), to, adapter=adapter, dtype=dtype)
+    if push is not None:
+        push_folder(hub, to, push)
     return to
+
+
+def serving_command(run: str | Path, exported: str | Path) -> str | None:
+    """The command that serves an export of a run with vLLM; None: vLLM cannot serve it."""
+    from courtside.artifacts.serving import exact_base, vllm_command
+    from courtside.report.folder.folder import RunFolder
+
+    model = RunFolder.read(run).recipe().student.model
+    return vllm_command(Path(exported), exact_base(model), str(exported))
 
 
 def rescore(
@@ -165,7 +168,10 @@ def _find_checkpoint(run: str | Path, step: int | None) -> Path:
     folder = RunFolder.read(run).checkpoints
     path = checkpoints.at(folder, step) if step is not None else checkpoints.latest(folder)
     if path is None:
-        raise UserError(f"{run}: has no checkpoint yet")
+        raise UserError(
+            f"{run}: has no checkpoint. None was saved yet, or {folder} was deleted: train it with "
+            "the same command"
+        )
     return path
 
 
