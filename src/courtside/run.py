@@ -6,13 +6,11 @@ The loop asks it for the next step and reports the outcome; it never changes wha
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.intervals import paired_difference
+from courtside.interrupts import StopSignal, handle_signals, signal_name
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
@@ -33,6 +32,9 @@ from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
 
+INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
+"""In these the student's weights are those of the last whole step."""
+
 
 class Run:
     def __init__(self, parts: Runtime, folder: RunFolder, console: RunConsole):
@@ -41,7 +43,8 @@ class Run:
         self.meter = CostMeter()
         self.num_steps = 0
         """Optimizer steps done."""
-        self.interrupted = False
+        self.interrupted_by: int | None = None
+        """The number of a signal that asked the run to stop."""
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -60,8 +63,10 @@ class Run:
         `remaining_steps` could not: an error in the body of a `for` never reaches its generator.
         """
         try:
-            with self._catch_interrupts():
+            with handle_signals(self._handle_signal):
                 yield
+        except StopSignal as stop:
+            self._save_and_stop(stop.number)
         except torch.OutOfMemoryError as error:
             fix = "rollout.kv_cache_tokens"
             if not self.parts.student.weights.uses_gradient_checkpointing:
@@ -202,6 +207,7 @@ class Run:
                     self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
+            self._stop_if_interrupted()
             with self.phase("evaluate"):
                 evaluation = self._evaluate(policy, split)
             self._add_evaluation_costs(evaluation)
@@ -290,33 +296,33 @@ class Run:
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def _catch_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run at the next whole step; the second ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            # Not `before`: a job started in the background came with its interrupts ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _handle_signal(self, number: int) -> None:
+        """Stop at once where no weight is being changed; Ctrl-C lets a step's samples be used."""
+        self.interrupted_by = number
+        phase = self.meter.current_phase
+        if phase == "evaluate" or (number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES):
+            raise StopSignal(number)
+        if number == signal.SIGINT:
             self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
 
-        signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _stop_if_interrupted(self) -> None:
-        if self.interrupted:
-            self._save()
+        if self.interrupted_by is not None:
+            self._save_and_stop(self.interrupted_by)
+
+    def _save_and_stop(self, number: int) -> NoReturn:
+        if self.num_steps == 0:
             raise Interrupted(
-                f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
-                f"saved in {self.folder.path}. The same command goes on from there"
+                f"stopped by {signal_name(number)} before the first step; nothing was trained. "
+                "The same command starts again",
+                number,
             )
+        self._save()
+        raise Interrupted(
+            f"stopped by {signal_name(number)} after {self.num_steps} of "
+            f"{self.recipe.train.steps} steps; everything is saved in {self.folder.path}. The same "
+            "command goes on from there",
+            number,
+        )
 
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
