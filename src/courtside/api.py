@@ -26,11 +26,13 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
-    path = Path(folder)
+    path, console = Path(folder), console or RunConsole()
     _discard_failed_start(path, recipe)
+    if note := _check_resumable(path, recipe):
+        console.print_line(note)
     with RunFolder.open(path, recipe) as opened:
         parts = assemble(recipe)
-        run = Run(parts, opened, console or RunConsole())
+        run = Run(parts, opened, console)
         train_loop(parts, run)
         run.write_report()
     return RunFolder.read(path)
@@ -199,6 +201,42 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
         )
     restore(parts, saved)
     return parts, saved.num_steps
+
+
+def _check_resumable(path: Path, recipe: Recipe) -> str | None:
+    """Refuse a run that lost its checkpoints, or did more steps; a note on one to extend."""
+    from courtside.report.folder.folder import RunFolder
+    from courtside.report.folder.locking import RECIPE
+    from courtside.training import checkpoints
+
+    if not (path / RECIPE).is_file():
+        return None
+    folder = RunFolder.read(path)
+    old, latest = folder.recipe(), checkpoints.latest(folder.checkpoints)
+    num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
+    if latest is None:
+        num_recorded = len(folder.metrics())
+        is_finished = any(e.step == old.train.steps for e in folder.evaluations())
+        if num_recorded > old.run.checkpoint_every or is_finished:
+            raise UserError(
+                f"{path}: has metrics of {num_recorded} steps and no checkpoint; "
+                f"{folder.checkpoints} was deleted. Put it back to go on, or train from the "
+                "beginning in another folder"
+            )
+    if recipe.train.steps < num_steps:
+        raise RecipeError(
+            f"train.steps = {recipe.train.steps}: {path} has done {num_steps} steps already. Give "
+            "at least as many, or another folder"
+        )
+    if recipe.train.steps == old.train.steps or not num_steps:
+        return None
+    note = f"train.steps: {old.train.steps} → {recipe.train.steps}"
+    if recipe.train.lr_schedule != "constant":
+        note += (
+            f"; from here on the {recipe.train.lr_schedule} schedule reaches zero at step "
+            f"{recipe.train.steps}, so the learning rate jumps"
+        )
+    return note
 
 
 def _discard_failed_start(path: Path, recipe: Recipe) -> None:

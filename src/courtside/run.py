@@ -24,7 +24,11 @@ from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
-from courtside.report.metrics import check_nothing_trained
+from courtside.report.metrics import (
+    check_missing_metrics,
+    check_nothing_trained,
+    check_slowdown,
+)
 from courtside.report.page.page import first_and_last_evaluation, write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
@@ -45,6 +49,8 @@ class Run:
         """Optimizer steps done."""
         self.interrupted_by: int | None = None
         """The number of a signal that asked the run to stop."""
+        self._rates: list[float] = []
+        """Tokens per second of this process's steps."""
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -100,6 +106,8 @@ class Run:
             self.console.print_line(
                 f"{self.folder.path}: all {total} steps are done; nothing to train"
             )
+        if missing := check_missing_metrics(self.folder.metrics(), self.num_steps):
+            self.console.print_line(missing)
         self._evaluate_if_due()
         while self.num_steps < total:
             self._stop_if_interrupted()
@@ -150,12 +158,26 @@ class Run:
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
-        if last and (alarm := check_nothing_trained(self.folder.metrics())):
-            self.folder.record_alarm({"step": step, "message": alarm})
-            self.console.print_line(alarm)
+        self._note_slowdown(row)
+        if last:
+            self._record_alarms()
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
+
+    def _note_slowdown(self, row: Mapping[str, Any]) -> None:
+        self._rates.append(row.get("tokens_per_second") or 0.0)
+        if self.parts.student.weights.device.type == "cpu" and (
+            note := check_slowdown(self._rates)
+        ):
+            self.console.print_line(note)
+
+    def _record_alarms(self) -> None:
+        rows = self.folder.metrics()
+        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, self.num_steps))
+        for alarm in filter(None, alarms):
+            self.folder.record_alarm({"step": self.num_steps - 1, "message": alarm})
+            self.console.print_line(alarm)
 
     def write_report(self) -> Path:
         before, after = first_and_last_evaluation(self.folder.evaluations())

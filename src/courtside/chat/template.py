@@ -16,6 +16,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from courtside.errors import ModelError, TaskError
+from courtside.interrupts import time_limit
 from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -23,14 +24,34 @@ NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 MAX_CACHED_PROMPTS = 4096
 
+RENDER_SECONDS = 20
+"""For what is rendered at construction; ordinary templates take milliseconds."""
+
+TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a template can raise: it is code of others."""
+
 ChatMessage = Message | Mapping[str, Any]
 """A message, or a dict in the format of chat APIs (which may have `tool_calls`)."""
+
+
+class TemplateTimeoutError(Exception):
+    """Raised inside a template that does not end."""
 
 
 class ChatTemplate:
     """Renders messages to token ids with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, *, name: str, eos_ids: Collection[int]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        name: str,
+        eos_ids: Collection[int],
+        render_seconds: float = RENDER_SECONDS,
+    ):
         self.tokenizer = tokenizer
         self.name = name
         self.eos_ids = frozenset(eos_ids)
@@ -44,7 +65,14 @@ class ChatTemplate:
         special = "|".join(sorted(re.escape(t) for t in tokens if len(t) > 1)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
         self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
-        self._check_boundary()
+        try:
+            with time_limit(render_seconds, TemplateTimeoutError):
+                self._check_boundary()
+        except TemplateTimeoutError:
+            raise ModelError(
+                f"{name}: its chat template renders a short prompt for more than {render_seconds} "
+                "s; it seems to loop. Use a template that ends"
+            ) from None
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
@@ -129,10 +157,11 @@ class ChatTemplate:
                     plain, add_generation_prompt=add_generation_prompt, tokenize=False
                 )
             )
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             roles = [message["role"] for message in plain]
             raise ModelError(
-                f"{self.name}: its chat template refuses messages with roles {roles}: {error}"
+                f"{self.name}: its chat template refuses messages with roles {roles}: "
+                f"{error or type(error).__name__}"
             ) from None
 
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:

@@ -90,7 +90,9 @@ def evaluate(
     from courtside.recipe.builtin import RECIPE, find_recipe
     from courtside.recipe.load import load_recipe
 
-    run = Path(target) if (Path(target) / "checkpoints").is_dir() else None
+    # The files that a run has from its start; a built-in recipe's folder has none of them.
+    is_run = any((Path(target) / name).exists() for name in ("checkpoints", "environment.json"))
+    run = Path(target) if is_run else None
     if run is None and step is not None:
         raise UserError(f"--step {step}: {target} is a recipe and has no checkpoints. Give a run")
     recipe = load_recipe(run / RECIPE if run else find_recipe(target), overrides or ())

@@ -31,6 +31,8 @@ class LossyStream:
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # Typer would write to it directly where the encoding is ASCII
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
 

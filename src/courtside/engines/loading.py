@@ -86,6 +86,7 @@ def load_model(
         model.requires_grad_(True)  # PEFT froze the base model
     if keep_layers is not None:
         _prune(model, keep_layers)
+    _check_finite(model, name)
     return model.to(device).eval()
 
 
@@ -234,6 +235,17 @@ def _check_reachable(name: str, source: str) -> None:
             f"model {name!r} is neither {BUILTIN_MODEL!r} nor a local folder, and the hub cannot "
             f"be reached ({error}). Give a folder with config.json, tokenizer and *.safetensors"
         ) from error
+
+
+def _check_finite(model: Any, name: str) -> None:
+    for key, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue  # quantized, or nothing
+        if not all(extreme.isfinite() for extreme in parameter.detach().aminmax()):
+            raise ModelError(
+                f"model {name!r}: {key} holds NaN or infinite values. Its training diverged, or "
+                "its files are damaged: download or export it again"
+            )
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:

@@ -56,9 +56,10 @@ def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if path.suffix == ".toml" or len(path.parts) > 1:
-        if path.is_dir():
-            raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
+    is_path = path.suffix == ".toml" or len(path.parts) != 1 or name == ".."
+    if path.is_dir() and (is_path or (path / RECIPE).is_file()):
+        raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
+    if is_path:
         raise RecipeError(f"{name}: no such file. `courtside recipes` lists the built-in recipes")
     return find_builtin_recipe(name)
 

@@ -91,8 +91,11 @@ def append_bytes(path: Path, content: bytes) -> None:
             raise
 
 
-def read_lines(path: Path) -> list[Row]:
-    """All rows; none if there is no file. A last line that was cut off does not count."""
+def read_lines(path: Path, required: str | None = None) -> list[Row]:
+    """All rows; none if there is no file. A last line that was cut off does not count.
+
+    `required`: a key with a whole number, which every row must have.
+    """
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -101,21 +104,30 @@ def read_lines(path: Path) -> list[Row]:
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:  # not JSON, or cut inside a UTF-8 character
             if number == len(lines):
                 break
-            raise UserError(
-                f"{path}, line {number}: not valid JSON ({error}). The file was changed by "
-                "something else; remove that line, or restore the file from a copy"
-            ) from None
+            raise _changed(path, number, f"not valid JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise _changed(path, number, "not a JSON object")
+        if required is not None and type(row.get(required)) is not int:
+            raise _changed(path, number, f"no `{required}` with a whole number")
+        rows.append(row)
     return rows
 
 
-def filter_lines(path: Path, keep: Callable[[Row], bool]) -> None:
+def _changed(path: Path, number: int, reason: str) -> UserError:
+    return UserError(
+        f"{path}, line {number}: {reason}. The file was changed by something else; remove that "
+        "line, or restore the file from a copy"
+    )
+
+
+def filter_lines(path: Path, keep: Callable[[Row], bool], required: str | None = None) -> None:
     """Rewrite the file with the rows to keep; also drops a last line that was cut off."""
     if not path.exists():
         return
-    content = b"".join(encode_json(row) for row in read_lines(path) if keep(row))
+    content = b"".join(encode_json(row) for row in read_lines(path, required) if keep(row))
     if content != path.read_bytes():
         replace_file(path, content)

@@ -11,6 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -127,11 +128,11 @@ class RunFolder:
 
     def metrics(self) -> list[Row]:
         """One row per step; docs/metrics.md describes the keys."""
-        return read_lines(self._file("metrics.jsonl"))
+        return read_lines(self._file("metrics.jsonl"), "step")
 
     def evaluations(self) -> list[Evaluation]:
         path = self._file("evaluations.jsonl")
-        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path)]
+        return [parse_evaluation(tree, where=str(path)) for tree in read_lines(path, "step")]
 
     def alarms(self) -> list[Row]:
         """Rows with `step` and `message`."""
@@ -200,6 +201,9 @@ class RunFolder:
         self._check_writable()
         row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
         if store_trajectories:
+            # Who deletes trajectories/ to save space may go on.
+            with explain_write_errors(self.path), suppress(FileExistsError):
+                self._file("trajectories").mkdir()
             write_trajectories(self._trajectory_file(step), scored, update.student_logp)
         append_line(self._file("metrics.jsonl"), row)
         return row
@@ -220,8 +224,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Delete what was recorded after a checkpoint of `step` optimizer steps, but not costs."""
         self._check_writable()
-        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step)
-        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step)
+        filter_lines(self._file("metrics.jsonl"), lambda row: row["step"] < step, "step")
+        filter_lines(self._file("evaluations.jsonl"), lambda row: row["step"] <= step, "step")
         filter_lines(self._file("alarms.jsonl"), lambda row: row.get("step", -1) < step)
         for stored in self.trajectory_steps():
             if stored >= step:

@@ -21,9 +21,10 @@ CHANGEABLE_FIELDS = (
     "train.logits_chunk_tokens",
     "train.micro_batch_tokens",
     "train.optimizer_offload",
+    "train.steps",
 )
-"""May differ in a resumed run: what is stored, and memory settings. Training is the same up to
-rounding."""
+"""May differ in a resumed run: what is stored, memory settings (training is the same up to
+rounding), and when it ends."""
 
 
 def refuse_foreign_folder(path: Path) -> None:

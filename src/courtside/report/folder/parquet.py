@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -112,7 +113,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> Any:
     try:
         # `pq.read_table(path)` would parse `key=value` folder names as columns. A Python file or
         # threads could release a Python object during process exit, which aborts it.
-        with pa.OSFile(str(path)) as file:
+        with pa.OSFile(os.fsencode(path)) as file:
             parquet = pq.ParquetFile(file, pre_buffer=False)
             # Before the rows: a newer schema may have types that cannot be read.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
@@ -313,15 +314,22 @@ def serialize_evaluation(evaluation: Evaluation) -> Tree:
 
 def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
     check_schema(tree.get("schema_version"), where)
-    return Evaluation(
-        step=tree["step"],
-        policy=tree["policy"],
-        split=tree["split"],
-        **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
-        metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
-        scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
-        samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
-    )
+    try:
+        return Evaluation(
+            step=tree["step"],
+            policy=tree["policy"],
+            split=tree["split"],
+            **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
+            metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
+            scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
+            samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{where}: the evaluation of step {tree['step']} is incomplete "
+            f"({type(error).__name__}: {error}). The file was changed by something else; remove "
+            "that line, or restore the file from a copy"
+        ) from None
 
 
 def _parse_task(tree: Mapping[str, Any]) -> Task:
