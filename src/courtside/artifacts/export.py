@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 
 from courtside.artifacts.model_card import write_model_card
-from courtside.artifacts.portability import make_portable
 from courtside.artifacts.serving import public_name, vllm_command
 from courtside.artifacts.weights import load_student, make_adapter, merge_student
 from courtside.engines.builtin_model import open_permissions
 from courtside.engines.loading import load_tokenizer, read_config
+from courtside.engines.portability import make_portable
 from courtside.errors import UserError
 from courtside.recipe.student import StudentConfig
 from courtside.report.folder.folder import RunFolder

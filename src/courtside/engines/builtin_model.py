@@ -17,18 +17,21 @@ from pathlib import Path
 
 import torch
 
+from courtside.engines.portability import make_portable
 from courtside.errors import ModelError
 
 BUILTIN_MODEL = "smollm2-135m"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERSION = 2
+"""Counts changes to what is written, so that an older cache is not used."""
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def locate_builtin_model() -> Path | str:
     """The folder of the converted model, or its hub id; converts it at first use."""
     cache = Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
-    target = cache / f"smollm2-135m-{GGUF_SHA256[:12]}"
+    target = cache / f"smollm2-135m-{GGUF_SHA256[:12]}-{CONVERSION}"
     if (target / "sums.json").is_file():
         _verify(target)
         return target
@@ -107,6 +110,7 @@ def _convert(gguf: Path, target: Path) -> None:
     plain.generation_config = dequantized.generation_config
     plain.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    make_portable(target, {})  # for adapters that other programs load on it
     sums = {file.name: _sha256(file) for file in sorted(target.iterdir())}
     (target / "sums.json").write_text(json.dumps(sums, indent=1))
 

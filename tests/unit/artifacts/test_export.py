@@ -17,8 +17,8 @@ from support.small_runs import small_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from courtside.api import export, serving_command, train
-from courtside.artifacts.portability import add_legacy_fields, rename_tokenizer_class
 from courtside.artifacts.serving import public_name
+from courtside.engines.portability import add_legacy_fields, rename_tokenizer_class
 from courtside.errors import ModelError, UserError
 from courtside.report.folder.folder import RunFolder
 
