@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = None) -> RunFolder:
     """Train into a run folder, or resume the run in it. Returns the folder, read-only."""
+    import torch
+
     from courtside.assemble import assemble
     from courtside.loop import train_loop
     from courtside.report.console import RunConsole
@@ -31,7 +33,8 @@ def train(recipe: Recipe, folder: str | Path, *, console: RunConsole | None = No
     if note := _check_resumable(path, recipe):
         console.print_line(note)
     with RunFolder.open(path, recipe) as opened:
-        parts = assemble(recipe)
+        parts = assemble(recipe, num_threads=opened.environment().get("threads"))
+        opened.record_threads(torch.get_num_threads())
         run = Run(parts, opened, console)
         train_loop(parts, run)
         run.write_report()

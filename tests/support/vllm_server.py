@@ -64,12 +64,12 @@ class Server:
 def run_vllm(command: str, log: Path, *options: str) -> Iterator[Server]:
     """`command` is what `courtside export` prints; the `vllm` script itself needs metadata that
     the CPU's package does not have."""
-    program, verb, model, *rest = shlex.split(command)
+    program, verb, model, *flags = shlex.split(command)
     assert (program, verb) == ("vllm", "serve")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *rest]
+    arguments = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     arguments += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4", *options]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.small_runs import small_recipe, small_tree
 from support.tiny_model import tiny_tokenizer
@@ -142,8 +143,8 @@ def test_trajectories_and_checkpoints_deleted_under_a_run(tiny_folder, tmp_path)
 )
 def test_changed_logs_are_named_with_file_and_line(run, tiny_folder, file, line, message):
     path = run / file
-    rest = path.read_text() if path.exists() else ""
-    path.write_text(line + "\n" + rest)
+    log_text = path.read_text() if path.exists() else ""
+    path.write_text(line + "\n" + log_text)
     with pytest.raises(UserError, match=message) as caught:
         train(make_recipe(tiny_folder), run)
     assert str(path) in str(caught.value)
@@ -249,6 +250,21 @@ def test_a_collapse_of_speed_is_told_once() -> None:
     assert "20 tokens/s, where this run's median is 100" in str(notes[5])
     assert "OMP_NUM_THREADS=1" in str(notes[5])
     assert check_slowdown([100.0, 1.0, 1.0]) is None  # no median yet
+
+
+def test_a_run_remembers_its_number_of_threads(run, tiny_folder, monkeypatch):
+    """Also through a start that failed."""
+    folder = RunFolder.read(run)
+    assert folder.environment()["threads"] == torch.get_num_threads()
+    other = torch.get_num_threads() + 1
+    with RunFolder.open(run, make_recipe(tiny_folder)) as opened:
+        opened.record_threads(other)
+    with RunFolder.open(run, make_recipe(tiny_folder)) as opened:
+        assert opened.environment()["threads"] == other
+    console = Lines()
+    longer = make_recipe(tiny_folder, train={"steps": 4, "prompts_per_step": 1})
+    train(longer, run, console=console)
+    assert any(f"the steps so far ran with {other}." in text for text in console.texts)
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────

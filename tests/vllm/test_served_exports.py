@@ -24,8 +24,8 @@ pytestmark = [
 ]
 
 
-def distance(ours: Any, theirs: Any) -> float:
-    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)]
+def distance(ours: Any, served: Any) -> float:
+    pairs = [pair for a, b in zip(ours, served, strict=True) for pair in zip(a, b, strict=True)]
     return max(abs(a - b) for a, b in pairs)
 
 
@@ -41,8 +41,8 @@ def test_whole_weights(name, exports, tmp_path):
     assert distance(exports.base_logps, served) > 0.05, "the step is not in the export"
     tokenizer = load_tokenizer("smollm2-135m")
     template = ChatTemplate(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id])
-    asked = (Message(role="user", content="Grüezi! What is 3 + 4?"),)
-    assert tuple(rendered) == template.prompt_ids(asked)
+    question = (Message(role="user", content="Grüezi! What is 3 + 4?"),)
+    assert tuple(rendered) == template.prompt_ids(question)
 
 
 def test_an_adapter_at_the_start_and_at_run_time(exports, tmp_path):

@@ -37,13 +37,13 @@ def test_the_same_log_probs(name, exports):
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    theirs = json.loads(done.stdout)
-    assert theirs["version"].startswith("4.57.")
-    for ours, logps in zip(exported.logps, theirs["logps"], strict=True):
+    answer = json.loads(done.stdout)
+    assert answer["version"].startswith("4.57.")
+    for ours, logps in zip(exported.logps, answer["logps"], strict=True):
         assert logps == pytest.approx(ours, abs=ROUNDING)
     tokenizer = load_tokenizer("smollm2-135m")
-    assert theirs["ids"] == [tokenizer(text)["input_ids"] for text in texts]
-    asked = [{"role": "user", "content": "Hi"}]
-    assert theirs["chat"] == tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, tokenize=False
+    assert answer["ids"] == [tokenizer(text)["input_ids"] for text in texts]
+    question = [{"role": "user", "content": "Hi"}]
+    assert answer["chat"] == tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=False
     )

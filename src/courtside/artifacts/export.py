@@ -43,14 +43,14 @@ def write_export(
         tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         tokenizer.save_pretrained(work)
         make_portable(work, read_config(config.model))
-        shown_base = public_name(config.model) or Path(config.model).name
+        display_base = public_name(config.model) or Path(config.model).name
         card = write_model_card(
             run,
             name=to.resolve().name,
             step=saved.num_steps,
             adapter=adapter,
             dtype=dtype,
-            command=vllm_command(work, shown_base, to.resolve().name),
+            command=vllm_command(work, display_base, to.resolve().name),
         )
         (work / "README.md").write_text(card, "utf-8", errors="backslashreplace")
 

@@ -15,7 +15,7 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.summary import format_points, summarize_recipe
 from courtside.types import Evaluation
 
-SHOWN_VERSIONS = ("courtside", "torch", "transformers", "peft", "python")
+VERSIONS_ON_CARD = ("courtside", "torch", "transformers", "peft", "python")
 
 
 def write_model_card(
@@ -106,12 +106,12 @@ def _describe_data(recipe: Recipe, step: int) -> str:
     settings = hide_folders(recipe.tasks.model_dump(mode="json", exclude_defaults=True))
     kind = settings.pop("kind", recipe.tasks.kind)
     details = "".join(f", {key} = `{value}`" for key, value in settings.items())
-    given = "recorded trajectories" if recipe.tasks.is_recorded else "prompts"
+    unit = "recorded trajectories" if recipe.tasks.is_recorded else "prompts"
     samples = ""
     if not recipe.tasks.is_recorded:
         samples = f", samples of each: {recipe.rollout.samples_per_prompt}"
     return (
-        f"Tasks of the kind `{kind}`{details}. Optimizer steps: {step}; {given} in each: "
+        f"Tasks of the kind `{kind}`{details}. Optimizer steps: {step}; {unit} in each: "
         f"{recipe.train.prompts_per_step}{samples}. Held-out tasks were not trained on."
     )
 
@@ -137,7 +137,7 @@ def _describe_use(recipe: Recipe, *, adapter: bool, dtype: str, command: str | N
 
 
 def _describe_versions(environment: Mapping[str, Any]) -> str:
-    versions = (f"{name} {environment[name]}" for name in SHOWN_VERSIONS if environment.get(name))
+    versions = (f"{name} {environment[name]}" for name in VERSIONS_ON_CARD if environment.get(name))
     return "Made with " + ", ".join(versions) + "."
 
 

@@ -22,7 +22,7 @@ from courtside.assemble.teachers import (
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
-from courtside.engines.cpu.threads import limit_threads
+from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
@@ -48,10 +48,19 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, serve: Serve = in_process, free: FreeBytes = free_bytes) -> Runtime:
-    """`serve` may put another engine in the place of those that sample and of model teachers."""
-    limit_threads()
-    notes: list[str] = []
+def assemble(
+    recipe: Recipe,
+    *,
+    serve: Serve = in_process,
+    free: FreeBytes = free_bytes,
+    num_threads: int | None = None,
+) -> Runtime:
+    """`serve` may put another engine in the place of those that sample and of model teachers.
+
+    `num_threads`: how many a resumed run had.
+    """
+    thread_note = choose_threads(num_threads)
+    notes = [] if thread_note is None else [thread_note]
 
     models = load_models(recipe)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)

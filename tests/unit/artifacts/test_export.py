@@ -92,9 +92,9 @@ def test_transformers_4_finds_the_rope_base(tiny_folder, tmp_path):
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     (base / "config.json").write_text(json.dumps(config | {"rope_parameters": scaled}))
     to = export(make_run(tmp_path, base), tmp_path / "model")
-    written = json.loads((to / "config.json").read_text())
-    assert written["rope_theta"] == 500.0
-    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    legacy_config = json.loads((to / "config.json").read_text())
+    assert legacy_config["rope_theta"] == 500.0
+    assert legacy_config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert AutoConfig.from_pretrained(to).rope_parameters == scaled
 
 
@@ -225,20 +225,20 @@ def test_a_place_that_cannot_be_written(run, tmp_path):
 
 def test_a_failed_export_leaves_nothing(run, tmp_path):
     """Here the base model is gone."""
-    moved = Path(shutil.copytree(run, tmp_path / "run"))
-    recipe = (moved / "recipe.toml").read_text()
+    run_copy = Path(shutil.copytree(run, tmp_path / "run"))
+    recipe = (run_copy / "recipe.toml").read_text()
     model = RunFolder.read(run).recipe().student.model
-    (moved / "recipe.toml").write_text(recipe.replace(model, "/gone/away"))
+    (run_copy / "recipe.toml").write_text(recipe.replace(model, "/gone/away"))
     with pytest.raises(ModelError, match="no such folder"):
-        export(moved, tmp_path / "model")
+        export(run_copy, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_no_checkpoint(run, tmp_path):
-    moved = Path(shutil.copytree(run, tmp_path / "run"))
-    shutil.rmtree(moved / "checkpoints")
+    run_copy = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(run_copy / "checkpoints")
     with pytest.raises(UserError, match=r"has no checkpoint\. None was saved yet, or .*deleted"):
-        export(moved, tmp_path / "model")
+        export(run_copy, tmp_path / "model")
 
 
 def test_adapters_that_fit_no_base(tiny_folder, tmp_path, run):
