@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from courtside.api import evaluate_student, train
 from courtside.chat.template import ChatTemplate
 from courtside.cli.app import app
+from courtside.cli.machine import limit_spinning
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
@@ -265,6 +266,26 @@ def test_a_run_remembers_its_number_of_threads(run, tiny_folder, monkeypatch):
     longer = make_recipe(tiny_folder, train={"steps": 4, "prompts_per_step": 1})
     train(longer, run, console=console)
     assert any(f"the steps so far ran with {other}." in text for text in console.texts)
+
+
+def test_spinning_is_limited_before_torch_is_loaded_unless_the_user_did() -> None:
+    defaults: dict[str, str] = {}
+    limit_spinning(defaults)
+    assert defaults == {"GOMP_SPINCOUNT": "10000"}
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        environment = {name: "active"}
+        limit_spinning(environment)
+        assert environment == {name: "active"}
+    code = (
+        "import os, sys; from courtside.cli import commands\n"
+        "def recipes(): print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)\n"
+        "commands.recipes = recipes\n"
+        "from courtside.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "10000 False\n", done.stderr
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from courtside.engines.loading import load_tokenizer
 from courtside.types import Message
 
 ROUNDING = 1e-3
-"""Nats a token, as docs/quickstart.md states it; seen are some 1e-5."""
+"""Nats a token, as docs/export.md states it; seen are up to 5e-5."""
 
 pytestmark = [
     pytest.mark.slow,

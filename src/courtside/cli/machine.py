@@ -49,5 +49,11 @@ def tolerate_closed_output() -> None:
         setattr(sys, name, LossyStream(stream))
 
 
-def set_wait_policy(environment: MutableMapping[str, str] = os.environ) -> None:
-    pass
+def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let OpenMP's idle threads sleep sooner; without effect once torch is loaded.
+
+    A thread that spins keeps a core from the one that it waits for, as soon as other processes
+    need the cores, too. docs/troubleshooting.md has the measurements behind the number.
+    """
+    if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        environment["GOMP_SPINCOUNT"] = "10000"
