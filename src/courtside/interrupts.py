@@ -57,12 +57,13 @@ def handle_signals(handle: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, signal.default_int_handler)
         handle(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATIONS)}
-    for number, handler in before.items():
+    before = {}
+    for number in (signal.SIGINT, *TERMINATIONS):
+        handler = signal.getsignal(number)
         # A job in the background comes with its interrupts ignored, and may be sent one; `nohup`
-        # ignores SIGHUP on purpose.
-        if number == signal.SIGINT or handler is not signal.SIG_IGN:
-            signal.signal(number, forward)
+        # ignores SIGHUP on purpose. None: a handler in C, which could not be put back.
+        if handler is not None and (number == signal.SIGINT or handler is not signal.SIG_IGN):
+            before[number] = signal.signal(number, forward)
     try:
         yield
     finally:

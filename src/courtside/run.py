@@ -167,9 +167,8 @@ class Run:
 
     def _note_slowdown(self, row: Mapping[str, Any]) -> None:
         self._rates.append(row.get("tokens_per_second") or 0.0)
-        if self.parts.student.weights.device.type == "cpu" and (
-            note := check_slowdown(self._rates)
-        ):
+        note = check_slowdown(self._rates, torch.get_num_threads())
+        if note is not None and self.parts.student.weights.device.type == "cpu":
             self.console.print_line(note)
 
     def _record_alarms(self) -> None:

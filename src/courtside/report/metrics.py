@@ -123,7 +123,7 @@ def check_missing_metrics(rows: Sequence[Mapping[str, Any]], num_steps: int) -> 
     )
 
 
-def check_slowdown(rates: Sequence[float]) -> str | None:
+def check_slowdown(rates: Sequence[float], num_threads: int) -> str | None:
     """The note on a run whose tokens per second collapsed in the last two steps; None: no.
 
     `rates` are those of all steps of this process. It is compared with the run's own median, and
@@ -135,8 +135,10 @@ def check_slowdown(rates: Sequence[float]) -> str | None:
     slow = [rate < usual / SLOWDOWN_FACTOR for rate in rates[-SLOWDOWN_STEPS - 1 :]]
     if slow[0] or not all(slow[1:]):
         return None
-    return (
+    note = (
         f"{rates[-1]:.3g} tokens/s, where this run's median is {usual:.3g}: are other processes on "
-        "its cores? Fewer threads often help: stop it (Ctrl-C saves) and go on with "
-        "OMP_NUM_THREADS=1"
+        "its cores?"
     )
+    if num_threads > 1:
+        note += " Stop it (Ctrl-C saves) and go on with OMP_NUM_THREADS=1, which often helps then"
+    return note
