@@ -39,4 +39,8 @@ class CheckpointError(RunError):
 
 
 class Interrupted(RunError):
-    """Ctrl-C: a checkpoint was saved and the message says how to go on."""
+    """Ctrl-C, SIGTERM or SIGHUP: a checkpoint was saved and the message says how to go on."""
+
+    def __init__(self, message: str, signal_number: int = 2) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number

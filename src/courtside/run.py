@@ -6,15 +6,13 @@ The loop asks it for the next step and reports the outcome; it never changes wha
 from __future__ import annotations
 
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import torch
@@ -29,12 +27,18 @@ from courtside.errors import (
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
+from courtside.interrupts import StopSignal, handle_signals, signal_name
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import write_trajectories
-from courtside.report.metrics import check_harmful_hints, check_nothing_trained
+from courtside.report.metrics import (
+    check_harmful_hints,
+    check_missing_metrics,
+    check_nothing_trained,
+    check_slowdown,
+)
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
@@ -46,6 +50,8 @@ HARMFUL_HINTS = "harmful_hints"
 """Kind of alarm."""
 STEPS_BETWEEN_ALARMS = 10
 """Of one kind."""
+INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
+"""In these the student's weights are those of the last whole step."""
 
 
 class Run:
@@ -55,8 +61,11 @@ class Run:
         self.meter = CostMeter()
         self.num_steps = 0
         """Optimizer steps done."""
-        self.interrupted = False
         parts.progress.watch(console.progress)
+        self.interrupted_by: int | None = None
+        """The number of a signal that asked the run to stop."""
+        self._rates: list[float] = []
+        """Tokens per second of this process's steps."""
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -75,8 +84,10 @@ class Run:
         `remaining_steps` could not: an error in the body of a `for` never reaches its generator.
         """
         try:
-            with self._catch_interrupts():
+            with handle_signals(self._handle_signal):
                 yield
+        except StopSignal as stop:
+            self._save_and_stop(stop.number)
         except torch.OutOfMemoryError as error:
             fix = "rollout.kv_cache_tokens"
             if not self.parts.student.weights.uses_gradient_checkpointing:
@@ -110,6 +121,8 @@ class Run:
             self.console.print_line(
                 f"{self.folder.path}: all {total} steps are done; nothing to train"
             )
+        if missing := check_missing_metrics(self.folder.metrics(), self.num_steps):
+            self.console.print_line(missing)
         self._evaluate_if_due()
         while self.num_steps < total:
             self._stop_if_interrupted()
@@ -162,9 +175,9 @@ class Run:
             tracker.log(row, step)
         self.console.step(row)
         self._check_hints(step, scored)
-        if last and (alarm := check_nothing_trained(self.folder.metrics())):
-            self.folder.record_alarm({"step": step, "message": alarm})
-            self.console.print_line(alarm)
+        self._note_slowdown(row)
+        if last:
+            self._record_alarms()
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
@@ -178,6 +191,19 @@ class Run:
         if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
             self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
             self.console.print_line(f"step {step + 1}: {alarm}")
+
+    def _note_slowdown(self, row: Mapping[str, Any]) -> None:
+        self._rates.append(row.get("tokens_per_second") or 0.0)
+        note = check_slowdown(self._rates, torch.get_num_threads())
+        if note is not None and self.parts.student.weights.device.type == "cpu":
+            self.console.print_line(note)
+
+    def _record_alarms(self) -> None:
+        rows = self.folder.metrics()
+        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, self.num_steps))
+        for alarm in filter(None, alarms):
+            self.folder.record_alarm({"step": self.num_steps - 1, "message": alarm})
+            self.console.print_line(alarm)
 
     def write_report(self) -> Path:
         differences = compare_evaluations(self.folder)
@@ -226,6 +252,7 @@ class Run:
                     self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
+            self._stop_if_interrupted()
             try:
                 with self.phase("evaluate"):
                     evaluation, trajectories = self._evaluate(policy, split)
@@ -340,33 +367,33 @@ class Run:
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def _catch_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run at the next whole step; the second ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            # Not `before`: a job started in the background came with its interrupts ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _handle_signal(self, number: int) -> None:
+        """Stop at once where no weight is being changed; Ctrl-C lets a step's samples be used."""
+        self.interrupted_by = number
+        phase = self.meter.current_phase
+        if phase == "evaluate" or (number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES):
+            raise StopSignal(number)
+        if number == signal.SIGINT:
             self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
 
-        signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _stop_if_interrupted(self) -> None:
-        if self.interrupted:
-            self._save()
+        if self.interrupted_by is not None:
+            self._save_and_stop(self.interrupted_by)
+
+    def _save_and_stop(self, number: int) -> NoReturn:
+        if self.num_steps == 0:
             raise Interrupted(
-                f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
-                f"saved in {self.folder.path}. The same command goes on from there"
+                f"stopped by {signal_name(number)} before the first step; nothing was trained. "
+                "The same command starts again",
+                number,
             )
+        self._save()
+        raise Interrupted(
+            f"stopped by {signal_name(number)} after {self.num_steps} of "
+            f"{self.recipe.train.steps} steps; everything is saved in {self.folder.path}. The same "
+            "command goes on from there",
+            number,
+        )
 
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:

@@ -20,7 +20,7 @@ from courtside.assemble.teachers import (
     make_hint_trial,
 )
 from courtside.engines.base import Engine
-from courtside.engines.cpu.threads import limit_threads
+from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
@@ -38,11 +38,18 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, trains: bool = False, serve: Serve = in_process) -> Runtime:
+def assemble(
+    recipe: Recipe,
+    *,
+    trains: bool = False,
+    serve: Serve = in_process,
+    num_threads: int | None = None,
+) -> Runtime:
     """`trains`: whether hints must be able to train, which an evaluation does not need. `serve`
-    may put another engine in the place of those that sample and of model teachers."""
-    limit_threads()
-    notes: list[str] = []
+    may put another engine in the place of those that sample and of model teachers. `num_threads`:
+    how many a resumed run had."""
+    thread_note = choose_threads(num_threads)
+    notes = [] if thread_note is None else [thread_note]
 
     inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from courtside.errors import ModelError, TaskError
+from courtside.interrupts import time_limit
 from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -38,11 +39,31 @@ PROBE_CALL = {
     "function": {"name": "courtside_probe", "arguments": {"at": 1}},
 }
 
+RENDER_SECONDS = 20
+"""For what is rendered at construction; ordinary templates take milliseconds."""
+
+TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a template can raise: it is code of others."""
+
+
+class TemplateTimeoutError(Exception):
+    """Raised inside a template that does not end."""
+
 
 class ChatTemplate:
     """Renders messages to token ids with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, *, name: str, eos_ids: Collection[int]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        name: str,
+        eos_ids: Collection[int],
+        render_seconds: float = RENDER_SECONDS,
+    ):
         self.tokenizer = tokenizer
         self.name = name
         self.eos_ids = frozenset(eos_ids)
@@ -56,7 +77,14 @@ class ChatTemplate:
         special = "|".join(sorted(re.escape(t) for t in tokens if len(t) > 1)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
         self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
-        self._check_boundary()
+        try:
+            with time_limit(render_seconds, TemplateTimeoutError):
+                self._check_boundary()
+        except TemplateTimeoutError:
+            raise ModelError(
+                f"{name}: its chat template renders a short prompt for more than {render_seconds} "
+                "s; it seems to loop. Use a template that ends"
+            ) from None
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
@@ -149,10 +177,11 @@ class ChatTemplate:
         plain = [split_special(tree) for tree in trees]
         try:
             return self._apply(plain, split_special(tools), add_generation_prompt)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             roles = [message["role"] for message in plain]
             raise ModelError(
-                f"{self.name}: its chat template refuses messages with roles {roles}: {error}"
+                f"{self.name}: its chat template refuses messages with roles {roles}: "
+                f"{error or type(error).__name__}"
             ) from None
 
     def _apply(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
@@ -168,7 +197,7 @@ class ChatTemplate:
         """Whether the template renders tool schemas."""
         try:
             text = self._apply([{"role": "user", "content": "Is it?"}], [PROBE_TOOL], True)
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return False
         return "courtside_probe" in text
 
@@ -179,7 +208,7 @@ class ChatTemplate:
         call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
         try:
             return "courtside_probe" in self._apply([ask, call], None, False)
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return False
 
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:

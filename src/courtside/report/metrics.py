@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from courtside.types import HintOutcome, Scored, Trajectory, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+SLOWDOWN_FACTOR = 3
+"""How much slower than the run's median a step must be to count as slow."""
+SLOWDOWN_STEPS = 2
+"""Slow steps in a row: one may just have had long prompts."""
 
 
 def compute_metrics(
@@ -138,3 +143,36 @@ def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
         else "no event was reported and no text matched; look at some turns with `courtside view`"
     )
     return f"{result}. The reader proposed no hint in any step: {events}."
+
+
+def check_missing_metrics(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str | None:
+    """The alarm of a run whose metrics.jsonl lost steps that were trained; None: all are there."""
+    missing = sorted(set(range(num_steps)) - {row["step"] for row in rows})
+    if not missing:
+        return None
+    return (
+        f"metrics.jsonl has no row of {len(missing)} of {num_steps} steps (from {missing[0]} to "
+        f"{missing[-1]}): the file was deleted or changed under the run. The weights are complete; "
+        "the curves of the report have a hole"
+    )
+
+
+def check_slowdown(rates: Sequence[float], num_threads: int) -> str | None:
+    """The note on a run whose tokens per second collapsed in the last two steps; None: no.
+
+    `rates` are those of all steps of this process. It is compared with the run's own median, and
+    noted once: when the second slow step in a row follows one that was not slow.
+    """
+    if len(rates) < SLOWDOWN_STEPS + 3:
+        return None
+    usual = median(rates[:-SLOWDOWN_STEPS])
+    slow = [rate < usual / SLOWDOWN_FACTOR for rate in rates[-SLOWDOWN_STEPS - 1 :]]
+    if slow[0] or not all(slow[1:]):
+        return None
+    note = (
+        f"{rates[-1]:.3g} tokens/s, where this run's median is {usual:.3g}: are other processes on "
+        "its cores?"
+    )
+    if num_threads > 1:
+        note += " Stop it (Ctrl-C saves) and go on with OMP_NUM_THREADS=1, which often helps then"
+    return note

@@ -25,9 +25,10 @@ CHANGEABLE_FIELDS = (
     "train.logits_chunk_tokens",
     "train.micro_batch_tokens",
     "train.optimizer_offload",
+    "train.steps",
 )
-"""May differ in a resumed run: what is stored, memory settings, and where and how long user code
-runs. Training is the same up to rounding."""
+"""May differ in a resumed run: what is stored, memory settings, where and how long user code runs,
+and when the run ends. Training is the same up to rounding."""
 
 
 def refuse_foreign_folder(path: Path) -> None:

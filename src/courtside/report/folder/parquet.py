@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -119,7 +120,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> Any:
     try:
         # `pq.read_table(path)` would parse `key=value` folder names as columns. A Python file or
         # threads could release a Python object during process exit, which aborts it.
-        with pa.OSFile(str(path)) as file:
+        with pa.OSFile(os.fsencode(path)) as file:
             parquet = pq.ParquetFile(file, pre_buffer=False)
             # Before the rows: a newer schema may have types that cannot be read.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
