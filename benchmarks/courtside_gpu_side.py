@@ -118,6 +118,7 @@ def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Reci
         tree |= {
             "tasks": {"kind": "environment", "path": WORLD, "settings": settings},
             "reader": {"kind": "rules", "rules": [rule]},
+            "hints": {"harmful": "train"},  # of random weights: all of the same work is done
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [REVERSE_KL | {"on": "hinted_turns"}],
         }

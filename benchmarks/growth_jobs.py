@@ -255,7 +255,7 @@ def episodes(parts: Parts, *, rows: int, turns: int, new: int) -> Work:
 def hints(parts: Parts, *, tokens: int, turns: int, hints: int) -> Work:
     trajectory = episode(parts.template, tokens, turns)
     hint_list = spread_hints(trajectory, hints)
-    rules = HintsConfig(min_shift=-1e9)  # of random weights: none is dropped
+    rules = HintsConfig(min_shift=-1e9, harmful="train")  # of random weights: none is dropped
     score = parts.scoring(HintScorer(parts.engine, parts.template, rules))
 
     def call() -> None:

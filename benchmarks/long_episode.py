@@ -74,6 +74,7 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
             "student": student,
             "tasks": {"kind": "toolbox"},
             "reader": {"kind": "rules"},
+            "hints": {"harmful": "train"},  # of random weights: none is dropped
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [
                 {"kind": "divergence", "on": "hinted_turns"},

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import END_TOKEN, SEED, TEACHER_NOISE
 
-from courtside.engines.loading import BUILTIN_MODEL, resolve_model
+from courtside.engines.builtin_model import BUILTIN_MODEL
+from courtside.engines.loading import resolve_model
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ import pytest
 # Before anything imports Triton, as transformers does: without a GPU its interpreter runs kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports torch: how busy the machine is must not decide how results are rounded.
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, rescore, train
+    from courtside.api import evaluate_student, export, rescore, show, train
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
@@ -34,6 +34,7 @@ __all__ = [
     "load_recipe",
     "parse_recipe",
     "rescore",
+    "show",
     "train",
     "write_report",
 ]
@@ -52,6 +53,7 @@ _HOMES = {
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
+    "show": "courtside.api",
     "train": "courtside.api",
     "write_report": "courtside.api",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
@@ -16,6 +16,8 @@ from courtside.recipe.load import load_recipe
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.artifacts.export import ExportDtype
+    from courtside.assemble.preview import Preview
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
@@ -33,6 +35,8 @@ def train(
     `recipe`: also a TOML file or the name of a built-in recipe, whose folder is runs/NAME by
     default. `quiet`: print nothing; the lines go to the logger `courtside`. `console`: print there.
     """
+    import torch
+
     from courtside.assemble import assemble
     from courtside.loop import train_loop
     from courtside.report.console import choose_console
@@ -43,10 +47,14 @@ def train(
     path = _default_folder(recipe) if folder is None else Path(folder)
     recipe = _load(recipe)
     _discard_failed_start(path, recipe)
+    if note := _check_resumable(path, recipe):
+        console.print_line(note)
     with RunFolder.open(path, recipe) as opened:
         try:
             console.phase("loading models")
-            parts = assemble(recipe)
+            num_threads = opened.environment().get("threads")
+            parts = assemble(recipe, trains=True, num_threads=num_threads)
+            opened.record_threads(torch.get_num_threads())
             run = Run(parts, opened, console)
         except BaseException:
             console.finish()  # else the loop does
@@ -69,6 +77,16 @@ def write_report(run: str | Path) -> Path:
     folder = RunFolder.read(run)
     decode = _make_decode(folder.recipe())
     return write_report(folder, differences=compare_evaluations(folder), decode=decode)
+
+
+def show(recipe: Recipe | str | Path) -> Preview:
+    """What a recipe would train on, as tokens: no weights are loaded and nothing is trained.
+
+    `recipe`: also a TOML file, or the name of a built-in recipe.
+    """
+    from courtside.assemble.preview import make_preview
+
+    return make_preview(_load(recipe))
 
 
 def evaluate_student(
@@ -150,39 +168,41 @@ def _evaluate(
 
 
 def export(
-    run: str | Path, to: str | Path, *, step: int | None = None, adapter: bool = False
+    run: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    adapter: bool = False,
+    dtype: ExportDtype = "float32",
+    push: str | None = None,
 ) -> Path:
-    """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`.
+    """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`, with a card.
 
-    `adapter`: only the LoRA adapter, not the merged weights.
+    `adapter`: only the LoRA adapter, not the merged weights. `dtype`: of the merged weights.
+    `push`: a repository of the hub, to upload the folder to.
     """
-    from courtside.engines.loading import load_tokenizer, merge_adapter
+    from courtside.artifacts.export import refuse_adapter, write_export
+    from courtside.artifacts.hub import open_hub, push_folder
     from courtside.report.folder.folder import RunFolder
-    from courtside.run import copy_tensors
-    from courtside.training import checkpoints
-    from courtside.training.weights import StudentWeights
 
-    to = Path(to)
-    config = RunFolder.read(run).recipe().student
-    if adapter and config.lora is None:
-        raise UserError("--adapter: this run trained all weights and has no adapter. Leave it out")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"{to}: exists and is not an empty folder. Name a new folder")
-    saved = checkpoints.load(_find_checkpoint(run, step))
-    # The student alone: the teacher and the tasks may no longer exist.
-    weights = StudentWeights(config, seed=0)
-    copy_tensors({name: p.data for name, p in weights.trained.items()}, saved.tensors["weights"])
-    model: Any = weights.model
+    folder, to = RunFolder.read(run), Path(to)
+    config = folder.recipe().student
     if adapter:
-        model = weights.adapter
-    elif weights.adapter is not None:
-        # In float32: a merge in bfloat16 would round the adapter away.
-        model = merge_adapter(weights.adapter.float())
-    # With an adapted head, the whole embedding would be saved too.
-    options: dict[str, Any] = {"save_embedding_layers": False} if adapter else {}
-    model.save_pretrained(to, safe_serialization=True, **options)
-    load_tokenizer(config.model, trust_remote_code=config.trust_remote_code).save_pretrained(to)
+        refuse_adapter(config, dtype=dtype)
+    hub = None if push is None else open_hub(push, config if adapter else None)
+    write_export(folder, _find_checkpoint(run, step), to, adapter=adapter, dtype=dtype)
+    if push is not None:
+        push_folder(hub, to, push)
     return to
+
+
+def serving_command(run: str | Path, exported: str | Path) -> str | None:
+    """The command that serves an export of a run with vLLM; None: vLLM cannot serve it."""
+    from courtside.artifacts.serving import exact_base, vllm_command
+    from courtside.report.folder.folder import RunFolder
+
+    model = RunFolder.read(run).recipe().student.model
+    return vllm_command(Path(exported), exact_base(model), str(exported))
 
 
 def rescore(
@@ -269,7 +289,10 @@ def _find_checkpoint(run: str | Path, step: int | None) -> Path:
     folder = RunFolder.read(run).checkpoints
     path = checkpoints.at(folder, step) if step is not None else checkpoints.latest(folder)
     if path is None:
-        raise UserError(f"{run}: has no checkpoint yet")
+        raise UserError(
+            f"{run}: has no checkpoint. None was saved yet, or {folder} was deleted: train it with "
+            "the same command"
+        )
     return path
 
 
@@ -297,6 +320,42 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
         )
     restore(parts, saved)
     return parts, saved.num_steps
+
+
+def _check_resumable(path: Path, recipe: Recipe) -> str | None:
+    """Refuse a run that lost its checkpoints, or did more steps; a note on one to extend."""
+    from courtside.report.folder.folder import RunFolder
+    from courtside.report.folder.locking import RECIPE
+    from courtside.training import checkpoints
+
+    if not (path / RECIPE).is_file():
+        return None
+    folder = RunFolder.read(path)
+    old, latest = folder.recipe(), checkpoints.latest(folder.checkpoints)
+    num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
+    if latest is None:
+        num_recorded = len(folder.metrics())
+        is_finished = any(e.step == old.train.steps for e in folder.evaluations())
+        if num_recorded > old.run.checkpoint_every or is_finished:
+            raise UserError(
+                f"{path}: has metrics of {num_recorded} steps and no checkpoint; "
+                f"{folder.checkpoints} was deleted. Put it back to go on, or train from the "
+                "beginning in another folder"
+            )
+    if recipe.train.steps < num_steps:
+        raise RecipeError(
+            f"train.steps = {recipe.train.steps}: {path} has done {num_steps} steps already. Give "
+            "at least as many, or another folder"
+        )
+    if recipe.train.steps == old.train.steps or not num_steps:
+        return None
+    note = f"train.steps: {old.train.steps} → {recipe.train.steps}"
+    if recipe.train.lr_schedule != "constant":
+        note += (
+            f"; from here on the {recipe.train.lr_schedule} schedule reaches zero at step "
+            f"{recipe.train.steps}, so the learning rate jumps"
+        )
+    return note
 
 
 def _discard_failed_start(path: Path, recipe: Recipe) -> None:

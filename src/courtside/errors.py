@@ -30,9 +30,17 @@ class NotFiniteError(RunError):
     """NaN or Inf in a loss or gradient. The batch was saved for inspection."""
 
 
+class EnvironmentFaultsError(RunError):
+    """Bugs in an environment ended too many episodes. The steps done are saved."""
+
+
 class CheckpointError(RunError):
     """A checkpoint that cannot be written or read. Older ones are untouched."""
 
 
 class Interrupted(RunError):
-    """Ctrl-C: a checkpoint was saved and the message says how to go on."""
+    """Ctrl-C, SIGTERM or SIGHUP: a checkpoint was saved and the message says how to go on."""
+
+    def __init__(self, message: str, signal_number: int = 2) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number

@@ -6,7 +6,9 @@ The module is installed, or lies in the folder where the command runs.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,14 @@ from typing import Any, Literal, Protocol
 from courtside.errors import UserError
 
 PluginKind = Literal["class", "function"]
+CONSTRUCTORS = {
+    "Message": "Message(role='user', content='…')",
+    "Event": "Event(kind='…', details={…})",
+    "Observation": "Observation(messages=(…,))",
+    "Grade": "Grade(score=1.0, passed=True)",
+    "Task": "Task(id='…', split='train', messages=(…,))",
+}
+"""Records that user code makes, with the keywords that people leave out."""
 
 
 class PluginConfig(Protocol):
@@ -61,7 +71,13 @@ def make_plugin(
     """What the plugin at the section's `path` makes of its `settings`."""
     path, settings = config.path, dict(config.settings)
     plugin = load_plugin(path, kind, field=f"{section}.path", error=error)
-    signature = inspect.signature(plugin)
+    try:
+        signature = inspect.signature(plugin)
+    except ValueError:
+        raise error(
+            f"{section}.path = {path!r}: it has no signature that Python can tell; wrap it in a "
+            f"{kind} of your own"
+        ) from None
     try:
         signature.bind(**settings)
     except TypeError as problem:
@@ -70,7 +86,15 @@ def make_plugin(
             f"{section}.path = {path!r}: {section}.settings = {settings} do not fit, {problem}; "
             f"{path.partition(':')[2]} takes {accepted}"
         ) from None
-    return plugin(**settings)
+    try:
+        return plugin(**settings)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # user code, also sys.exit and cancelled tasks
+        raise error(
+            f"{section}.path = {path!r}: {path.partition(':')[2]}(**settings) "
+            f"{describe_error(problem)}"
+        ) from problem
 
 
 def _import(name: str, where: str, error: type[UserError]) -> Any:
@@ -89,3 +113,49 @@ def _import(name: str, where: str, error: type[UserError]) -> Any:
         raise error(
             f"{where}: module {name!r} imports {missing!r}, which is not installed; install it"
         ) from None
+    except SyntaxError as problem:
+        file, line = str(problem.filename).rpartition("/")[2], problem.lineno
+        raise error(
+            f"{where}: {file}, line {line}: {problem.msg}; correct the syntax there"
+        ) from problem
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # user code, also sys.exit and cancelled tasks
+        raise error(f"{where}: importing {name!r} {describe_error(problem)}") from problem
+
+
+# ── what user code raised ────────────────────────────────────────────────────────────────────────
+
+
+def describe_error(error: BaseException) -> str:
+    """`raised KeyError: 'city' (world.py, line 12)`, with the fix of frequent slips."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}){_find_place(error)}; raise an exception instead"
+    try:
+        message = str(error).strip()
+    except Exception:  # user code: an exception that cannot be printed
+        message = "(its message cannot be printed)"
+    text = ": ".join([type(error).__name__, *message.splitlines()[:1]])
+    record = re.match(r"(\w+)\.__init__\(\)", message)
+    fix = ""
+    if isinstance(error, TypeError) and record and record[1] in CONSTRUCTORS:
+        fix = f"; name the fields: {CONSTRUCTORS[record[1]]}"
+    return f"raised {text}{_find_place(error)}{fix}"
+
+
+def format_trace(error: BaseException) -> str:
+    """The traceback without the frames of this package that called user code."""
+    lines = traceback.TracebackException.from_exception(error)
+    package = str(Path(__file__).parent)
+    frames = [frame for frame in lines.stack if not frame.filename.startswith(package)]
+    lines.stack = traceback.StackSummary.from_list(frames)
+    return "".join(lines.format())
+
+
+def _find_place(error: BaseException) -> str:
+    package = str(Path(__file__).parent)
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith((package, "<frozen"))]
+    if not frames:
+        return ""
+    return f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})"

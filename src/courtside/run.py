@@ -6,33 +6,52 @@ The loop asks it for the next step and reports the outcome; it never changes wha
 from __future__ import annotations
 
 import signal
-import threading
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import torch
 
-from courtside.errors import Interrupted, NotFiniteError, RunError, UserError
+from courtside.errors import (
+    EnvironmentFaultsError,
+    Interrupted,
+    NotFiniteError,
+    RunError,
+    UserError,
+)
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
+from courtside.interrupts import StopSignal, handle_signals, signal_name
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, forward_flops, training_flops
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import write_trajectories
-from courtside.report.metrics import check_nothing_trained
+from courtside.report.metrics import (
+    check_harmful_hints,
+    check_missing_metrics,
+    check_nothing_trained,
+    check_slowdown,
+)
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.types import Evaluation, Scored, Split, Trajectory, Update
+
+HARMFUL_HINTS = "harmful_hints"
+"""Kind of alarm."""
+STEPS_BETWEEN_ALARMS = 10
+"""Of one kind."""
+INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
+"""In these the student's weights are those of the last whole step."""
 
 
 class Run:
@@ -42,8 +61,11 @@ class Run:
         self.meter = CostMeter()
         self.num_steps = 0
         """Optimizer steps done."""
-        self.interrupted = False
         parts.progress.watch(console.progress)
+        self.interrupted_by: int | None = None
+        """The number of a signal that asked the run to stop."""
+        self._rates: list[float] = []
+        """Tokens per second of this process's steps."""
         self._resume()
         self.trackers = open_trackers(
             self.recipe.run.trackers,
@@ -62,8 +84,10 @@ class Run:
         `remaining_steps` could not: an error in the body of a `for` never reaches its generator.
         """
         try:
-            with self._catch_interrupts():
+            with handle_signals(self._handle_signal):
                 yield
+        except StopSignal as stop:
+            self._save_and_stop(stop.number)
         except torch.OutOfMemoryError as error:
             fix = "rollout.kv_cache_tokens"
             if not self.parts.student.weights.uses_gradient_checkpointing:
@@ -76,7 +100,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except UserError:
+        except (UserError, EnvironmentFaultsError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
@@ -97,6 +121,8 @@ class Run:
             self.console.print_line(
                 f"{self.folder.path}: all {total} steps are done; nothing to train"
             )
+        if missing := check_missing_metrics(self.folder.metrics(), self.num_steps):
+            self.console.print_line(missing)
         self._evaluate_if_due()
         while self.num_steps < total:
             self._stop_if_interrupted()
@@ -129,11 +155,11 @@ class Run:
     def record(
         self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
     ) -> None:
+        if update.teacher_logp:  # the update scored hints
+            scored = judge_hints(scored, update)
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        if update.teacher_logp:  # the update scored hints
-            scored = judge_hints(scored, update)
         self._add_step_costs(scored, update, counts)
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
@@ -148,12 +174,36 @@ class Run:
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
-        if last and (alarm := check_nothing_trained(self.folder.metrics())):
-            self.folder.record_alarm({"step": step, "message": alarm})
-            self.console.print_line(alarm)
+        self._check_hints(step, scored)
+        self._note_slowdown(row)
+        if last:
+            self._record_alarms()
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
+
+    def _check_hints(self, step: int, scored: Sequence[Scored]) -> None:
+        """Alarm where most hints do harm, and again after some steps where they still do."""
+        alarm = check_harmful_hints([outcome for s in scored for outcome in s.hints])
+        if alarm is None:
+            return
+        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == HARMFUL_HINTS]
+        if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
+            self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
+            self.console.print_line(f"step {step + 1}: {alarm}")
+
+    def _note_slowdown(self, row: Mapping[str, Any]) -> None:
+        self._rates.append(row.get("tokens_per_second") or 0.0)
+        note = check_slowdown(self._rates, torch.get_num_threads())
+        if note is not None and self.parts.student.weights.device.type == "cpu":
+            self.console.print_line(note)
+
+    def _record_alarms(self) -> None:
+        rows = self.folder.metrics()
+        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, self.num_steps))
+        for alarm in filter(None, alarms):
+            self.folder.record_alarm({"step": self.num_steps - 1, "message": alarm})
+            self.console.print_line(alarm)
 
     def write_report(self) -> Path:
         differences = compare_evaluations(self.folder)
@@ -202,10 +252,23 @@ class Run:
                     self.console.print_line(f"not evaluated on {split} tasks: {reason}")
                 skipped.add(split)
                 continue
-            with self.phase("evaluate"):
-                evaluation, trajectories = self._evaluate(policy, split)
+            self._stop_if_interrupted()
+            try:
+                with self.phase("evaluate"):
+                    evaluation, trajectories = self._evaluate(policy, split)
+            except Exception as error:  # whatever fails after training must not cost the report
+                if not self._is_trained:
+                    raise
+                self._report_unmeasured(f"{policy} on {split} tasks", error)
+                continue
             self._add_evaluation_costs(evaluation)
             self.folder.record_evaluation(evaluation, trajectories)
+            if faults := evaluation.metrics.get("environment_faults", 0):
+                message = (
+                    f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
+                    "environment and are not in the score"
+                )
+                self.folder.record_alarm({"step": self.num_steps, "message": message})
             self.folder.write_costs(self.meter.totals())
             for tracker in self.trackers:
                 tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
@@ -224,12 +287,26 @@ class Run:
         try:
             untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
             metrics = logp_drop(untrained, self.parts.engine)
-        except UserError as error:  # nothing after training may cost its scores and report
-            self.console.print_line(f"logp_drop is not measured: {error}")
+        except (UserError, RunError) as error:
+            self._report_unmeasured("logp_drop", error)
             return answers
         return answers._replace(
             evaluation=replace(evaluation, metrics={**evaluation.metrics, **metrics})
         )
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.num_steps == self.recipe.train.steps
+
+    def _report_unmeasured(self, what: str, error: Exception) -> None:
+        """On the console and in the report; the evaluation is tried again by the next command."""
+        reason = str(error)
+        if not isinstance(error, UserError | RunError):
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
+        message = f"not measured after training: {what} ({reason})"
+        self.folder.record_alarm({"step": self.num_steps, "message": message})
+        self.console.print_line(message)
 
     def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
         """Test tasks before and after training, validation tasks in between."""
@@ -290,33 +367,33 @@ class Run:
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def _catch_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run at the next whole step; the second ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            # Not `before`: a job started in the background came with its interrupts ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _handle_signal(self, number: int) -> None:
+        """Stop at once where no weight is being changed; Ctrl-C lets a step's samples be used."""
+        self.interrupted_by = number
+        phase = self.meter.current_phase
+        if phase == "evaluate" or (number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES):
+            raise StopSignal(number)
+        if number == signal.SIGINT:
             self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
 
-        signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _stop_if_interrupted(self) -> None:
-        if self.interrupted:
-            self._save()
+        if self.interrupted_by is not None:
+            self._save_and_stop(self.interrupted_by)
+
+    def _save_and_stop(self, number: int) -> NoReturn:
+        if self.num_steps == 0:
             raise Interrupted(
-                f"stopped after {self.num_steps} of {self.recipe.train.steps} steps; everything is "
-                f"saved in {self.folder.path}. The same command goes on from there"
+                f"stopped by {signal_name(number)} before the first step; nothing was trained. "
+                "The same command starts again",
+                number,
             )
+        self._save()
+        raise Interrupted(
+            f"stopped by {signal_name(number)} after {self.num_steps} of "
+            f"{self.recipe.train.steps} steps; everything is saved in {self.folder.path}. The same "
+            "command goes on from there",
+            number,
+        )
 
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
@@ -324,8 +401,10 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
     if recipe.reader is not None:
         hints = [hint for s in scored for hint in s.hints]
         # A threshold that drops every hint of the first step is a mistake in the recipe; later the
-        # student may no longer need any of them.
-        if not hints or (update.step > 0 and all(hint.drop_reason is not None for hint in hints)):
+        # student may no longer need any of them. Harmful hints have an alarm of their own.
+        if not hints or any(hint.drop_reason == "harmful" for hint in hints):
+            return
+        if update.step > 0 and all(hint.drop_reason is not None for hint in hints):
             return
     elif scored and recipe.rollout.corrections and all(x.on == "dataset" for x in recipe.losses):
         num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
@@ -349,7 +428,9 @@ def _describe_errors(evaluation: Evaluation) -> str:
     if "error_rate" not in metrics:
         return ""
     low, high = metrics["error_rate/low"], metrics["error_rate/high"]
-    return f"; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
+    faults = metrics.get("environment_faults", 0)
+    left_out = f"; {faults:g} episodes left out (bugs in the environment)" if faults else ""
+    return f"{left_out}; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
 
 
 def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:

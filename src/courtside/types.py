@@ -6,8 +6,9 @@ by its position in some other list. `None` means "never measured" and is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,13 +21,19 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
-StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time"]
+StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time", "fault"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     role: Role
     content: str
+    extra: str = ""
+    """Other keys of a chat API's message (`tool_calls`, `tool_call_id`, `name`) as a JSON object,
+    which the chat template renders; empty: none."""
+    tools: str = ""
+    """On the first message of a prompt: the tool schemas that the chat template renders, as JSON;
+    empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,7 @@ class Grade:
     score: float
     """In [0, 1]; the reward of reinforcement learning."""
     passed: bool
-    feedback: str
+    feedback: str = ""
     """The reason in a sentence, which may become a teacher's context; empty: none."""
     error: str | None = None
     """What a grader of the user's own raised; the score is 0 then."""
@@ -107,8 +114,14 @@ class Event:
 
     kind: str
     """E.g. "tool_not_found"."""
-    details: Mapping[str, str] = field(default_factory=dict)
-    """Named facts for a reader's templates: the tool, its arguments, the error message."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Named facts for a reader's templates, any JSON values: the tool, its arguments, the error
+    message."""
+
+    def detail(self, name: str) -> str:
+        """A detail as text: JSON unless it is a string; empty if there is none."""
+        value = self.details.get(name, "")
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +165,9 @@ class Trajectory:
     """The sampler's; student and teacher are compared at this temperature."""
     stop: StopReason
     grade: Grade | None = None
+    fault: str | None = None
+    """The bug in the environment that ended the episode (`stop` is "fault", and there is no grade);
+    it says nothing about the student."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
 
@@ -240,7 +256,12 @@ class HintOutcome:
     pass_rate: float | None = None
     """Share of replies sampled under the hint that the environment accepts; None: none were."""
     drop_reason: str | None = None
-    """Why it does not train, e.g. "shift", "merge", "too_long"; None: it trains."""
+    """Why it does not train, e.g. "harmful", "shift", "too_long"; None: it trains."""
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether the turn became more likely under the hint."""
+        return self.shift is not None and self.shift < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +302,16 @@ class Target:
     """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
     """Which completion tokens are scored, one row of the tensors each, in order; None: all."""
+
+    def without_turns(self, trajectory: Trajectory, turns: Collection[int]) -> Target | None:
+        """The target of the other turns alone; None: there are none."""
+        turn_of = trajectory.turn_of
+        indices = range(len(turn_of)) if self.token_indices is None else self.token_indices
+        rows = [row for row, i in enumerate(indices) if turn_of[i] not in turns]
+        names = ("logp_T", "hidden_TD", "top_ids_TK", "top_logp_TK")
+        tensors = {n: v[rows] for n in names if (v := getattr(self, n)) is not None}
+        remaining = tuple(indices[row] for row in rows)
+        return replace(self, token_indices=remaining, **tensors) if rows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +356,11 @@ class Scored:
     """Hints for this trajectory, also those that were dropped."""
 
     @property
+    def harmful_turns(self) -> frozenset[int]:
+        """Turns whose hints were measured before the update and dropped as harmful."""
+        return frozenset(o.hint.turn for o in self.hints if o.drop_reason == "harmful")
+
+    @property
     def has_target(self) -> bool:
         return self.target is not None or self.deferred is not None
 
@@ -352,9 +388,13 @@ class Update:
     num_tokens: Mapping[str, int]
     """Trained tokens of each component in this step."""
     student_logp: Mapping[str, tuple[float, ...]]
-    """By trajectory id: log-probs of its completion tokens under the student before the step."""
+    """By trajectory id: log-probs of its completion tokens under the student before the step; NaN
+    where the update did not compute them."""
     teacher_logp: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By trajectory id: the `logp_T` of deferred targets, which the update scored."""
+    harmful_turns: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """By trajectory id: turns that trained nothing, as the update measured that their hints make
+    them more likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

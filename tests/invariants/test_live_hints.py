@@ -23,7 +23,7 @@ from courtside.training.hint_branches import uses_dropout
 from courtside.training.loss_terms import make_loss_terms
 from courtside.types import Hint, Scored, Trajectory
 
-EVERY = -1e9
+EVERY = {"min_shift": -1e9, "harmful": "train"}
 """A threshold that keeps every hint, but asks for its shift before the update."""
 
 LOSSES = {
@@ -47,6 +47,7 @@ def tree(folder: Path, **changes: Any) -> Any:
         "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
         "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "reader": {"kind": "rules"},
+        "hints": {"harmful": "train"},  # test_harmful_hints.py has those that are dropped
         "teacher": {"kind": "self", "weights": "live"},
         "losses": LOSSES["divergence"],
         "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
@@ -107,7 +108,7 @@ def test_the_update_is_that_of_hints_scored_before(
         "student": {"model": str(roomy_folder)} | ({"lora": lora} if lora else {}),
         "losses": losses,
     }
-    before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}, **changes))
+    before = prepared(tree(roomy_folder, hints=EVERY, **changes))
     live = prepared(tree(roomy_folder, **changes))
     assert in_update(live) and not in_update(before)
     expected, values = accumulated(before, batch_of(before))
@@ -151,7 +152,7 @@ def test_hints_branch_off_trajectories_that_share_their_prompt(roomy_folder: Pat
 
 
 def test_what_hints_did_is_measured_by_the_update(roomy_folder: Path) -> None:
-    before = prepared(tree(roomy_folder, hints={"min_shift": EVERY}))
+    before = prepared(tree(roomy_folder, hints=EVERY))
     live = prepared(tree(roomy_folder))
     scored, expected = batch_of(live), batch_of(before)
     hint_outcomes = [j for s in scored for j in s.hints]
@@ -277,7 +278,7 @@ def test_hints_that_cannot_be_spliced_are_counted(roomy_folder: Path) -> None:
         return [hint(0, 1, "Look."), hint(0, 2, "Look."), hint(0, 3, "  "), hint(1, 1, "")]
 
     results = []
-    for hints in ({}, {"min_shift": EVERY}):
+    for hints in ({"harmful": "train"}, EVERY):
         parts = prepared(tree(roomy_folder, hints=hints))
         trajectories = parts.rollout(parts.tasks.batch(0, 2), 0)
         scored = parts.teacher(trajectories, make_hints(trajectories))
@@ -298,7 +299,7 @@ def test_a_run_records_what_a_run_that_scores_before_does(
     roomy_folder: Path, tmp_path: Path
 ) -> None:
     live = train(tree(roomy_folder), tmp_path / "live")
-    before = train(tree(roomy_folder, hints={"min_shift": EVERY}), tmp_path / "before")
+    before = train(tree(roomy_folder, hints=EVERY), tmp_path / "before")
     for live_row, row in zip(live.metrics(), before.metrics(), strict=True):
         assert live_row.keys() - row.keys() <= {"seconds/teacher"}
         shared = [k for k in row if k in live_row and "second" not in k]
@@ -327,7 +328,7 @@ def test_a_run_records_what_a_run_that_scores_before_does(
 def test_stored_trajectories_can_be_scored_again(roomy_folder: Path, tmp_path: Path) -> None:
     train(tree(roomy_folder), tmp_path / "run")
     live = rescore(tmp_path / "run")
-    before = rescore(tmp_path / "run", [f"hints.min_shift={EVERY}"])
+    before = rescore(tmp_path / "run", ["hints.min_shift=-1e9"])
     for actual, expected in zip(live, before, strict=True):
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5)
 

@@ -25,10 +25,13 @@ TOP_K: dict[str, Any] = {
     "kind": "divergence",
     "support": {"kind": "top_k", "k": 8, "of": "teacher", "form": "tail"},
 }
+RATE = 1e-5
+"""Small: a larger one would turn rounding into other samples after a few steps."""
+TRAIN = {"steps": 3, "prompts_per_step": 2, "learning_rate": RATE}
 EPISODES: dict[str, Any] = {
     "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
     "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
-    "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
+    "train": TRAIN,
     "evaluate": {"num_tasks": 1},
     "reader": {"kind": "rules"},
 }
@@ -46,9 +49,14 @@ def assert_same_run(recipe: Recipe, folder: Path) -> Runtime:
     local, local_run = run_in(folder / "local", recipe, in_process)
     remote, remote_run = run_in(folder / "remote", recipe, RemoteEngine)
     assert isinstance(local.engine, LocalEngine) and isinstance(remote.engine, RemoteEngine)
+    start = assemble(recipe).student.weights.trained
     trained = local.student.weights.trained
     for name, parameter in remote.student.weights.trained.items():
-        torch.testing.assert_close(parameter, trained[name], rtol=1e-4, atol=2e-5)
+        change, expected = (p.detach() - start[name] for p in (parameter, trained[name]))
+        assert expected.abs().max() > RATE, name
+        # AdamW divides by the gradient's size: where that is nearly 0, rounding decides the step.
+        is_close = torch.isclose(change, expected, rtol=0.05, atol=0.05 * RATE)
+        assert (~is_close).double().mean() < 0.02, name
     for row, expected in zip(remote_run.metrics(), local_run.metrics(), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
         assert row["grad_norm"] > 0
@@ -75,7 +83,7 @@ def test_distillation_from_the_top_tokens(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     parts = assert_same_run(
-        small_recipe(tiny_folder, tiny_teacher_folder, losses=[TOP_K]), tmp_path
+        small_recipe(tiny_folder, tiny_teacher_folder, losses=[TOP_K], train=TRAIN), tmp_path
     )
     scored = parts.teacher(parts.rollout(parts.tasks.batch(0, 2), 0))
     for s in scored:
@@ -116,7 +124,8 @@ def test_a_sampled_gap_needs_log_probs_only(
     tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     losses = [{"kind": "policy_gradient", "advantage": "teacher_gap"}]
-    parts = assert_same_run(small_recipe(tiny_folder, tiny_teacher_folder, losses=losses), tmp_path)
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=losses, train=TRAIN)
+    parts = assert_same_run(recipe, tmp_path)
     teacher: Any = parts.teacher.teacher
     assert (teacher.want, teacher.top_k) == ("logp", 0)
 

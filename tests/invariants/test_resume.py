@@ -237,11 +237,38 @@ def test_an_interrupt_saves_and_explains_how_to_resume(recipes, unbroken, server
     done = len(RunFolder.read(path).metrics())
     assert 1 <= done < 5
     assert "stopping after this step; press Ctrl-C again" in log
-    assert f"Interrupted: stopped after {done} of 5 steps; everything is saved in {path}" in log
+    stopped = f"stopped by Ctrl-C after {done} of 5 steps; everything is saved in {path}"
+    assert f"Interrupted: {stopped}" in log
     assert "The same command goes on from there" in log
     assert (path / "checkpoints" / f"step-{done:06d}").is_dir()
     code, log = server.run(recipes["lora"], path)
     assert code == 0, log
+    ours = state(path)
+    for part in ("tensors", "metrics", "evaluations", "trajectories"):
+        assert ours[part] == expected[part]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_terminated_anywhere(name, recipes, unbroken, server, tmp_path):
+    """As a scheduler or a closed terminal does: every step that was recorded is also saved."""
+    expected, calls = unbroken["average"]
+    draw, path = random.Random(name), tmp_path / "run"
+    stops = 0
+    for _ in range(5):
+        call = draw.randint(calls // 10, calls // 2)
+        code, log = server.run(recipes["average"], path, "at_call", call, name)
+        if code == 0:
+            break
+        assert code == 128 + getattr(signal, name), log
+        assert f"stopped by {name}" in log and "Traceback" not in log
+        done = len(RunFolder.read(path).metrics())
+        latest = checkpoints.latest(path / "checkpoints")
+        assert (checkpoints.num_steps_of(latest) if latest else 0) == done
+        stops += 1
+    assert stops >= 1
+    if code != 0:
+        code, log = server.run(recipes["average"], path)
+        assert code == 0, log
     ours = state(path)
     for part in ("tensors", "metrics", "evaluations", "trajectories"):
         assert ours[part] == expected[part]

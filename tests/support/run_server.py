@@ -201,10 +201,12 @@ FAULTS: dict[str, Callable[..., None]] = {
 def child(request: dict[str, Any]) -> int:
     from courtside.api import train
     from courtside.errors import Interrupted, RunError, UserError
+    from courtside.interrupts import StopSignal, raise_on_termination
     from courtside.recipe.load import parse_recipe
     from courtside.report.console import PlainConsole
 
     recipe = parse_recipe(request["recipe"])
+    raise_on_termination()
     if request["fault"]:
         name, *arguments = request["fault"]
         FAULTS[name](*arguments)
@@ -215,7 +217,10 @@ def child(request: dict[str, Any]) -> int:
         return 2
     except Interrupted as error:
         print(f"{type(error).__name__}: {error}")
-        return 130
+        return 128 + error.signal_number
+    except StopSignal as stop:
+        print(stop)
+        return 128 + stop.number
     except RunError as error:
         print(f"{type(error).__name__}: {error}")
         return 1

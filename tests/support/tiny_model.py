@@ -41,13 +41,18 @@ def tiny_tokenizer(
 
 
 def tiny_model(
-    *, seed: int = 0, vocab_size: int = 258, layers: int = 2, spread: float = 0.3
+    *,
+    seed: int = 0,
+    vocab_size: int = 258,
+    layers: int = 2,
+    size: int = 32,
+    spread: float = 0.3,
 ) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=size,
+        intermediate_size=2 * size,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

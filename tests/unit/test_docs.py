@@ -24,7 +24,7 @@ from courtside import errors
 from courtside.cli.app import app
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import builtin_recipe_files, find_recipe
-from courtside.recipe.load import load_recipe, parse_recipe
+from courtside.recipe.load import load_recipe, parse_recipe, parse_tasks_section
 from courtside.recipe.schema import field_type, sections_by_kind, union_members
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -195,6 +195,10 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if verb == "init" and not parsed["name"].isupper():
         assert parsed["name"] in builtin_recipe_files()
     if "overrides" not in parsed:
+        return
+    if verb == "check-env" and ":" in parsed["target"]:
+        tasks = {"kind": "environment", "path": parsed["target"]}
+        parse_tasks_section(tasks, parsed["overrides"] or ())
         return
     # The reader's own recipe is the quickstart's.
     file = tmp_path / "mine.toml"

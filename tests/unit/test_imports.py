@@ -10,7 +10,10 @@ import pytest
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy", "fastapi",
          "uvicorn")  # fmt: skip
-VERBS = ("train", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema")
+VERBS = (
+    "train", "show", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema",
+    "check-env",
+)  # fmt: skip
 HELP_SECONDS = 0.5
 
 
@@ -50,7 +53,11 @@ def test_help_loads_nothing_heavy(verb: str | None) -> None:
 def test_every_verb_is_covered_here() -> None:
     from courtside.cli.app import app
 
-    names = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    names = [
+        command.callback.__name__.replace("_", "-")
+        for command in app.registered_commands
+        if command.callback
+    ]
     assert sorted(names) == sorted(VERBS)
 
 

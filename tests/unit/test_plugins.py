@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from courtside.recipe.load import parse_recipe
 from courtside.recipe.reader import CombinedReaderConfig, CustomReaderConfig
 from courtside.recipe.tasks import CustomTasks, JsonlTasks
 from courtside.tasks.custom import load_custom_tasks
-from courtside.tasks.graders import _reported, grade, load_grader, require_gradable
+from courtside.tasks.graders import grade, require_gradable
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.parsing import read_jsonl_tasks
+from courtside.tasks.user_graders import _reported, _timeouts, load_grader
 from courtside.types import Grade, Message, Task, Trajectory, Turn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,6 +48,30 @@ def wrong_feedback(response, task): return Grade(score=1.0, passed=True, feedbac
 def one_parameter(response): return True
 def three_parameters(response, task, extra): return True
 def raises(response, task): raise KeyError(f"no {response}")
+def leaves(response, task): raise SystemExit(3)
+def sleeps(response, task):
+    import time
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+def backtracks(response, task):
+    import re
+    return bool(re.match("(a+)+$", "a" * 40 + "b"))
+def sometimes(response, task): return True if response == "quick" else sleeps(response, task)
+def has_alarm(response, task):
+    import signal
+    signal.alarm(5)
+    signal.alarm(0)
+    return True
+def trl_length(completions, **kwargs):
+    return [len(completion[0]["content"]) / 10 for completion in completions]
+def trl_answer(prompts, completions, answer, weight):
+    assert prompts[0][0]["role"] == "user"
+    return [w * (c[0]["content"] == a) for c, a, w in zip(completions, answer, weight)]
+def trl_long(completions, **kwargs): return [3.0 for _ in completions]
+def trl_none(completions, **kwargs): return [None]
 not_callable = 3
 
 def task(index=0, **changes):
@@ -60,6 +87,7 @@ def one_dict(): return {"prompt": "Hi"}
 def mixed(): return [task(), {"prompt": "Hi"}]
 def same_ids(): return [task(1), task(1, answer="2")]
 def no_id(): return [task(id="")]
+def set_args(): return [task(0, grader="exact", answer="a", grader_args={"a": {1, 2}})]
 def bad_split(): return [task(split="dev")]
 def no_messages(): return [task(messages=())]
 def list_messages(): return [task(messages=[Message(role="user", content="Hi")])]
@@ -104,6 +132,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         sys.modules.pop(name, None)
     load_grader.cache_clear()
     _reported.clear()
+    _timeouts.clear()
     (tmp_path / "mine.py").write_text(USER_MODULE)
     (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
     for block in re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```$", PAGE, re.M | re.S):
@@ -263,6 +292,82 @@ def test_a_grader_that_raises_is_reported_once(user_folder: Path) -> None:
     assert all(g is not None and g.score == 0 and not g.feedback for g in grades)
 
 
+@pytest.mark.parametrize("name", ["sleeps", "backtracks"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_grader_has_a_time_limit(user_folder: Path, name: str, in_thread: bool) -> None:
+    if in_thread and name == "backtracks":
+        pytest.skip("a regular expression holds the interpreter; only a signal interrupts it")
+    task = make_task(grader=f"mine:{name}")
+    results: list[Any] = []
+
+    def run() -> None:
+        results.append(grade(task, "x", seconds=0.1))
+
+    with pytest.warns(UserWarning, match=r"did not return within 0\.1 seconds"):
+        if in_thread:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(10)
+        else:
+            run()
+    [result] = results
+    assert result.score == 0 and "tasks.grader_seconds" in result.error
+
+
+@pytest.mark.filterwarnings("ignore:grader")
+def test_a_grader_that_always_hangs_stops_the_run(user_folder: Path) -> None:
+    task = make_task(grader="mine:sometimes")
+    for _ in range(2):
+        good = grade(task, "quick", seconds=5)
+        assert good is not None and good.passed
+        for _ in range(4):
+            assert grade(task, "slow", seconds=0.03) is not None
+    with pytest.raises(RunError, match=r"on 5 responses in a row, the last on task t"):
+        grade(task, "slow", seconds=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:grader")
+def test_a_grader_may_use_alarms_and_may_not_end_the_process(user_folder: Path) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    good = grade(make_task(grader="mine:has_alarm"), "x")
+    assert good is not None and good.passed
+    exit_grade = grade(make_task(grader="mine:leaves"), "x")
+    assert exit_grade is not None and exit_grade.error == "SystemExit: 3"
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_reward_functions_of_trl_are_graders(user_folder: Path) -> None:
+    length = grade(make_task(grader="mine:trl_length"), "12345")
+    assert length is not None and (length.score, length.passed) == (0.5, False)
+    task = make_task(grader="mine:trl_answer", answer="4", grader_args={"weight": 1.0})
+    require_gradable(task)
+    right, wrong = grade(task, "4"), grade(task, "5")
+    assert right is not None and right.passed and wrong is not None and wrong.score == 0
+    with pytest.raises(RunError, match=r"returned score 3\.0 on task t, which is outside of"):
+        grade(make_task(grader="mine:trl_long"), "x")
+    with pytest.raises(RunError, match="returned NoneType"):
+        grade(make_task(grader="mine:trl_none"), "x")
+
+
+def test_the_recipe_sets_the_time_of_graders(user_folder: Path, tiny_folder: Path) -> None:
+    from support.small_runs import small_recipe
+
+    import courtside
+
+    recipe = small_recipe(
+        tiny_folder,
+        tasks={"kind": "custom", "path": "mine:dicts", "grader": "mine:sleeps",
+               "grader_seconds": 0.05},
+        teacher={"kind": "self", "weights": "frozen"},
+        train={"steps": 1, "prompts_per_step": 1},
+        evaluate={"num_tasks": 1},
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"within 0\.05 seconds"):
+        run = courtside.train(recipe, user_folder / "run")
+    assert run.metrics()[0]["reward/grader_errors"] == 2
+
+
 def test_the_grader_of_the_section_is_the_default(user_folder: Path) -> None:
     file = user_folder / "tasks.jsonl"
     file.write_text(
@@ -307,6 +412,7 @@ def test_records_and_dicts(user_folder: Path) -> None:
         ("same_ids", {}, "item 1: id = 't-1' is that of another task"),
         ("no_id", {}, "item 0: id = ''"),
         ("bad_split", {}, "split = 'dev'"),
+        ("set_args", {}, "item 0: grader_args must hold JSON values, as they are stored with"),
         ("no_messages", {}, "the last message must be a user's"),
         ("list_messages", {}, "must be a tuple"),
         ("own_answer", {}, "the last message must be a user's"),
@@ -324,9 +430,14 @@ def test_task_sources_that_cannot_work(
     assert message in str(caught.value)
 
 
-def test_what_a_task_source_raises_is_its_own(user_folder: Path) -> None:
-    with pytest.raises(OSError, match="no database"):
+def test_what_a_task_source_raises_is_told_with_its_place(user_folder: Path) -> None:
+    with pytest.raises(TaskError) as caught:
         custom_tasks("fails")
+    line = USER_MODULE.splitlines().index('def fails(): raise OSError("no database")') + 1
+    assert str(caught.value) == (
+        "tasks.path = 'mine:fails': fails(**settings) raised OSError: no database "
+        f"(mine.py, line {line})"
+    )
 
 
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────

@@ -254,7 +254,7 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
             os.kill(os.getpid(), signal.SIGINT)
 
     console = Recorder(interrupt)
-    with pytest.raises(Interrupted, match=r"stopped after 3 of 5 steps; everything is saved in"):
+    with pytest.raises(Interrupted, match=r"stopped by Ctrl-C after 3 of 5 steps; everything"):
         train(recipe, tmp_path / "run", console=console)
     assert any("press Ctrl-C again" in text for text in console.texts)
     assert signal.getsignal(signal.SIGINT) is ours
@@ -269,6 +269,66 @@ def test_an_interrupt_ends_the_run_at_the_next_whole_step(
         train(recipe, tmp_path / "run", console=Recorder(twice))
     assert signal.getsignal(signal.SIGINT) is ours
     assert len(train(recipe, tmp_path / "run").metrics()) == 5
+
+
+@pytest.mark.parametrize(
+    ("phase", "num_phases", "name", "num_steps"),
+    [
+        ("evaluate", 1, "SIGTERM", 0),
+        ("evaluate", 1, "SIGINT", 0),
+        ("rollout", 1, "SIGTERM", 0),
+        ("rollout", 1, "SIGINT", 1),  # Ctrl-C lets the step be done
+        ("update", 1, "SIGHUP", 1),  # weights are being changed
+        ("teacher", 3, "SIGHUP", 2),
+        ("checkpoint", 1, "SIGTERM", 3),  # and not after the evaluation that follows
+        ("evaluate", 3, "SIGTERM", 3),
+    ],
+)
+def test_signals_stop_a_run_where_no_weight_is_changed(
+    tiny_folder, tmp_path, phase, num_phases, name, num_steps
+):
+    recipe = small_recipe(
+        tiny_folder,
+        teacher={"kind": "self", "weights": "frozen"},
+        train={"steps": 4, "prompts_per_step": 1},
+        evaluate={"num_tasks": 1, "every": 3, "teacher": False},
+        run={"checkpoint_every": 3},
+    )
+    console = Recorder()
+    number = getattr(signal, name)
+    handlers = {signum: signal.getsignal(signum) for signum in (number, signal.SIGINT)}
+
+    def act(current: str) -> None:
+        Recorder.phase(console, current)
+        if current == phase and console.phases.count(phase) == num_phases:
+            os.kill(os.getpid(), number)
+
+    console.phase = act  # type: ignore[method-assign]
+    where = f"after {num_steps} of 4 steps" if num_steps else "before the first step"
+    who = "Ctrl-C" if name == "SIGINT" else name
+    with pytest.raises(Interrupted, match=f"stopped by {who} {where}") as stopped:
+        train(recipe, tmp_path / "run", console=console)
+    assert stopped.value.signal_number == number
+    assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
+    latest = checkpoints.latest(tmp_path / "run" / "checkpoints")
+    assert (checkpoints.num_steps_of(latest) if latest else 0) == num_steps
+    folder = train(recipe, tmp_path / "run")
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
+    assert [e.step for e in folder.evaluations()] == [0, 0, 3, 4]
+
+
+def test_nohup_ignores_a_closed_terminal(tiny_folder, tmp_path):
+    recipe = small_recipe(
+        tiny_folder,
+        teacher={"kind": "self", "weights": "frozen"},
+        train={"steps": 2, "prompts_per_step": 1},
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        console = Recorder(lambda row: os.kill(os.getpid(), signal.SIGHUP))
+        assert len(train(recipe, tmp_path / "run", console=console).metrics()) == 2
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_path):

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models
 from courtside.assemble.rollouts import (
     make_episode_rollout,
+    make_grader,
     make_offline_rollout,
-    make_prompt_limit,
     make_single_turn_rollout,
     make_suites,
 )
 from courtside.assemble.teachers import (
     Serve,
     TeacherFactory,
-    check_contexts,
     find_reason_to_score_first,
     make_hint_trial,
 )
-from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
-from courtside.engines.cpu.threads import limit_threads
+from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
-from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
 from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader, propose_no_hints
-from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
-from courtside.tasks.graders import grade
-from courtside.tasks.loading import make_task_source
 from courtside.training.student import Student
 
 
@@ -44,13 +38,26 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
-def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
-    """`serve` may put another engine in the place of those that sample and of model teachers."""
-    limit_threads()
-    notes: list[str] = []
+def assemble(
+    recipe: Recipe,
+    *,
+    trains: bool = False,
+    serve: Serve = in_process,
+    num_threads: int | None = None,
+) -> Runtime:
+    """`trains`: whether hints must be able to train, which an evaluation does not need. `serve`
+    may put another engine in the place of those that sample and of model teachers. `num_threads`:
+    how many a resumed run had."""
+    thread_note = choose_threads(num_threads)
+    notes = [] if thread_note is None else [thread_note]
+
+    inputs = load_inputs(recipe, trains=trains)
+    notes += inputs.notes
+    tasks, environment, limit = inputs.tasks, inputs.environment, inputs.limit
+    template, incremental = inputs.template, inputs.incremental
 
     progress = ProgressMeter()
-    models = load_models(recipe, progress)
+    models = load_models(recipe, inputs.tokenizer, progress)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
     engine = serve(local)
     if not engine.capabilities.weight_updates:
@@ -58,15 +65,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
             "student's after the first step. Use an engine with weight updates"
         )
-    template = ChatTemplate(models.tokenizer, name=models.name, eos_ids=local.eos_ids)
-    incremental = IncrementalTemplate(template)
-
     student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
-
-    limit = make_prompt_limit(recipe, template, engine.context_length)
-    environment = make_environment(recipe.tasks)
-    hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
-    tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
 
     score_first_reason = None
     if recipe.reader is not None:
@@ -82,7 +81,6 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
     )
     teacher = teachers.make_stage()
     notes += teachers.notes
-    check_contexts(recipe, tasks)
 
     rollout: Rollout
     run_episodes: RunEpisodes | None = None
@@ -128,7 +126,7 @@ def assemble(recipe: Recipe, *, serve: Serve = in_process) -> Runtime:
             suites=make_suites(recipe, limit),
             engine=engine,
             renderer=template,
-            grade=grade,
+            grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=run_episodes,
             progress=progress,

@@ -50,10 +50,10 @@ class Models:
         )
 
 
-def load_models(recipe: Recipe, progress: ProgressMeter) -> Models:
+def load_models(recipe: Recipe, tokenizer: Any, progress: ProgressMeter) -> Models:
+    """`tokenizer`: the student's."""
     name = recipe.student.model
     weights = StudentWeights(recipe.student, seed=recipe.seed)
-    tokenizer = load_tokenizer(name, trust_remote_code=recipe.student.trust_remote_code)
     teachers: dict[ModelKey, tuple[Any, Any]] = {}
     for config in recipe.model_teachers:
         if isinstance(config, ModelTeacherConfig) and key_of(config) not in teachers:

@@ -9,7 +9,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
@@ -17,12 +17,13 @@ from courtside.evaluate.evaluator import TaskSuite
 from courtside.evaluate.surprise import surprise
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
-from courtside.recipe.tasks import ConversationTasks, override_tasks
+from courtside.recipe.tasks import ConversationTasks, GradedTasks, override_tasks
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.off_policy import (
     CorrectedRollout,
     DatasetCompletions,
     Demonstrations,
+    Grader,
     MixedRollout,
     Source,
     TeacherCompletions,
@@ -31,7 +32,7 @@ from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_pr
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Rollout
 from courtside.tasks.base import PromptLimit, TaskSource
-from courtside.tasks.graders import grade
+from courtside.tasks.graders import grade as grade_response
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
@@ -40,24 +41,21 @@ MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
 
 
-def make_prompt_limit(recipe: Recipe, template: ChatTemplate, context_length: int) -> PromptLimit:
-    """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data."""
-    new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
-    length = partial(
-        template.count_prompt_tokens, max_new_tokens=new, with_completions=recipe.trains_on_data
-    )
-    return PromptLimit(length=length, max_tokens=context_length - new)
-
-
 def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
     """Further held-out tasks, by the name that the recipe gives them."""
     suites = {}
     for name, changes in recipe.evaluate.suites.items():
         config = override_tasks(recipe.tasks, changes)
-        environment = make_environment(config)
+        environment = make_environment(config, recipe.rollout.limits)
         source = make_task_source(config, recipe.seed, limit, environment)
         suites[name] = TaskSuite(source, environment)
     return suites
+
+
+def make_grader(recipe: Recipe) -> Grader:
+    if isinstance(recipe.tasks, GradedTasks):
+        return partial(grade_response, seconds=recipe.tasks.grader_seconds)
+    return grade_response
 
 
 # ── the student samples ──────────────────────────────────────────────────────────────────────────
@@ -71,7 +69,7 @@ def make_single_turn_rollout(
     *,
     progress: ProgressMeter,
 ) -> Rollout:
-    config, seed = recipe.rollout, recipe.seed
+    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe)
     student = SingleTurnRollout(
         engine=engine,
         template=template,
@@ -103,7 +101,7 @@ def make_single_turn_rollout(
 
 def make_episode_rollout(
     recipe: Recipe,
-    environment: Environment,
+    environment: HostedEnvironment,
     engine: Engine,
     template: IncrementalTemplate,
     *,
@@ -147,7 +145,7 @@ def make_offline_rollout(
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = ChatLogRollout(
             template=template,
-            format_call=partial(_format_call, recipe.tasks.tool_call_format),
+            format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
             temperature=recipe.rollout.temperature,
             context_length=engine.context_length,
         )
@@ -171,7 +169,8 @@ def make_offline_rollout(
     return rollout, [surprise_note, *notes]
 
 
-def _format_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+def format_recorded_call(call_format: CallFormat, name: str, arguments: Any) -> str:
+    """A tool call of a chat log as text, where the chat template does not render calls."""
     if not isinstance(arguments, dict):
         raise TaskError(
             f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "

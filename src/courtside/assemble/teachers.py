@@ -13,7 +13,7 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Want
 from courtside.engines.local import LocalEngine
-from courtside.environments.base import Environment
+from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import (
@@ -24,11 +24,10 @@ from courtside.recipe.teacher import (
 )
 from courtside.rollout.episodes import reply_passes
 from courtside.rollout.single_turn import make_sampling
-from courtside.tasks.base import TaskSource
 from courtside.teacher.custom import CustomTeacher, Need
 from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
-from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage, task_context
+from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage
 from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage
@@ -150,23 +149,15 @@ def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEng
         return find_deferral_problem(student.passes)
 
 
-def make_hint_trial(recipe: Recipe, environment: Environment | None) -> HintTrial | None:
+def make_hint_trial(recipe: Recipe, environment: HostedEnvironment | None) -> HintTrial | None:
     if not recipe.hints.resamples or environment is None:
         return None
     return HintTrial(
         sampling=make_sampling(recipe.rollout),
-        passes=partial(reply_passes, environment.start, seconds=recipe.rollout.limits.step_seconds),
+        passes=partial(reply_passes, environment.start),
         num_replies=recipe.hints.resamples,
         seed=recipe.seed,
     )
-
-
-def check_contexts(recipe: Recipe, tasks: TaskSource) -> None:
-    """A privileged field that the tasks lack is an error now, not at the first step."""
-    for teacher in recipe.model_teachers:
-        if teacher.context is not None:
-            for task in tasks.batch(0, recipe.train.prompts_per_step):
-                task_context(teacher.context, task)
 
 
 def find_needs(recipe: Recipe) -> Iterator[Need]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from courtside.chat.api_messages import parse_message
 from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
-from courtside.chat.template import ChatMessage, ChatTemplate, unused_noncharacters
+from courtside.chat.template import unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
@@ -46,23 +47,24 @@ def trajectory_from_chat_log(
     message's text. Arguments that are no JSON stay the string they are.
     """
     where = f"task {task.id}: message "
-    by_template = any(m.get("tool_calls") for m in messages) and _renders_tool_calls(
-        template.renderer
-    )
     conversation = [
-        _parse_message(message, f"{where}{index}", None if by_template else format_call)
-        for index, message in enumerate(messages)
+        parse_message(message, f"{where}{index}") for index, message in enumerate(messages)
     ]
     _check_prompt(task, conversation)
+    conversation = [*task.messages, *conversation[len(task.messages) :]]
+    if any("tool_calls" in m.extra for m in conversation) and not (
+        template.renderer.renders_tool_calls
+    ):
+        conversation = [_spell_out_calls(message, format_call) for message in conversation]
     rendered_turns = [template.prompt_turn(task)]
     message_indices = [0]
     starts = [
         i
         for i in range(len(task.messages), len(conversation))
-        if _role(conversation[i]) == "assistant"
+        if conversation[i].role == "assistant"
     ]
     for start, stop in zip(starts, [*starts[1:], len(conversation)], strict=True):
-        following = [m for m in conversation[start + 1 : stop] if isinstance(m, Message)]
+        following = conversation[start + 1 : stop]
         last = stop == len(conversation) and not following
         index = start + 1
         try:
@@ -88,7 +90,7 @@ def trajectory_from_chat_log(
 
 
 def _render_answer(
-    message: ChatMessage, following: Sequence[Message], template: IncrementalTemplate, *, last: bool
+    message: Message, following: Sequence[Message], template: IncrementalTemplate, *, last: bool
 ) -> Turn:
     """The turn of an assistant's message, rendered with the messages that follow it."""
     renderer = template.renderer
@@ -105,7 +107,7 @@ def _render_answer(
         )
     ids = renderer.tokenize(rendered[len(prompt) :], cut)
     ids = ids[: renderer.length_through_eos(ids)]
-    content = (message.content if isinstance(message, Message) else str(message["content"])).strip()
+    content = message.content.strip()
     if content not in rendered.replace(cut, "")[max(len(prompt) - len(content), 0) :]:
         raise ModelError(
             f"{renderer.name}: its chat template leaves text of this message out when others "
@@ -116,15 +118,15 @@ def _render_answer(
     return template.assistant_turn(sample)
 
 
-def _check_prompt(task: Task, conversation: Sequence[ChatMessage]) -> None:
+def _check_prompt(task: Task, conversation: Sequence[Message]) -> None:
     num = len(task.messages)
     for index, (expected, message) in enumerate(zip(task.messages, conversation, strict=False)):
-        if expected != message:
+        if replace(expected, tools="") != message:
             raise TaskError(
                 f"task {task.id}: message {index} of the recorded conversation is not the task's. "
                 "A recorded conversation begins with the messages of its task"
             )
-    if len(conversation) <= num or _role(conversation[num]) != "assistant":
+    if len(conversation) <= num or conversation[num].role != "assistant":
         raise TaskError(
             f"task {task.id}: the recorded conversation has no assistant's message at {num}, right "
             "after the messages of its task, so there is nothing to learn from. Add it, or leave "
@@ -135,7 +137,7 @@ def _check_prompt(task: Task, conversation: Sequence[ChatMessage]) -> None:
 def _check_whole_render(
     rendered_turns: Sequence[Turn],
     message_indices: Sequence[int],
-    conversation: Sequence[ChatMessage],
+    conversation: Sequence[Message],
     template: IncrementalTemplate,
     where: str,
 ) -> None:
@@ -161,72 +163,10 @@ def _check_whole_render(
     )
 
 
-# ── messages of chat APIs ────────────────────────────────────────────────────────────────────────
-
-
-def _parse_message(
-    message: Mapping[str, Any], where: str, format_call: CallFormatter | None
-) -> ChatMessage:
-    role, content = message.get("role"), _content(message.get("content"), where)
-    if role not in ("system", "user", "assistant", "tool"):
-        raise TaskError(
-            f"{where}: its role is {role!r}. Known: 'system' ('developer' elsewhere), 'user', "
-            "'assistant', 'tool'"
-        )
-    calls = [_call(call, where) for call in message.get("tool_calls") or ()]
-    if calls and role != "assistant":
-        raise TaskError(f"{where}: tool_calls on a {role!r} message. Only assistants call tools")
-    if not calls:
-        return Message(role=role, content=content)
-    if format_call is None:
-        listed = [{"type": "function", **call} for call in calls]
-        return {"role": role, "content": content, "tool_calls": listed}
-    functions = [call["function"] for call in calls]
+def _spell_out_calls(message: Message, format_call: CallFormatter) -> Message:
+    """The message with its tool calls as text, for templates that do not render them."""
+    extra = json.loads(message.extra) if message.extra else {}
+    functions = [call["function"] for call in extra.pop("tool_calls", ())]
     texts = [format_call(function["name"], function["arguments"]) for function in functions]
-    return Message(role=role, content="\n".join([content, *texts] if content else texts))
-
-
-def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise TaskError(f"{where}: its content is neither a text nor a list of text parts")
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise TaskError(
-            f"{where}: a tool call is written as "
-            '{"id": …, "function": {"name": …, "arguments": …}}, not as ' + f"{call!r}"
-        )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):  # invalid arguments stay as they were sent
-            arguments = json.loads(arguments)
-    id = call.get("id")
-    return {
-        **({} if id is None else {"id": id}),
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _renders_tool_calls(renderer: ChatTemplate) -> bool:
-    probe = {"id": "abcdefghi", "function": {"name": "courtside_probe", "arguments": {"at": 1}}}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **probe}]}
-    (cut,) = unused_noncharacters(())
-    try:
-        rendered = renderer.render((PROBE_PROMPT, message), cut, add_generation_prompt=False)
-    except ModelError:
-        return False
-    return "courtside_probe" in rendered
-
-
-def _role(message: ChatMessage) -> str:
-    return message.role if isinstance(message, Message) else str(message["role"])
+    lines = [message.content, *texts] if message.content else texts
+    return replace(message, content="\n".join(lines), extra=json.dumps(extra) if extra else "")

@@ -7,15 +7,17 @@ the template does at the boundary of an answer is checked once, at construction.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from courtside.errors import ModelError, TaskError
+from courtside.interrupts import time_limit
 from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
 
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -23,14 +25,45 @@ NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 MAX_CACHED_PROMPTS = 4096
 
-ChatMessage = Message | Mapping[str, Any]
-"""A message, or a dict in the format of chat APIs (which may have `tool_calls`)."""
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "courtside_probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+PROBE_CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "courtside_probe", "arguments": {"at": 1}},
+}
+
+RENDER_SECONDS = 20
+"""For what is rendered at construction; ordinary templates take milliseconds."""
+
+TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a template can raise: it is code of others."""
+
+
+class TemplateTimeoutError(Exception):
+    """Raised inside a template that does not end."""
 
 
 class ChatTemplate:
     """Renders messages to token ids with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, *, name: str, eos_ids: Collection[int]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        name: str,
+        eos_ids: Collection[int],
+        render_seconds: float = RENDER_SECONDS,
+    ):
         self.tokenizer = tokenizer
         self.name = name
         self.eos_ids = frozenset(eos_ids)
@@ -44,7 +77,14 @@ class ChatTemplate:
         special = "|".join(sorted(re.escape(t) for t in tokens if len(t) > 1)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
         self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
-        self._check_boundary()
+        try:
+            with time_limit(render_seconds, TemplateTimeoutError):
+                self._check_boundary()
+        except TemplateTimeoutError:
+            raise ModelError(
+                f"{name}: its chat template renders a short prompt for more than {render_seconds} "
+                "s; it seems to loop. Use a template that ends"
+            ) from None
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
@@ -106,9 +146,7 @@ class ChatTemplate:
         """One text per token, for display."""
         return [str(self.tokenizer.decode([token])) for token in ids]
 
-    def render(
-        self, messages: Sequence[ChatMessage], cut: str, *, add_generation_prompt: bool
-    ) -> str:
+    def render(self, messages: Sequence[Message], cut: str, *, add_generation_prompt: bool) -> str:
         """The template's text, with `cut` inside special tokens that messages spell out."""
 
         def split_special(value: Any) -> Any:
@@ -122,18 +160,56 @@ class ChatTemplate:
                 else value
             )
 
-        plain = [split_special(_tree(message)) for message in messages]
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    plain, add_generation_prompt=add_generation_prompt, tokenize=False
-                )
+        trees = [message_tree(message) for message in messages]
+        tools = next((json.loads(message.tools) for message in messages if message.tools), None)
+        if tools and not self.takes_tools:
+            raise ModelError(
+                f"{self.name}: its chat template does not render `tools`, so the student would not "
+                "see them. Describe the tools in the system message and remove `tools`, or use a "
+                "model whose template takes tools"
             )
-        except TemplateError as error:
+        if any("tool_calls" in tree for tree in trees) and not self.renders_tool_calls:
+            raise ModelError(
+                f"{self.name}: its chat template does not render `tool_calls`, so the calls would "
+                "be missing from the prompt. Write them as text in `content`, or use a model whose "
+                "template renders them"
+            )
+        plain = [split_special(tree) for tree in trees]
+        try:
+            return self._apply(plain, split_special(tools), add_generation_prompt)
+        except TEMPLATE_ERRORS as error:
             roles = [message["role"] for message in plain]
             raise ModelError(
-                f"{self.name}: its chat template refuses messages with roles {roles}: {error}"
+                f"{self.name}: its chat template refuses messages with roles {roles}: "
+                f"{error or type(error).__name__}"
             ) from None
+
+    def _apply(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
+        options = {} if tools is None else {"tools": tools}
+        return str(
+            self.tokenizer.apply_chat_template(
+                trees, add_generation_prompt=add_generation_prompt, tokenize=False, **options
+            )
+        )
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template renders tool schemas."""
+        try:
+            text = self._apply([{"role": "user", "content": "Is it?"}], [PROBE_TOOL], True)
+        except TEMPLATE_ERRORS:
+            return False
+        return "courtside_probe" in text
+
+    @cached_property
+    def renders_tool_calls(self) -> bool:
+        """Whether the template renders `tool_calls` of an assistant's message."""
+        ask = {"role": "user", "content": "Is it?"}
+        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        try:
+            return "courtside_probe" in self._apply([ask, call], None, False)
+        except TEMPLATE_ERRORS:
+            return False
 
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
         """Ids of a text by `render`; no token spans a `cut`."""
@@ -164,9 +240,9 @@ class ChatTemplate:
             )
 
 
-def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[str]:
+def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]:
     """Noncharacters that do not occur in `messages`."""
-    characters = set().union(*(set(text) for text in _texts([_tree(m) for m in messages])))
+    characters = {c for m in messages for text in (m.content, m.extra, m.tools) for c in text}
     free = [mark for mark in NONCHARACTERS if mark not in characters]
     if len(free) < num:
         raise TaskError(
@@ -176,21 +252,10 @@ def unused_noncharacters(messages: Sequence[ChatMessage], num: int = 1) -> list[
     return free[:num]
 
 
-def _tree(message: ChatMessage) -> Mapping[str, Any]:
-    if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
-    return message
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (*_texts(key), *_texts(inner))
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts(inner)
+def message_tree(message: Message) -> dict[str, Any]:
+    """The message in the format of chat APIs."""
+    extra = json.loads(message.extra) if message.extra else {}
+    return {"role": message.role, "content": message.content, **extra}
 
 
 # ── messages and records ─────────────────────────────────────────────────────────────────────────
@@ -256,5 +321,6 @@ def make_trajectory(
 
 
 def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as display text."""
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    """Messages as display text; tool calls and the like follow as JSON."""
+    texts = ("\n".join(filter(None, (message.content, message.extra))) for message in messages)
+    return "\n\n".join(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))

@@ -7,6 +7,12 @@ import sys
 
 def main() -> None:
     """Run a command and end the process with its exit code."""
+    from courtside.cli.machine import limit_spinning, tolerate_closed_output
+    from courtside.interrupts import raise_on_termination
+
+    tolerate_closed_output()
+    raise_on_termination()
+    limit_spinning()
     from courtside.cli.app import app
 
     try:

@@ -1,7 +1,7 @@
 """The list of commands, and their exit codes.
 
 0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, nothing was
-done. 130: interrupted after saving.
+done. 128 + N: stopped by signal N, after saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typer.core import TyperGroup
 
 from courtside import __version__
 from courtside.cli import commands
+from courtside.cli.check_env import check_env
 from courtside.errors import Interrupted, RunError, UserError
+from courtside.interrupts import StopSignal
 
 
 class CommandGroup(TyperGroup):
@@ -26,10 +28,13 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(2) from None
         except Interrupted as stopped:
             typer.secho(str(stopped), err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(128 + stopped.signal_number) from None
         except RunError as error:
             print_error(str(error))
             raise typer.Exit(1) from None
+        except StopSignal as stopped:
+            typer.secho(str(stopped), err=True)
+            raise typer.Exit(128 + stopped.number) from None
         except KeyboardInterrupt:
             typer.secho("interrupted", err=True)
             raise typer.Exit(130) from None
@@ -70,6 +75,7 @@ def courtside(
     pass
 
 
-COMMANDS = "train evaluate report view rescore export recipes init schema"
+COMMANDS = "train show evaluate report view rescore export recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
+app.command()(check_env)

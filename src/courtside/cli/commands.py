@@ -62,6 +62,39 @@ def train(
     typer.echo(f"Weights: courtside export {name} FOLDER")
 
 
+def show(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+    ],
+    overrides: Overrides = None,
+    all_tokens: Annotated[
+        bool, typer.Option("--all", help="Every token of long sequences, not their ends alone.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what a recipe would train on, as tokens, without loading a model.
+
+    A rendered prompt, the teacher's context and a hinted turn, and which of their tokens train.
+    """
+    from courtside.recipe.builtin import find_recipe
+    from courtside.recipe.load import load_recipe
+
+    parsed = load_recipe(find_recipe(recipe), overrides or ())
+
+    from dataclasses import asdict
+
+    from courtside import api
+    from courtside.cli.preview import format_preview
+    from courtside.cli.tables import print_json
+
+    preview = api.show(parsed)
+    if json:
+        print_json(asdict(preview))
+    else:
+        for line in format_preview(preview, every_token=all_tokens):
+            typer.echo(line)
+
+
 def evaluate(
     target: Annotated[
         str,
@@ -90,7 +123,9 @@ def evaluate(
     from courtside.recipe.builtin import RECIPE, find_recipe
     from courtside.recipe.load import load_recipe
 
-    run = Path(target) if (Path(target) / "checkpoints").is_dir() else None
+    # The files that a run has from its start; a built-in recipe's folder has none of them.
+    is_run = any((Path(target) / name).exists() for name in ("checkpoints", "environment.json"))
+    run = Path(target) if is_run else None
     if run is None and step is not None:
         raise UserError(f"--step {step}: {target} is a recipe and has no checkpoints. Give a run")
     recipe = load_recipe(run / RECIPE if run else find_recipe(target), overrides or ())
@@ -219,14 +254,37 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the LoRA adapter. Unset: whole, merged weights.")
     ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(
+            metavar="DTYPE",
+            help="Of merged weights: float32, bfloat16 or float16. float32 is exact.",
+        ),
+    ] = "float32",
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO",
+            show_default=False,
+            help="Upload the folder to this repository of the hub (OWNER/NAME), new ones private.",
+        ),
+    ] = None,
 ) -> None:
     """Write a student's weights for other programs.
 
-    The folder holds safetensors, config and tokenizer.
+    The folder holds safetensors, config, tokenizer and a model card, and loads in transformers 4
+    and 5 and in vLLM.
     """
     from courtside import api
 
-    typer.echo(f"Written: {api.export(run, to, step=step, adapter=adapter)}")
+    folder = api.export(run, to, step=step, adapter=adapter, dtype=dtype, push=push)
+    typer.echo(f"Written: {folder}")
+    if push is not None:
+        typer.echo(f"Pushed: {push}")
+    command = api.serving_command(run, folder)
+    if command is None:
+        command = "vLLM leaves an adapter on lm_head out of log-probs; export without --adapter"
+    typer.echo(f"Serve: {command}")
 
 
 def recipes() -> None:

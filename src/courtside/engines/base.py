@@ -8,10 +8,10 @@ and branch scoring come from `sample` and `score` alone where an engine has noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from courtside.types import Branch, Sample
+from courtside.types import Branch, Sample, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,22 @@ class ScoreRequest:
     scored: tuple[bool, ...]
     """True for T tokens; never for the first, which nothing predicts."""
     temperature: float = 1.0
+
+    @classmethod
+    def of_trajectory(cls, trajectory: Trajectory) -> ScoreRequest:
+        """All completion tokens of a trajectory."""
+        request = cls(
+            token_ids=trajectory.token_ids,
+            scored=trajectory.completion_mask,
+            temperature=trajectory.temperature,
+        )
+        return request.trim()
+
+    def trim(self) -> ScoreRequest:
+        """Without what follows the last scored token. The last observation of an episode, which
+        nobody answers, may not fit the context."""
+        end = max((i for i, scored in enumerate(self.scored) if scored), default=0) + 1
+        return replace(self, token_ids=self.token_ids[:end], scored=self.scored[:end])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

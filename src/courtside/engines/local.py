@@ -40,6 +40,7 @@ from courtside.engines.generation.left_padded import LeftPaddedBatch
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
+from courtside.engines.loading import find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.probes import probe_kv_cache
@@ -72,9 +73,8 @@ class LocalEngine:
         self.max_batch_tokens = max_batch_tokens
         self.progress = progress or ProgressMeter()
         self.score_batch_tokens = min(max_batch_tokens, default_pass_tokens(self.device))
-        settings: Any = model.config.get_text_config()
-        self.context_length = int(getattr(settings, "max_position_embeddings", 2**31))
-        self.eos_ids = find_eos_ids(model, tokenizer)
+        self.context_length = find_context_length(model.config)
+        self.eos_ids = find_eos_ids(model.generation_config, tokenizer)
         self.pad_id = min(self.eos_ids)
 
     @property
@@ -273,16 +273,3 @@ class LocalEngine:
                 f"{length} tokens do not fit the context of {self.name} ({self.context_length}). "
                 "Shorten the prompts or rollout.max_new_tokens; nothing is cut silently"
             )
-
-
-def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the generation config and the tokenizer."""
-    config_ids = getattr(model.generation_config, "eos_token_id", None)
-    ids = {*(config_ids if isinstance(config_ids, list) else [config_ids]), tokenizer.eos_token_id}
-    ids.discard(None)
-    if not ids:
-        raise ModelError(
-            "neither the tokenizer nor the generation config has an end-of-sequence token, so no "
-            "sample would ever end. Set eos_token in tokenizer_config.json"
-        )
-    return frozenset(ids)

@@ -6,12 +6,11 @@ process can start it again, from a stored trajectory or for another sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from courtside.errors import TaskError
-from courtside.types import Grade, Observation, Task
+from courtside.types import Grade, Message, Observation, Task
 
 
 class Episode(Protocol):
@@ -20,13 +19,23 @@ class Episode(Protocol):
     def step(self, reply: str) -> Observation:
         """Answer one assistant turn.
 
-        `reply` can be any text, also truncated or empty; none may raise. `Observation.messages`
+        `reply` can be any text, also truncated or empty; a call that raises ends the episode as a
+        fault of the environment, not of the student. `Observation.messages`
         are the next prompt (role `tool` or `user`), `events` the mistakes of this reply. There is
         no further step after `done`."""
 
     def grade(self) -> Grade:
         """Grade the current state. Also called when a limit ended the episode, even before the
         first step."""
+
+
+class HostedEpisode(Episode, Protocol):
+    """An episode as rollouts use it: its calls raise `EnvironmentFault` and nothing else."""
+
+    def begin_step(self, reply: str) -> Callable[[], Observation]:
+        """Starts the call in a thread; the result waits for it."""
+
+    def begin_grade(self) -> Callable[[], Grade]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +45,7 @@ class EpisodeRequest:
     id: str
     task: Task
     seed: int
-    start: Callable[[Task], Episode]
+    start: Callable[[Task], HostedEpisode]
 
 
 class Environment(Protocol):
@@ -57,18 +66,22 @@ class Environment(Protocol):
         """A fresh episode, from the task alone. `task.messages` may have a system prompt added."""
 
 
-def validate_task(task: object, where: str) -> Task:
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"{where} gave {type(task).__name__}; return a courtside.types.Task with id, split and "
-            "messages"
-        )
-    if not task.messages or task.messages[-1].role not in ("user", "tool"):
-        raise TaskError(
-            f"{where} has messages that the student cannot answer; the last one must be a user's"
-        )
-    if task.grader is not None:
-        raise TaskError(
-            f"{where} has grader = {task.grader!r}, but an episode grades itself; leave it out"
-        )
-    return task
+class HostedEnvironment(Protocol):
+    """A user's environment as `make_environment` makes it: in this process, or in workers."""
+
+    @property
+    def size(self) -> int: ...
+
+    def task(self, index: int) -> Task:
+        """A valid task; a TaskError otherwise."""
+
+    def start(self, task: Task) -> HostedEpisode:
+        """Raises `EnvironmentFault` and nothing else."""
+
+    @property
+    def demonstrate(self) -> Callable[[Task], Sequence[Message]] | None:
+        """A whole conversation to imitate; None: the environment has no such method."""
+
+    @property
+    def example_replies(self) -> Callable[[Task], Sequence[str]] | None:
+        """For `courtside check-env`; None: the environment has no such method."""

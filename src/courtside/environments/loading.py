@@ -1,43 +1,71 @@
-"""The environment of a recipe's [tasks] section."""
+"""The environment of a recipe's [tasks] section, guarded against its own bugs."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from courtside.environments.base import Environment, validate_task
+from courtside.environments.base import Environment, HostedEnvironment
+from courtside.environments.guard import GuardedEnvironment
+from courtside.environments.tool_class import is_tool_class, make_tool_environment
 from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.workers import WorkerEnvironment
 from courtside.errors import TaskError
-from courtside.plugins import make_plugin
+from courtside.plugins import describe_error, load_plugin, make_plugin
+from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
 
 
-def make_environment(config: TasksConfig) -> Environment | None:
+def make_environment(
+    config: TasksConfig, limits: LimitsConfig | None = None
+) -> HostedEnvironment | None:
     """None: the tasks are single prompts."""
+    seconds = (limits or LimitsConfig()).step_seconds
     match config:
+        case EnvironmentTasks() if config.workers:
+            return WorkerEnvironment(config, seconds=seconds)
         case EnvironmentTasks():
-            return load_environment(config)
+            return load_environment(config, seconds=seconds)
         case ToolboxTasks():
-            return Toolbox(config)
+            name = "tasks.kind = 'toolbox'"
+            return GuardedEnvironment(environment=Toolbox(config), name=name, seconds=seconds)
         case _:
             return None
 
 
-def load_environment(config: EnvironmentTasks) -> Environment:
+def load_environment(config: EnvironmentTasks, *, seconds: float | None) -> GuardedEnvironment:
     """An instance of the class at `module:Class`. No episode is started: that may be expensive."""
-    environment: Any = make_plugin(config, "class", section="tasks", error=TaskError)
+    name = f"tasks.path = {config.path!r}"
+    environment = GuardedEnvironment(environment=_make_instance(config), name=name, seconds=seconds)
+    first = environment.task(0)
+    if environment.task(0) != first:
+        raise TaskError(
+            f"{name}: task(0) differs from call to call. Make it a pure function of the number: "
+            "no clock, no global random state"
+        )
+    return environment
+
+
+def _make_instance(config: EnvironmentTasks) -> Environment:
     where, name = f"tasks.path = {config.path!r}", config.path.partition(":")[2]
+    user_class: Any = load_plugin(config.path, "class", field="tasks.path", error=TaskError)
+    if is_tool_class(user_class):
+        return make_tool_environment(user_class, config)
+    if config.tool_class_fields:
+        raise TaskError(
+            f"tasks.{config.tool_class_fields[0]} is for classes whose methods are tools (with "
+            f"`reset`, as in TRL), and {name} is none. Remove it, or use tasks.settings"
+        )
+    environment: Any = make_plugin(config, "class", section="tasks", error=TaskError)
     for method, call in (("task", "task(index)"), ("start", "start(task)")):
         if not callable(getattr(environment, method, None)):
             raise TaskError(f"{where}: {name} has no method {call}; add it")
-    size = getattr(environment, "size", None)
+    try:
+        size = getattr(environment, "size", None)
+    except Exception as error:  # user code: a property
+        raise TaskError(f"{where}: {name}.size {describe_error(error)}") from error
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise TaskError(
             f"{where}: {name}.size = {size!r}; set it to the number of tasks, at least 1"
         )
-    first = validate_task(environment.task(0), f"{where}: task(0)")
-    if environment.task(0) != first:
-        raise TaskError(
-            f"{where}: task(0) differs from call to call. Make it a pure function of the number: "
-            "no clock, no global random state"
-        )
-    return cast(Environment, environment)
+    checked: Environment = environment
+    return checked

@@ -34,7 +34,7 @@ def error_rates_by_task(episodes: Sequence[Outline]) -> dict[str, float]:
     rates: dict[str, list[float]] = {}
     for episode in episodes:
         turns = [turn for turn in episode.trajectory.turns if turn.role == "assistant"]
-        if turns:
+        if turns and episode.trajectory.stop != "fault":  # a bug says nothing about the student
             rate = sum(bool(turn.events) for turn in turns) / len(turns)
             rates.setdefault(episode.trajectory.task.id, []).append(rate)
     return {task: sum(values) / len(values) for task, values in rates.items()}

@@ -11,14 +11,18 @@ from courtside.types import Trajectory, Turn
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`error_rate`: the fraction of an episode's assistant turns with any event, averaged over
-    episodes, with its 95% interval; `events/<kind>`: the same for one kind of event."""
-    episodes = [[turn for turn in t.turns if turn.role == "assistant"] for t in trajectories]
+    episodes, with its 95% interval; `events/<kind>`: the same for one kind of event;
+    `environment_faults`: episodes that a bug in the environment ended, which are left out."""
+    faults = {"environment_faults": sum(t.fault is not None for t in trajectories)}
+    whole = [t for t in trajectories if t.fault is None]
+    episodes = [[turn for turn in t.turns if turn.role == "assistant"] for t in whole]
     episodes = [turns for turns in episodes if turns]
     if not episodes:
-        return {}
+        return {**faults}
     rate, low, high = mean_interval([_event_fraction(turns, None) for turns in episodes])
     kinds = sorted({e.kind for turns in episodes for turn in turns for e in turn.events})
     return {
+        **faults,
         "turns": sum(map(len, episodes)) / len(episodes),
         "error_rate": rate,
         "error_rate/low": low,
@@ -44,10 +48,7 @@ def logp_drop(before: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
     the mean would estimate KL(before ‖ now). Each group alone does not: it is selected by outcome.
     """
     sampled = [t for t in before if t.num_completion_tokens]
-    requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
-        for t in sampled
-    ]
+    requests = [ScoreRequest.of_trajectory(t) for t in sampled]
     drops: dict[str, list[float]] = {"logp_drop/clean_turns": [], "logp_drop/error_turns": []}
     for trajectory, scores in zip(sampled, engine.score(requests), strict=True):
         assert trajectory.sampler_logp is not None, "the student sampled it"

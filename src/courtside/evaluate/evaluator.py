@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
-from courtside.environments.base import Environment, EpisodeRequest
-from courtside.errors import TaskError
+from courtside.environments.base import EpisodeRequest, HostedEnvironment
+from courtside.errors import RunError, TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.intervals import mean_interval
 from courtside.progress import ProgressMeter
@@ -25,7 +25,7 @@ NUM_STORED_SAMPLES = 8
 
 class TaskSuite(NamedTuple):
     tasks: TaskSource
-    environment: Environment | None
+    environment: HostedEnvironment | None
 
 
 class Attempt(NamedTuple):
@@ -190,12 +190,19 @@ class Evaluator:
     ) -> Evaluation:
         scores: dict[str, list[float]] = {}
         for trajectory in answers:
+            if trajectory.fault is not None:
+                continue  # it says nothing about the student
             if trajectory.grade is None:
                 raise TaskError(
                     f"task {trajectory.task.id} has no grader, so it cannot be evaluated. Name a "
                     "grader on the tasks"
                 )
             scores.setdefault(trajectory.task.id, []).append(trajectory.grade.score)
+        if not scores:
+            raise RunError(
+                f"{policy} on {split} tasks: bugs in the environment ended all {len(answers)} "
+                f"episodes, so there is nothing to score. The first: {answers[0].fault}"
+            )
         means = {id: sum(values) / len(values) for id, values in scores.items()}
         mean_score, ci_low, ci_high = mean_interval(list(means.values()))
         num_samples = self.recipe.evaluate.samples_per_task
@@ -232,12 +239,7 @@ class Evaluator:
         metrics = {"kl_estimate": _mean_gap(scored, logps)}
         if self.recipe.evaluate.forward_kl:
             samples = self._sample_teacher(self._make_attempts(tasks, "teacher"))
-            requests = [
-                ScoreRequest(
-                    token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature
-                )
-                for t in samples
-            ]
+            requests = [ScoreRequest.of_trajectory(t) for t in samples]
             logps = [scores.logp_T.tolist() for scores in self.engine.score(requests)]
             metrics["forward_kl_estimate"] = _mean_gap(samples, logps)
         return {name: gap for name, gap in metrics.items() if gap is not None}

@@ -20,10 +20,7 @@ def surprise(trajectories: Sequence[Trajectory], engine: InProcessEngine) -> flo
 
     Its expectation is 0 for text that the student sampled.
     """
-    requests = [
-        ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask, temperature=t.temperature)
-        for t in trajectories
-    ]
+    requests = [ScoreRequest.of_trajectory(t) for t in trajectories]
     total, count = 0.0, 0
     for request, scores in zip(requests, engine.score(requests, want="hidden"), strict=True):
         assert scores.hidden_TD is not None

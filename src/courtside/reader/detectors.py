@@ -16,7 +16,7 @@ from courtside.types import Event, Trajectory
 
 FAILURES = frozenset({"tool_not_found", "invalid_arguments", "unparsable_call", "tool_error"})
 """Events that say the call came to nothing."""
-CUT_OFF = frozenset({"turns", "time", "length"})
+CUT_OFF = frozenset({"turns", "time", "length", "fault"})
 """Ways to stop in which the last turn is not a final answer."""
 CALL = re.compile(
     r"<\w*(?:tool|function)|\[TOOL|\"(?:name|tool|function|action|arguments|parameters)\"\s*:"
@@ -149,9 +149,9 @@ def detect_event(rule: Rule, log: TurnLog, i: int) -> Finding | None:
         return None
     word = {"tool_not_found": "tool", "invalid_arguments": "arguments"}.get(rule.detect, "")
     return Finding(
-        reason=event.details.get("message") or kind.replace("_", " "),
-        facts={**_reply_facts(log, i), **event.details},
-        bad_span=find_span(log.text(i), event.details.get(word, "")),
+        reason=event.detail("message") or kind.replace("_", " "),
+        facts={**_reply_facts(log, i), **{name: event.detail(name) for name in event.details}},
+        bad_span=find_span(log.text(i), event.detail(word)),
     )
 
 
@@ -178,10 +178,10 @@ def ignored_error(_rule: Rule, log: TurnLog, i: int) -> Finding | None:
     j = log.previous(i)
     if j is None or not log.failed(j):
         return None
-    mistakes = {(e.kind, e.details.get("tool")) for e in log.events(j)}
+    mistakes = {(e.kind, e.detail("tool")) for e in log.events(j)}
     if log.normalized_text(i) == log.normalized_text(j) and not log.succeeded(i):
         reason = f"repeats turn {j}, which had failed"
-    elif any((e.kind, e.details.get("tool")) in mistakes for e in log.events(i)):
+    elif any((e.kind, e.detail("tool")) in mistakes for e in log.events(i)):
         reason = f"makes the mistake of turn {j} again"
     elif log.failed(i) and log.replies(i) and log.reply(i) == log.reply(j):
         reason = f"gets the error of turn {j} again"
@@ -189,8 +189,8 @@ def ignored_error(_rule: Rule, log: TurnLog, i: int) -> Finding | None:
         reason = f"answers as if turn {j} had not failed"
     else:
         return None
-    finding = (e.details["message"] for e in log.events(j) if e.details.get("message"))
-    message = next(finding, log.reply(j))
+    messages = (text for e in log.events(j) if (text := e.detail("message")))
+    message = next(messages, log.reply(j))
     return Finding(reason=reason, facts={"message": message} if message else {})
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from courtside.errors import RunError, UserError
+from courtside.files import read_regular_file
 from courtside.reader.base import ReaderOutput
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.hints_file import hints_file_id, parse_hints
@@ -54,12 +55,12 @@ class HumanReader:
             now = path.stat()
             stamp = (now.st_mtime_ns, now.st_size)
             if stamp != self._stamp:
-                self.read = parse_hints(path.read_bytes(), name=str(path))
+                self.read = parse_hints(read_regular_file(path), name=str(path))
                 self._stamp = stamp
         except OSError as error:
             raise UserError(
-                f"reader.path = {str(path)!r} cannot be read ({error.strerror}). Create the file "
-                "(an empty one will do), or correct the path"
+                f"reader.path = {str(path)!r} cannot be read ({error.strerror}). Write the file "
+                "(`courtside view` does), or correct the path"
             ) from None
         return self.read
 

@@ -54,13 +54,30 @@ def list_builtin_recipes() -> list[BuiltinRecipe]:
 def find_recipe(name: str) -> Path:
     """The file meant by a path, or by the name of a built-in recipe."""
     path = Path(name)
-    if path.is_file():
-        return path
-    if path.suffix == ".toml" or len(path.parts) > 1:
-        if path.is_dir():
-            raise RecipeError(f"{name}: is a folder. Give the recipe in it: {path / RECIPE}")
+    is_name = path.suffix != ".toml" and [*path.parts] == [name]
+    if path.is_file() or (is_name and name in builtin_recipe_files()):
+        return path if path.is_file() else find_builtin_recipe(name)
+    if path.is_dir():
+        raise RecipeError(_explain_folder(path))
+    if path.exists():
+        raise RecipeError(f"{name}: is no regular file. Give a TOML file")
+    if not is_name:
         raise RecipeError(f"{name}: no such file. `courtside recipes` lists the built-in recipes")
     return find_builtin_recipe(name)
+
+
+def _explain_folder(path: Path) -> str:
+    if not (path / RECIPE).is_file():
+        return (
+            f"{path}: is a folder, and has no {RECIPE}. Give a TOML file, or the name of a "
+            "built-in recipe (`courtside recipes` lists them)"
+        )
+    if (path / "environment.json").is_file():
+        return (
+            f"{path}: is a run folder, and a recipe is needed here, or a run with checkpoints. Its "
+            f"recipe is {path / RECIPE}"
+        )
+    return f"{path}: is a folder. Give the recipe in it: {path / RECIPE}"
 
 
 def find_adapter_folder(path: Path) -> Path:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from courtside.recipe.base import Section, Setting
+
+
+def _check_temperature(value: float) -> float:
+    if value != 0 and value < 0.001:
+        raise ValueError("must be 0 (greedy), or 0.001 or more: smaller ones overflow")
+    return value
 
 
 class EvaluateConfig(Section):
@@ -15,7 +22,7 @@ class EvaluateConfig(Section):
     every: NonNegativeInt = 0
     """Steps between evaluations on validation tasks; 0: only before and after."""
     samples_per_task: PositiveInt = 1
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
     """0: greedy."""
     max_new_tokens: PositiveInt | None = None
     """Unset: as in rollout."""

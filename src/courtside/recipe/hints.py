@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from courtside.recipe.base import Fraction, Section
 
@@ -21,7 +21,11 @@ class HintsConfig(Section):
     """In nats: how much the hint must lower the log-probability of the turn, summed over its
     tokens. Hints below are dropped and counted. Unset: none is; shifts are measured all the same,
     and a live self-teacher scores hints in the update's forward pass, which is the cheapest."""
-    resamples: NonNegativeInt = 0
+    harmful: Literal["drop", "train"] = "drop"
+    """Hints under which their turn becomes *more* likely (a shift below 0), which would teach the
+    mistake. drop: they train nothing and are counted; losses still average over their tokens, so
+    that other hints weigh what they weighed. train: they train like all others, for experiments."""
+    resamples: Annotated[int, Field(ge=0, le=1000)] = 0
     """Replies to sample with each hint, checked by the environment, before it trains. Costs
     decoding; measures how good the hints are."""
     min_pass_rate: Fraction = 0.0
@@ -31,6 +35,12 @@ class HintsConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields(self) -> HintsConfig:
+        if self.min_shift is not None and self.min_shift < 0 and self.harmful == "drop":
+            raise ValueError(
+                f"min_shift = {self.min_shift:g} admits hints that make their turn more likely, "
+                "and harmful = 'drop' does not train on them; set harmful = 'train', or min_shift "
+                "to 0 or more"
+            )
         if self.min_pass_rate and not self.resamples:
             raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
         if self.resamples and self.cumulative:

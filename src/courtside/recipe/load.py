@@ -13,12 +13,14 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from courtside.errors import RecipeError
+from courtside.files import BOM, read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import find_recipe
 from courtside.recipe.error_messages import describe_problems
+from courtside.recipe.tasks import TasksConfig
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -47,9 +49,32 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
         raise RecipeError(f"{name}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
+def parse_tasks_section(tasks: dict[str, Any], overrides: Sequence[str]) -> TasksConfig:
+    """A [tasks] section alone, with overrides of its fields: `settings.high=50`."""
+    for override in overrides:
+        _apply_override(tasks, override)
+    try:
+        section: TasksConfig = TypeAdapter(TasksConfig).validate_json(
+            json.dumps(tasks, default=_to_plain), strict=True
+        )
+    except ValidationError as error:
+        details: Any = [
+            {**problem, "loc": ("tasks", *problem["loc"])}
+            for problem in error.errors(include_url=False)
+        ]
+        raise RecipeError("\n".join(describe_problems(details))) from None
+    return section
+
+
 def read_tree(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Universal newlines, as reading in text mode has.
+        text = read_regular_file(path).removeprefix(BOM).decode()
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe. `courtside recipes` lists the built-in ones"
+        ) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

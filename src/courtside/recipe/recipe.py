@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from courtside.recipe.base import Section
 from courtside.recipe.evaluate import EvaluateConfig
@@ -39,7 +39,7 @@ class Recipe(Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     run: RunConfig = RunConfig()
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:

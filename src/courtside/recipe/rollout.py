@@ -30,7 +30,11 @@ class LimitsConfig(Section):
     seconds: PositiveFloat | None = None
     """Of the whole episode, by the clock. Unset: no limit."""
     step_seconds: PositiveFloat = 60.0
-    """Time for the environment to answer one turn; the episode ends after it."""
+    """Time for one call of the environment: `start`, `step` or `grade`. The episode ends after it,
+    as a fault of the environment."""
+    max_fault_fraction: Fraction = 0.2
+    """Fraction of recent episodes (the batch, or the last 64) that bugs in the environment may end
+    before the run stops; at least 3 of them, or all. 1: never."""
     observation_chars: PositiveInt = 8000
     """Characters of one message of the environment; a longer one is truncated, visibly."""
 
@@ -39,7 +43,8 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 4
     """Per prompt."""
     max_new_tokens: PositiveInt = 128
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=0.001)] = 1.0
+    """Student and teacher are compared at it, so 0 (greedy) has no gradient: 0.001 or more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegativeInt = 0
     """0: off."""

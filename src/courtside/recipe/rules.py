@@ -146,7 +146,7 @@ class Rule(Section):
                 "privileged field in `lookup_field`, or give a `pattern` for the prompt, and not "
                 "both"
             )
-        slots = ("turn", *SLOTS[name], *self._groups())
+        slots = ("turn", *SLOTS[name], *self.groups)
         for slot in parse_slots(self.hint):
             if slot in RESERVED and slot not in slots:
                 raise ValueError(
@@ -155,7 +155,9 @@ class Rule(Section):
                 )
         return self
 
-    def _groups(self) -> tuple[str, ...]:
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Named groups of the pattern."""
         return tuple(re.compile(self.pattern).groupindex) if self.pattern is not None else ()
 
     @property
@@ -166,7 +168,7 @@ class Rule(Section):
     @property
     def needs_finding(self) -> bool:
         """Whether the hint has slots that only a detected turn can fill."""
-        from_finding = {*RESERVED, *self._groups()}
+        from_finding = {*RESERVED, *self.groups}
         return any(slot in from_finding for slot in parse_slots(self.template))
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     model_validator,
@@ -66,32 +67,42 @@ def _check_grader(name: str) -> str:
     return check_import_path(name, "my_graders:grade") if ":" in name else name
 
 
+USER_GRADER_SECONDS = 60.0
 GraderName = Annotated[str, AfterValidator(_check_grader)]
 
 
-class JsonlTasks(TasksBase):
-    kind: Literal["jsonl"]
-    path: Path
-    """One JSON object a line: prompt (or messages), and optionally answer, completion, rejected,
-    privileged, tags, grader, grader_args, split. Tasks without a split get one by content hash."""
+class GradedTasks(TasksBase):
+    """Tasks that a grader of user code may grade."""
+
     grader: GraderName | None = None
     """Of tasks that name none: a built-in grader, or `module:function`."""
+    grader_seconds: PositiveFloat = USER_GRADER_SECONDS
+    """Time for a `module:function` to grade one response; after it the score is 0, and counted as
+    an error of the grader."""
 
 
-class DatasetTasks(TasksBase):
+class JsonlTasks(GradedTasks):
+    kind: Literal["jsonl"]
+    path: Path
+    """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
+    optionally completion (or chosen), rejected, answer, id, privileged, tags, grader, grader_args,
+    split, metadata. Tasks without a split get one by content hash."""
+
+
+class DatasetTasks(GradedTasks):
     kind: Literal["datasets"]
     path: str
     """What `datasets.load_dataset` takes, or a folder that `save_to_disk` wrote."""
     name: str | None = None
     split: str = "train"
-    columns: Mapping[str, str] = Field(default_factory=lambda: {"prompt": "prompt"})
-    """Field of a task → column of the data set: prompt or messages, answer, completion, rejected.
-    `privileged.NAME` makes a privileged field."""
-    grader: GraderName | None = None
-    """A built-in grader, or `module:function`."""
+    columns: Mapping[str, str] | None = None
+    """Field of a task → column of the data set: prompt, messages or conversations, tools, answer,
+    completion, chosen, rejected. `privileged.NAME` makes a privileged field. Unset: the columns of
+    TRL (prompt, completion, chosen, rejected), of chat APIs (messages, tools) and of ShareGPT
+    (conversations) under their own names."""
 
 
-class CustomTasks(TasksBase):
+class CustomTasks(GradedTasks):
     """Tasks from a function of your own: docs/extending.md shows one."""
 
     kind: Literal["custom"]
@@ -100,8 +111,6 @@ class CustomTasks(TasksBase):
     keys of JSONL tasks; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the function."""
-    grader: GraderName | None = None
-    """Of dicts that name none: a built-in grader, or `module:function`."""
 
 
 class ConversationTasks(TasksBase):
@@ -109,8 +118,9 @@ class ConversationTasks(TasksBase):
 
     kind: Literal["conversations"]
     path: Path
-    """One JSON object a line: `messages` as chat APIs write them (tool_calls, too), and optionally
-    privileged, tags and `id`, which a hints file refers to."""
+    """One JSON object a line: `messages` as chat APIs write them (tool_calls, too) or ShareGPT's
+    `conversations`, and optionally tools, privileged, tags, metadata and `id`, which a hints file
+    refers to."""
     tool_call_format: Literal["json", "plain"] = "json"
     """Format of tool calls if the chat template does not render them."""
 
@@ -156,10 +166,38 @@ class EnvironmentTasks(TasksBase):
     """`module:Class`; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
+    workers: NonNegativeInt = 0
+    """Worker processes that run it, one call at a time each; one that dies or hangs costs its
+    episode, not the run. 0: threads of this process, which start at once and share memory."""
+    rows: Path | None = None
+    """Of a class whose methods are tools (TRL's convention): one JSON object a line with `prompt`,
+    and optionally `split` and more. All columns are keyword arguments of `reset`."""
+    reward: Annotated[str, import_path("my_rewards:reward")] | None = None
+    """Of such a class: `module:function`, called as a reward function of TRL with `environments`.
+    Unset: `get_reward()` of the class, or its attribute or method `reward`."""
+    reward_range: tuple[float, float] | None = None
+    """Of such a class: rewards that become the scores 0 and 1. Unset: 0 and 1."""
+    tool_call_format: Literal["json", "plain"] | None = None
+    """Of such a class: how the student writes calls. Unset: json."""
+    tool_role: bool | None = None
+    """Of such a class; false: for templates with the roles user and assistant only. The list of
+    tools precedes the first message, and results are a user's. Unset: true."""
 
     @property
     def is_environment(self) -> bool:
         return True
+
+    @property
+    def tool_class_fields(self) -> list[str]:
+        """The fields that are set and apply only to classes whose methods are tools."""
+        names = ("rows", "reward", "reward_range", "tool_call_format", "tool_role")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @model_validator(mode="after")
+    def _check_reward_range(self) -> EnvironmentTasks:
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(f"reward_range = {list(self.reward_range)}: the least comes first")
+        return self
 
 
 CapabilityName = Literal[

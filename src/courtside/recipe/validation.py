@@ -29,6 +29,10 @@ SAMPLING = (
     "stop",
 )
 """Fields of [rollout] that configure sampling."""
+MAX_SAMPLES = 1_000_000
+"""Trajectories of one step, or answers of one evaluation."""
+TOKENS_PER_SECOND = 10_000
+"""Of one GPU, for estimates in messages."""
 
 
 def find_problems(recipe: Recipe) -> Iterator[str]:
@@ -52,8 +56,31 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
+    yield from _size_problems(recipe)
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
+
+
+def _size_problems(recipe: Recipe) -> Iterator[str]:
+    """Batches that no machine holds, with what they would take."""
+    train, rollout, evaluate = recipe.train, recipe.rollout, recipe.evaluate
+    new = rollout.max_new_tokens
+    is_recorded = recipe.tasks.is_recorded
+    for first, a, second, b, unit, tokens in (
+        ("train.prompts_per_step", train.prompts_per_step, "rollout.samples_per_prompt",
+         1 if is_recorded else rollout.samples_per_prompt, "trajectories a step", new),
+        ("evaluate.num_tasks", evaluate.num_tasks, "evaluate.samples_per_task",
+         evaluate.samples_per_task, "answers an evaluation", evaluate.max_new_tokens or new),
+    ):  # fmt: skip
+        if a * b > MAX_SAMPLES:
+            hours = a * b * tokens / TOKENS_PER_SECOND / 3600
+            yield (
+                f"{first} × {second} = {a:,} × {b:,} = {a * b:,} {unit}: about "
+                f"{a * b * tokens:.1e} tokens, {hours:,.0f} hours at {TOKENS_PER_SECOND:,} tokens "
+                f"a second. Use at most {MAX_SAMPLES:,}"
+            )
+    if recipe.tasks.limit is not None and recipe.tasks.limit > MAX_SAMPLES:
+        yield f"tasks.limit = {recipe.tasks.limit:,}: use at most {MAX_SAMPLES:,}, or leave it out"
 
 
 def _needs_teacher(loss: Loss) -> bool:

@@ -1,7 +1,8 @@
 """Console output of a run: progress, speed and its most important metrics.
 
 These are the KL to the teacher, the reward (where answers are graded), the fraction of turns with
-an error (in environments), the number of trained hints, and the gradient norm.
+an error (in environments), the number of trained hints, the mean shift of all hints, and the
+gradient norm.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ def headline_metrics(row: Numbers) -> list[tuple[str, str]]:
         numbers.append(("error_rate", f"{errors:.1%}"))
     if hints is not None:
         numbers.append(("hints", f"{hints:g}"))
+    shift = row.get("hints/shift")
+    if shift is not None:
+        numbers.append(("shift", f"{shift:+.2f}"))
+    if faults := row.get("environment_faults"):
+        numbers.append(("environment_faults", f"{faults:g}"))
     if "grad_norm" in row:
         numbers.append(("grad", format_number(row["grad_norm"], trim=False)))
     return numbers

@@ -1,33 +1,33 @@
 """Episodes of many turns, as many at a time as the KV cache holds.
 
 Each episode has a row of the engine's session, whose KV cache persists over turns, so a turn costs
-its own tokens. A finished episode's row goes to the next request (continuous batching). An
-environment that raises, hangs or returns too much text affects its own episode, never the run.
+its own tokens. A finished episode's row goes to the next request (continuous batching). A bug in
+the environment ends its own episode, without a grade and without an event: it is no mistake of the
+student.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import Generic, TypeVar
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
-from courtside.environments.base import Episode, EpisodeRequest
+from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
+from courtside.environments.faults import FaultMonitor
+from courtside.environments.guard import EnvironmentFault, call_all
 from courtside.progress import ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
+from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
     Event,
     Grade,
-    Message,
     Observation,
-    Role,
     Sample,
     StopReason,
     Task,
@@ -38,9 +38,6 @@ from courtside.types import (
 EXPECTED_OBSERVATION = 96
 """Tokens of an environment's answer, for sizing the KV cache; an estimate, not a limit."""
 EXPECTED_TURNS = 16
-NO_ANSWER = Grade(score=0.0, passed=False, feedback="The environment did not answer.")
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -48,7 +45,7 @@ class EpisodeRollout:
     engine: Engine
     template: IncrementalTemplate
     config: RolloutConfig
-    start: Callable[[Task], Episode]
+    start: Callable[[Task], HostedEpisode]
     context_length: int
     seed: int
     progress: ProgressMeter = field(default_factory=ProgressMeter)
@@ -57,6 +54,7 @@ class EpisodeRollout:
         self.limits = self.config.limits
         self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
         self.sampling = make_sampling(self.config)
+        self.faults = FaultMonitor(max_fraction=self.limits.max_fault_fraction)
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
 
@@ -92,25 +90,53 @@ class EpisodeRollout:
         finished: dict[int, Trajectory] = {}
         self.progress.begin(len(requests), "episodes")
         while waiting or running:
+            starting: dict[int, EpisodeState] = {}
             while waiting and free_rows:
                 session.restart(row := free_rows.popleft())
-                running[row] = EpisodeState.start(*waiting.popleft(), self.template)
-            for row, state in list(running.items()):
+                starting[row] = EpisodeState.make(*waiting.popleft(), self.template)
+            self._start(list(starting.values()))
+            running |= starting
+            for state in running.values():
                 state.check_limits(
                     self.limits,
                     max_new_tokens=sampling.max_new_tokens,
                     max_tokens=self.max_tokens,
                 )
-                if state.stop is not None:
-                    finished[state.index] = state.finish(
-                        temperature=sampling.temperature, policy_version=policy_version
-                    )
-                    free_rows.append(row)
-                    del running[row]
+            ended = {row: state for row, state in running.items() if state.stop is not None}
+            self._grade(list(ended.values()))
+            for row, state in ended.items():
+                finished[state.index] = state.finish(
+                    temperature=sampling.temperature, policy_version=policy_version
+                )
+                free_rows.append(row)
+                del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
                 self._report_progress(len(requests), finished.values(), running.values())
-        return [finished[index] for index in range(len(requests))]
+        trajectories = [finished[index] for index in range(len(requests))]
+        self.faults.check([trajectory.fault for trajectory in trajectories])
+        return trajectories
+
+    def _start(self, states: Sequence[EpisodeState]) -> None:
+        for state in states:  # in order: `start` is a method of the object that all share
+            try:
+                state.episode = state.request.start(state.request.task)
+            except EnvironmentFault as fault:
+                self._end(state, fault)
+
+    def _grade(self, states: Sequence[EpisodeState]) -> None:
+        gradable = [state for state in states if state.fault is None]
+        calls = [state.require_episode().begin_grade for state in gradable]
+        for state, grade in zip(gradable, call_all(calls), strict=True):
+            if isinstance(grade, EnvironmentFault):
+                self._end(state, grade)
+            else:
+                state.grade = grade
+
+    def _end(self, state: EpisodeState, fault: EnvironmentFault) -> None:
+        """The episode is not used any more: a call that timed out may still run in it."""
+        self.faults.print_first(fault, where=state.describe_position())
+        state.fault, state.stop, state.episode = str(fault), "fault", None
 
     def _run_turn(
         self, session: Session, running: Mapping[int, EpisodeState], sampling: Sampling
@@ -125,15 +151,18 @@ class EpisodeRollout:
             for state in states
         ]
         samples = session.sample(list(running), requests, sampling)
-        results = call_all_with_timeout(
+        results = call_all(
             [
-                partial(state.episode.step, sample.text)
+                partial(state.require_episode().begin_step, sample.text)
                 for state, sample in zip(states, samples, strict=True)
-            ],
-            seconds=self.limits.step_seconds,
+            ]
         )
         for state, sample, result in zip(states, samples, results, strict=True):
-            state.add_turn(sample, result, self.template, self.limits)
+            if isinstance(result, EnvironmentFault):
+                state.add_reply(sample, self.template)
+                self._end(state, result)
+            else:
+                state.add_turn(sample, result, self.template, self.limits)
 
     def _report_progress(
         self, total: int, finished: Collection[Trajectory], running: Collection[EpisodeState]
@@ -168,30 +197,41 @@ class EpisodeState:
     index: int
     """Among the requests."""
     request: EpisodeRequest
-    episode: Episode
     turns: list[Turn]
     pending_ids: tuple[int, ...]
     """Ids that the session has not processed yet: the next prompt of its row."""
     num_tokens: int
+    episode: HostedEpisode | None = None
+    """None before it was started, and after a fault."""
     stop: StopReason | None = None
+    grade: Grade | None = None
+    fault: str | None = None
     start_time: float = field(default_factory=monotonic)
-    timed_out: bool = False
     oldest_version: int | None = None
     """Of the weights of its samples, where the engine reports them."""
 
     @classmethod
-    def start(
+    def make(
         cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
     ) -> EpisodeState:
         prompt = template.prompt_turn(request.task)
         return cls(
             index=index,
             request=request,
-            episode=request.start(request.task),
             turns=[prompt],
             pending_ids=prompt.token_ids,
             num_tokens=len(prompt.token_ids),
         )
+
+    def describe_position(self) -> str:
+        """For a message: `task t-3, turn 2, reply 'No.'`."""
+        last = self.turns[-1]
+        reply = f", reply {truncate(last.text, 200)!r}" if last.role == "assistant" else ""
+        return f"task {self.request.task.id}, turn {self.num_assistant_turns}{reply}"
+
+    def require_episode(self) -> HostedEpisode:
+        assert self.episode is not None
+        return self.episode
 
     @property
     def num_assistant_turns(self) -> int:
@@ -211,29 +251,36 @@ class EpisodeState:
     def add_turn(
         self,
         sample: Sample,
-        result: CallResult[Observation],
+        observation: Observation,
         template: IncrementalTemplate,
         limits: LimitsConfig,
     ) -> None:
         """Appends the student's turn and the environment's answer to it."""
-        versions = [span.version for span in sample.policy_versions]
-        if self.oldest_version is not None:
-            versions.append(self.oldest_version)
-        self.oldest_version = min(versions, default=None)
-        observation = self._observe(result, limits)
-        self._append(template.assistant_turn(sample, observation.events))
+        self.add_reply(sample, template, observation.events)
         if observation.done:
-            self.stop = "time" if result.timed_out else "done"
+            self.stop = "done"
             return
+        messages = tuple(
+            replace(message, content=_cut(message.content, limits.observation_chars))
+            for message in observation.messages
+        )
         answer = template.environment_turn(
-            observation.messages, add_end_of_turn=not template.is_ended(sample.token_ids)
+            messages, add_end_of_turn=not template.is_ended(sample.token_ids)
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids
 
+    def add_reply(
+        self, sample: Sample, template: IncrementalTemplate, events: Sequence[Event] = ()
+    ) -> None:
+        versions = [span.version for span in sample.policy_versions]
+        if self.oldest_version is not None:
+            versions.append(self.oldest_version)
+        self.oldest_version = min(versions, default=None)
+        self._append(template.assistant_turn(sample, events))
+
     def finish(self, *, temperature: float, policy_version: int) -> Trajectory:
         assert self.stop is not None
-        # A thread may still run in an episode that timed out, so its grade is not asked for.
         return Trajectory(
             id=self.request.id,
             task=self.request.task,
@@ -242,44 +289,13 @@ class EpisodeState:
             policy_version=policy_version if self.oldest_version is None else self.oldest_version,
             temperature=temperature,
             stop=self.stop,
-            grade=NO_ANSWER if self.timed_out else self.episode.grade(),
+            grade=self.grade,
+            fault=self.fault,
         )
 
     def _append(self, turn: Turn) -> None:
         self.turns.append(turn)
         self.num_tokens += len(turn.token_ids)
-
-    def _observe(self, result: CallResult[Observation], limits: LimitsConfig) -> Observation:
-        """The environment's answer, cut to its limit; its failures as an error message."""
-        if result.timed_out:
-            self.timed_out = True
-            text = f"Error: no answer within {limits.step_seconds:g} seconds"
-            return Observation(messages=(), done=True, events=(_failure("hung", text),))
-        observation, problem = result.value, None
-        if result.error is not None or observation is None:
-            problem = f"Error: {type(result.error).__name__}: {result.error}"
-        elif not observation.messages and not observation.done:
-            problem = "Error: the environment said nothing"
-        if observation is None or problem is not None:
-            text = _cut(problem or "", limits.observation_chars)
-            return Observation(
-                messages=(Message(role=self._environment_role(), content=text),),
-                events=(_failure("environment_error", text),),
-            )
-        messages = tuple(
-            replace(message, content=_cut(message.content, limits.observation_chars))
-            for message in observation.messages
-        )
-        return replace(observation, messages=messages)
-
-    def _environment_role(self) -> Role:
-        """A role that the environment uses itself, which the chat template is known to accept."""
-        roles = {m.role for turn in self.turns if turn.role == "environment" for m in turn.messages}
-        return "tool" if "tool" in roles else "user"
-
-
-def _failure(kind: str, message: str) -> Event:
-    return Event(kind=kind, details={"message": message})
 
 
 def _cut(text: str, limit: int) -> str:
@@ -288,59 +304,20 @@ def _cut(text: str, limit: int) -> str:
     return f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
 
 
-# ── calls of environments, which may raise or hang ───────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult(Generic[T]):
-    value: T | None = None
-    error: Exception | None = None
-    timed_out: bool = False
-    """The call is still running; the objects it uses must not be used any more."""
-
-
-def call_all_with_timeout(
-    calls: Sequence[Callable[[], T]], *, seconds: float
-) -> list[CallResult[T]]:
-    """Runs all calls concurrently, each in a thread of its own; results in their order."""
-    outcomes: list[CallResult[T]] = [CallResult(timed_out=True)] * len(calls)
-
-    def run(index: int, call: Callable[[], T]) -> None:
-        try:
-            outcomes[index] = CallResult(value=call())
-        except Exception as error:  # user code: its errors become observations
-            outcomes[index] = CallResult(error=error)
-
-    # Daemon threads: a hanging call must not keep the process alive.
-    threads = [
-        threading.Thread(target=run, args=(index, call), daemon=True)
-        for index, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    end = monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - monotonic()))
-    return list(outcomes)
-
-
 def reply_passes(
     start: Callable[[Task], Episode],
     trajectory: Trajectory,
     turn: int,
     reply: str,
-    *,
-    seconds: float,
 ) -> bool:
     """Whether `reply`, in place of that turn, causes no event. The episode is replayed up to that
     turn: it follows from its task and the student's replies."""
     earlier_replies = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
 
-    def replay() -> Observation:
+    try:
         episode = start(trajectory.task)
         for text in earlier_replies:
             episode.step(text)
-        return episode.step(reply)
-
-    (result,) = call_all_with_timeout([replay], seconds=seconds * (len(earlier_replies) + 1))
-    return result.value is not None and not result.value.events
+        return not episode.step(reply).events
+    except EnvironmentFault:
+        return False

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
-from courtside.chat.template import ChatTemplate, make_trajectory
+from courtside.chat.template import ChatTemplate, make_trajectory, message_tree
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.progress import ProgressMeter
@@ -143,7 +143,7 @@ class Demonstrations:
         messages = self.expert(task)
         # The expert may put messages before its first reply that are not in the task's prompt.
         prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
-        log = [{"role": m.role, "content": m.content} for m in messages]
+        log = [message_tree(message) for message in messages]
         return trajectory_from_chat_log(
             replace(task, messages=prompt), log, self.template, id=id, temperature=self.temperature
         )
@@ -164,7 +164,7 @@ class CorrectedRollout:
 
     def _corrections(self, trajectory: Trajectory) -> Iterator[Trajectory]:
         for index, turn in enumerate(trajectory.turns):
-            texts = [e.details["correct"] for e in turn.events if "correct" in e.details]
+            texts = [text for e in turn.events if (text := e.detail("correct"))]
             if not texts:
                 continue
             context = tuple(

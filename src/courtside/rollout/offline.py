@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
 from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
+from courtside.chat.template import message_tree
 from courtside.errors import TaskError
 from courtside.seeds import trajectory_id
 from courtside.types import Task, Trajectory
@@ -28,7 +29,7 @@ class ChatLogRollout:
         return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
 
     def trajectory(self, task: Task, id: str) -> Trajectory:
-        prompt = [{"role": m.role, "content": m.content} for m in task.messages]
+        prompt = [message_tree(message) for message in task.messages]
         trajectory = trajectory_from_chat_log(
             task,
             [*prompt, *task.conversation],

@@ -21,6 +21,10 @@ class TaskSource(Protocol):
     def num_dropped(self) -> int:
         """Prompts left out so far because they do not fit the context."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know before the run starts."""
+
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         """The train tasks of one step: a pure function of (seed, step, size)."""
 
@@ -104,6 +108,7 @@ class FiniteSource:
 
     num_dropped = 0
     """Tasks left out because they did not fit the model's context."""
+    notes: tuple[str, ...] = ()
 
     def __init__(self, tasks: Sequence[Task], *, name: str, seed: int, limit: int | None) -> None:
         """`name` is for error messages, e.g. the file."""
@@ -121,6 +126,10 @@ class FiniteSource:
         self._train = train[:limit]
         # By hash, not by place in the file: adding a line moves no other task.
         self._tasks = sorted(tasks, key=lambda task: task.id)
+
+    @property
+    def train_tasks(self) -> Sequence[Task]:
+        return self._train
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         return epoch_batch(self._train, seed=self._seed, step=step, size=size)
@@ -157,6 +166,8 @@ class GeneratedSource:
 
     Overlong tasks are skipped and replaced by others.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -196,16 +207,17 @@ class GeneratedSource:
 
     def _walk(self, split: Split, key: str) -> Iterator[Task]:
         """The tasks of a split, each once, in the order that `key` names."""
-        seen_ids = set()
+        by_id: dict[str, tuple[int, Task]] = {}
         num_consecutive = 0
         for place in range(self._space.size):
             index = permute_index(place, self._space.size, key)
             if self._space.split(index) != split:
                 continue
             task = add_system_message(self._space.task(index), self._system_prompt)
-            if task.id in seen_ids:
+            if task.id in by_id:
+                self._require_same(task, index, by_id[task.id])
                 continue
-            seen_ids.add(task.id)
+            by_id[task.id] = index, task
             if self._prompt_limit is None or self._prompt_limit.fits(task, self._space.name):
                 num_consecutive = 0
                 yield task
@@ -217,6 +229,16 @@ class GeneratedSource:
                     f"{self._space.name}: {MAX_CONSECUTIVE_OVERLONG} tasks in a row do not fit the "
                     "model's context. Make them shorter, or rollout.max_new_tokens"
                 )
+
+    def _require_same(self, task: Task, index: int, earlier: tuple[int, Task]) -> None:
+        """Tasks are matched by their ids, so two with one id would be mixed up."""
+        other_index, other = earlier
+        if (task.messages, task.answer) != (other.messages, other.answer):
+            raise TaskError(
+                f"{self._space.name}: task({other_index}) and task({index}) have one id, "
+                f"{task.id!r}, and different contents. Make the id a hash of the content "
+                "(courtside.hashing.task_id)"
+            )
 
     @property
     def num_dropped(self) -> int:

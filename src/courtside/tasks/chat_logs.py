@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from courtside.chat.template import message_tree
 from courtside.errors import TaskError
 from courtside.hashing import task_id
-from courtside.tasks.parsing import parse_tags, parse_texts, read_json_lines
-from courtside.types import Message, Role, Task
+from courtside.tasks.layouts import CONVERSATION_KEYS, read_conversation
+from courtside.tasks.parsing import parse_id, parse_tags, parse_texts, read_json_lines
+from courtside.types import Task
 
-KEYS = ("id", "messages", "privileged", "tags")
+KEYS = ("id", *CONVERSATION_KEYS, "privileged", "tags", "metadata")
 
 
-def read_chat_logs(path: Path) -> tuple[Task, ...]:
+def read_chat_logs(path: Path, notes: list[str] | None = None) -> tuple[Task, ...]:
     """A task for each: the messages before the first answer, and the conversation after them.
 
-    All are in the train split: nothing answers the student, so none can be evaluated.
+    All are in the train split: nothing answers the student, so none can be evaluated. `notes` gets
+    what a user should know.
     """
     tasks: dict[str, Task] = {}
     location_of: dict[str, str] = {}
@@ -28,13 +31,15 @@ def read_chat_logs(path: Path) -> tuple[Task, ...]:
                 f"{record.where}: unknown key {unknown[0]!r}; a conversation has {', '.join(KEYS)}"
             )
         task = _task(record.fields, record.where)
-        if "id" in record.fields:
-            if task.id in location_of:
-                raise TaskError(
-                    f"{record.where}: id = {task.id!r} is also at {location_of[task.id]}. Give "
-                    "each conversation its own, or remove one"
-                )
-            location_of[task.id] = record.where
+        location = location_of.get(task.id)
+        if location is not None and record.fields.get("id") is not None:
+            raise TaskError(
+                f"{record.where}: id = {task.id!r} is also at {location}. Give each conversation "
+                "its own, or remove one"
+            )
+        if location is not None and notes is not None:
+            notes.append(f"{record.where} is the conversation of {location}; it is used once")
+        location_of.setdefault(task.id, record.where)
         tasks.setdefault(task.id, task)
     if not tasks:
         raise TaskError(
@@ -46,37 +51,29 @@ def read_chat_logs(path: Path) -> tuple[Task, ...]:
 
 
 def _task(fields: Mapping[str, Any], where: str) -> Task:
-    conversation = fields.get("messages")
-    if not isinstance(conversation, list) or not all(isinstance(m, dict) for m in conversation):
-        raise TaskError(f"{where}: `messages` must be a list of objects with role and content")
-    first = next((i for i, m in enumerate(conversation) if m.get("role") == "assistant"), None)
+    values = {name: value for name, value in fields.items() if value is not None}
+    conversation = read_conversation(where, values)
+    if conversation is None:
+        raise TaskError(f"{where}: no `messages` and no `conversations`; add one")
+    first = next((i for i, m in enumerate(conversation) if m.role == "assistant"), None)
     if not first:
         raise TaskError(
             f"{where}: the conversation needs a message to answer and an assistant's answer "
             "behind it; there is nothing to learn from here. Leave it out"
         )
-    values = {name: value for name, value in fields.items() if value is not None}
     privileged, tags = parse_texts(where, values, "privileged"), parse_tags(where, values)
-    messages = tuple(
-        _prompt(m, f"{where}, message {i}") for i, m in enumerate(conversation[:first])
+    log = fields.get("messages")
+    if not isinstance(log, list):  # of another layout
+        log = [message_tree(message) for message in conversation]
+    content = json.dumps(
+        [log, privileged, list(tags), *filter(None, (values.get("system"), conversation[0].tools))],
+        sort_keys=True,
     )
-    id = fields.get("id")
-    if "id" in fields and not (isinstance(id, str) and id.strip()):
-        raise TaskError(f"{where}: `id` must be a text by which hints name the conversation")
-    content = json.dumps([conversation, privileged, list(tags)], sort_keys=True)
     return Task(
-        id=id or task_id("conversation", content),
+        id=parse_id(where, values) or task_id("conversation", content),
         split="train",
-        messages=messages,
-        conversation=tuple(conversation[first:]),
+        messages=conversation[:first],
+        conversation=tuple(message_tree(message) for message in conversation[first:]),
         privileged=privileged,
         tags=tags,
     )
-
-
-def _prompt(message: Mapping[str, Any], where: str) -> Message:
-    role: Any = message.get("role")
-    content = message.get("content")
-    if role not in get_args(Role) or not isinstance(content, str):
-        raise TaskError(f"{where}: needs a role of {list(get_args(Role))} and a text as content")
-    return Message(role=role, content=content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -13,8 +14,9 @@ from courtside.tasks.parsing import Record, parse_tasks, with_default_grader
 from courtside.types import Message, Split, Task
 
 
-def load_custom_tasks(config: CustomTasks) -> tuple[Task, ...]:
-    """All tasks of the function: `Task` records, or dicts with the keys of JSONL tasks."""
+def load_custom_tasks(config: CustomTasks, notes: list[str] | None = None) -> tuple[Task, ...]:
+    """All tasks of the function: `Task` records, or dicts with the keys of JSONL tasks. `notes`
+    gets what a user should know."""
     where = f"tasks.path = {config.path!r}"
     result = make_plugin(config, "function", section="tasks", error=TaskError)
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
@@ -29,7 +31,7 @@ def load_custom_tasks(config: CustomTasks) -> tuple[Task, ...]:
         records = (
             Record(where=f"{where}, item {index}", fields=item) for index, item in enumerate(items)
         )
-        return parse_tasks("custom", with_default_grader(records, config.grader))
+        return parse_tasks("custom", with_default_grader(records, config.grader), notes)
     if config.grader is not None:
         raise TaskError(
             "tasks.grader is the default of tasks written as dicts, and "
@@ -61,6 +63,13 @@ def _validate_task(item: Any, where: str) -> Task:
         raise TaskError(f"{where}: messages must be a tuple of courtside.types.Message")
     if not item.messages or item.messages[-1].role not in ("user", "tool"):
         raise TaskError(f"{where}: the last message must be a user's, for the student to answer")
+    try:
+        json.dumps(dict(item.grader_args), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"{where}: grader_args must hold JSON values, as they are stored with the run; use "
+            f"texts, numbers, lists and dicts ({error})"
+        ) from None
     try:
         require_gradable(item)
     except TaskError as error:

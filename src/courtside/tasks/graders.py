@@ -1,4 +1,5 @@
-"""Graders: built-in ones, of which none raises on any response, and `module:function` of user code.
+"""Graders: built-in ones, of which none raises on any response. Others are `module:function`
+(`tasks.user_graders`).
 
 What can be wrong with a task (an unknown grader, a missing answer, a pattern that does not
 compile) is a `TaskError`; `require_gradable` finds it before anything is sampled.
@@ -6,22 +7,18 @@ compile) is a `TaskError`; `require_gradable` finds it before anything is sample
 
 from __future__ import annotations
 
-import inspect
-import math
 import re
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
-from courtside.errors import RunError, TaskError
-from courtside.plugins import check_import_path, load_plugin
+from courtside.errors import TaskError
+from courtside.recipe.tasks import USER_GRADER_SECONDS
 from courtside.tasks.checks import CHECKS, find_violation
+from courtside.tasks.user_graders import load_grader, run_grader
 from courtside.types import Grade, Task
 
 
@@ -35,12 +32,12 @@ class Grader:
     """Arguments and their types."""
 
 
-def grade(task: Task, response: str) -> Grade | None:
-    """None when the task names no grader."""
+def grade(task: Task, response: str, *, seconds: float = USER_GRADER_SECONDS) -> Grade | None:
+    """None when the task names no grader. `seconds`: the time limit of a grader of user code."""
     if task.grader is None:
         return None
     if ":" in task.grader:
-        return run_grader(task.grader, task, response)
+        return run_grader(task.grader, task, response, seconds=seconds)
     require_gradable(task)
     problem = GRADERS[task.grader].grade(task, response)
     if problem is None:
@@ -229,74 +226,3 @@ GRADERS: Mapping[str, Grader] = {
     "regex": Grader(_regex, needs_answer=False, required={"pattern": str}),
     "instruction": Grader(_instruction, needs_answer=False, required={"check": str}),
 }
-
-
-# ── graders from user code ───────────────────────────────────────────────────────────────────────
-
-_reported: set[str] = set()
-"""Graders whose failure was reported: the traceback is printed once, later failures are counted."""
-
-
-@lru_cache
-def load_grader(path: str) -> Callable[..., Any]:
-    """A function `grade(response, task)` that returns a Grade, a bool or a score."""
-    try:
-        check_import_path(path, "my_graders:grade")
-    except ValueError as problem:
-        raise TaskError(f"grader: {problem}") from None
-    function = load_plugin(path, "function", field="grader", error=TaskError)
-    try:
-        inspect.signature(function).bind("response", None)
-    except TypeError as problem:
-        raise TaskError(
-            f"grader = {path!r} is called as grade(response, task): {problem}. Give it these two "
-            "parameters; the task has `answer` and `grader_args`"
-        ) from None
-    return function
-
-
-def run_grader(path: str, task: Task, response: str) -> Grade:
-    """The validated grade. A grader that raises gives score 0 with `Grade.error` set."""
-    function = load_grader(path)
-    try:
-        result = function(response, task)
-    except Exception as error:  # user code: one bad response must not end a run
-        if path not in _reported:
-            _reported.add(path)
-            warnings.warn(
-                f"grader {path!r} raised on task {task.id}. Such responses score 0 and are counted "
-                f"(reward/grader_errors). Handle this response in the grader:\n"
-                f"{traceback.format_exc()}",
-                stacklevel=2,
-            )
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return Grade(score=0.0, passed=False, feedback="", error=summary)
-    return _validate_result(result, path, task)
-
-
-def _validate_result(result: Any, path: str, task: Task) -> Grade:
-    if isinstance(result, Grade):
-        grade = result
-    elif isinstance(result, Real):  # bool and numpy scalars are real numbers, too
-        grade = Grade(score=float(result), passed=float(result) == 1.0, feedback="")
-    else:
-        raise RunError(
-            f"grader {path!r} returned {type(result).__name__} on task {task.id}; return a Grade, "
-            "True or False, or a score from 0 to 1"
-        )
-    if not isinstance(grade.score, Real) or not math.isfinite(grade.score):
-        raise RunError(
-            f"grader {path!r} returned score {grade.score!r} on task {task.id}; return a finite "
-            "number from 0 to 1"
-        )
-    if not 0 <= grade.score <= 1:
-        raise RunError(
-            f"grader {path!r} returned score {grade.score!r} on task {task.id}, which is outside "
-            "of [0, 1]; scale it"
-        )
-    if not isinstance(grade.passed, bool) or not isinstance(grade.feedback, str):
-        raise RunError(
-            f"grader {path!r} returned a Grade on task {task.id} whose `passed` is no bool or "
-            "whose `feedback` is no text; correct it"
-        )
-    return grade

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
-from courtside.environments.base import Environment, validate_task
-from courtside.environments.loading import load_environment
+from courtside.environments.base import HostedEnvironment
+from courtside.environments.loading import make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.recipe.tasks import (
     ArithmeticTasks,
@@ -44,7 +44,7 @@ def make_task_source(
     config: TasksConfig,
     seed: int,
     prompt_limit: PromptLimit | None = None,
-    environment: Environment | None = None,
+    environment: HostedEnvironment | None = None,
     hinted: Collection[str] = frozenset(),
 ) -> TaskSource:
     """The tasks of a recipe.
@@ -63,6 +63,8 @@ def make_task_source(
         prompt_limit=prompt_limit,
     )
 
+    notes: list[str] = []
+
     def finite(tasks: Sequence[Task], path: Path | str) -> FiniteSource:
         prompted = [add_system_message(task, config.system_prompt) for task in tasks]
         fitting = [t for t in prompted if not prompt_limit or prompt_limit.fits(t, str(path))]
@@ -70,6 +72,7 @@ def make_task_source(
             raise prompt_limit.error(prompted[0], str(path))
         source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit)
         source.num_dropped = len(prompted) - len(fitting)
+        source.notes = tuple(notes)
         return source
 
     match config:
@@ -82,25 +85,23 @@ def make_task_source(
             name = "tasks.kind = 'toolbox'"
             return generate(TaskSpace(name, toolbox.size, toolbox.split, toolbox.task))
         case EnvironmentTasks():
-            environment = environment or load_environment(config)
+            environment = environment or make_environment(config)
+            assert environment is not None
             return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
         case JsonlTasks():
-            return finite(read_jsonl_tasks(config.path, config.grader), config.path)
+            return finite(read_jsonl_tasks(config.path, config.grader, notes), config.path)
         case CustomTasks():
-            return finite(load_custom_tasks(config), config.path)
+            return finite(load_custom_tasks(config, notes), config.path)
         case DatasetTasks():
-            return finite(load_dataset_tasks(config), config.path)
+            return finite(load_dataset_tasks(config, notes), config.path)
         case ConversationTasks():
-            return finite(read_chat_logs(config.path), config.path)
+            return finite(read_chat_logs(config.path, notes), config.path)
         case TrajectoryTasks():
             max_tokens = None if prompt_limit is None else prompt_limit.max_tokens
             return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)
 
 
-def environment_space(environment: Environment, name: str) -> TaskSpace:
-    """The tasks of a user's environment, each validated before it is used."""
-
-    def task(index: int) -> Task:
-        return validate_task(environment.task(index), f"{name}: task({index})")
-
+def environment_space(environment: HostedEnvironment, name: str) -> TaskSpace:
+    """The tasks of a guarded environment; making one may be expensive (a server's `reset`)."""
+    task = lru_cache(maxsize=4096)(environment.task)
     return TaskSpace(name, environment.size, lambda index: task(index).split, task)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
+from courtside.files import BOM, DuplicateKeyError, read_regular_file, require_unique_keys
 from courtside.hashing import split_of, task_id
+from courtside.tasks import layouts
 from courtside.tasks.graders import require_gradable
-from courtside.types import Message, Role, Split, Task
+from courtside.types import Split, Task
 
 KEYS = (
-    "prompt", "messages", "answer", "completion", "rejected", "privileged", "tags", "grader",
-    "grader_args", "split",
+    "id", *layouts.KEYS, "answer", "privileged", "tags", "grader", "grader_args", "split",
+    "metadata",
 )  # fmt: skip
+"""`metadata` is for people and is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +30,11 @@ class Record:
     fields: Mapping[str, Any]
 
 
-def read_jsonl_tasks(path: Path, grader: str | None = None) -> tuple[Task, ...]:
-    """`grader`: of tasks that name none."""
-    tasks = parse_tasks("jsonl", with_default_grader(read_json_lines(path), grader))
+def read_jsonl_tasks(
+    path: Path, grader: str | None = None, notes: list[str] | None = None
+) -> tuple[Task, ...]:
+    """`grader`: of tasks that name none. `notes` gets what a user should know."""
+    tasks = parse_tasks("jsonl", with_default_grader(read_json_lines(path), grader), notes)
     if not tasks:
         raise TaskError(
             f"{path}: the file is empty. Write one JSON object a line, such as "
@@ -41,7 +46,7 @@ def read_jsonl_tasks(path: Path, grader: str | None = None) -> tuple[Task, ...]:
 def read_json_lines(path: Path) -> Iterator[Record]:
     """The objects of a file, each with its place."""
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path)
     except FileNotFoundError:
         raise TaskError(f"tasks.path = {str(path)!r}: no such file; correct the path") from None
     except OSError as error:
@@ -50,18 +55,20 @@ def read_json_lines(path: Path) -> Iterator[Record]:
             "JSON lines"
         ) from None
     # Only \n ends a line: other separators are legal inside JSON texts.
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(data.removeprefix(BOM).split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            value = json.loads(line.decode())
+            value = json.loads(line.decode(), object_pairs_hook=require_unique_keys)
         except UnicodeDecodeError as error:
             raise TaskError(f"{where}: not UTF-8: {error.reason}; save the file as UTF-8") from None
         except json.JSONDecodeError as error:
             raise TaskError(
                 f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
             ) from None
+        except DuplicateKeyError as error:
+            raise TaskError(f"{where}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise TaskError(f"{where}: not valid JSON: {error}; correct the line") from None
         if not isinstance(value, dict):
@@ -76,13 +83,17 @@ def with_default_grader(records: Iterable[Record], grader: str | None) -> Iterab
     return (replace(record, fields={"grader": grader, **record.fields}) for record in records)
 
 
-def parse_tasks(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
-    """The tasks in their order; identical ones once.
+def parse_tasks(
+    kind: str, records: Iterable[Record], notes: list[str] | None = None
+) -> tuple[Task, ...]:
+    """The tasks in their order; identical ones once, which is added to `notes`.
 
     The split follows from the prompt alone, so two records with the same prompt are always in the
     same split: an explicit one decides for all of them, and two different ones are an error.
     """
     tasks: dict[str, Task] = {}
+    location_of: dict[str, str] = {}
+    repeated: list[str] = []
     explicit: dict[str, tuple[Split, str]] = {}
     prompts: dict[str, str] = {}
     for record in records:
@@ -95,8 +106,18 @@ def parse_tasks(kind: str, records: Iterable[Record]) -> tuple[Task, ...]:
                     f"{record.where}: split = {split!r}, but the same prompt has split = "
                     f"{chosen!r} at {where}. Give both the same split, or remove one"
                 )
-        tasks.setdefault(task.id, task)
+        if tasks.setdefault(task.id, task) != task:
+            raise TaskError(
+                f"{record.where}: id = {task.id!r} is also at {location_of[task.id]}, on another "
+                "task. Give each its own, or leave `id` out"
+            )
+        if task.id in location_of:
+            repeated.append(f"{record.where} is the task of {location_of[task.id]}")
+        location_of.setdefault(task.id, record.where)
         prompts[task.id] = prompt
+    if repeated and notes is not None:
+        more = f", and {len(repeated) - 1} more such" if len(repeated) > 1 else ""
+        notes.append(f"{repeated[0]}{more}; each task is used once")
     return tuple(
         replace(task, split=explicit[prompts[key]][0]) if prompts[key] in explicit else task
         for key, task in tasks.items()
@@ -109,16 +130,16 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
     if unknown := sorted(record.fields.keys() - set(KEYS)):
         raise TaskError(f"{where}: unknown key {unknown[0]!r}; a task has {', '.join(KEYS)}")
     answer = _answer(where, fields)
-    completion, rejected = (_text(where, fields, name) for name in ("completion", "rejected"))
-    if rejected is not None and completion is None:
+    texts = layouts.read_texts(where, fields)
+    if texts.rejected is not None and texts.completion is None:
         raise TaskError(f"{where}: `rejected` needs a better `completion` beside it; add one")
     task = Task(
         id="",
         split="train",
-        messages=_messages(where, fields),
+        messages=texts.messages,
         answer=answer,
-        completion=completion,
-        rejected=rejected,
+        completion=texts.completion,
+        rejected=texts.rejected,
         privileged=parse_texts(where, fields, "privileged"),
         tags=parse_tags(where, fields),
         grader=_grader(where, record.fields, answer),
@@ -130,7 +151,7 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
                 dict(task.privileged), task.tags, task.grader, dict(task.grader_args)]  # fmt: skip
     task = replace(
         task,
-        id=task_id(kind, json.dumps(identity, sort_keys=True)),
+        id=parse_id(where, fields) or task_id(kind, json.dumps(identity, sort_keys=True)),
         split=split_of(_prompt_key(task)),
     )
     try:
@@ -141,43 +162,19 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
 
 
 def _prompt_key(task: Task) -> str:
-    return json.dumps([[message.role, message.content] for message in task.messages])
+    messages = [[m.role, m.content, *filter(None, (m.extra, m.tools))] for m in task.messages]
+    return json.dumps(messages)
 
 
 # ── fields ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _messages(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...]:
-    if "prompt" in fields and "messages" in fields:
-        raise TaskError(f"{where}: both `prompt` and `messages`; keep one of them")
-    if "messages" not in fields:
-        prompt = _text(where, fields, "prompt")
-        if prompt is None:
-            raise TaskError(f"{where}: no `prompt` (text) and no `messages` (list); add one")
-        if not prompt.strip():
-            raise TaskError(f"{where}: `prompt` is empty; write one, or remove the task")
-        return (Message(role="user", content=prompt),)
-    listed = fields["messages"]
-    if not isinstance(listed, list) or not listed:
-        raise TaskError(f"{where}: `messages` must be a list of at least one message")
-    messages = []
-    for i, entry in enumerate(listed):
-        at = f"{where}: messages[{i}]"
-        if isinstance(entry, dict):  # a data set fills the keys that a message lacks with null
-            entry = {name: value for name, value in entry.items() if value is not None}
-        if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
-            raise TaskError(f"{at} must be an object with `role` and `content`, and no other key")
-        if entry["role"] not in get_args(Role):
-            raise TaskError(f"{at}.role = {entry['role']!r}; use one of {list(get_args(Role))}")
-        messages.append(Message(role=entry["role"], content=_text(at, entry, "content") or ""))
-    if messages[-1].role not in ("user", "tool"):
-        raise TaskError(
-            f"{where}: the last message is the {messages[-1].role}'s, but the model must answer a "
-            "user or tool message. Move an assistant's last message into `completion`"
-        )
-    if not messages[-1].content.strip():
-        raise TaskError(f"{where}: the last message is empty; write one, or remove the task")
-    return tuple(messages)
+def parse_id(where: str, fields: Mapping[str, Any]) -> str | None:
+    """None: it follows from the content."""
+    id = _text(where, fields, "id")
+    if id is not None and not id.strip():
+        raise TaskError(f"{where}: `id` is empty; write one, or leave it out")
+    return id
 
 
 def _answer(where: str, fields: Mapping[str, Any]) -> str | None:
@@ -212,7 +209,7 @@ def _text(where: str, fields: Mapping[str, Any], name: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise TaskError(f"{where}: `{name}` must be a text, not {_kind(value)}")
+        raise TaskError(f"{where}: `{name}` must be a text, not {layouts.name_kind(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -225,7 +222,7 @@ def _text(where: str, fields: Mapping[str, Any], name: str) -> str | None:
 def parse_object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = fields.get(name, {})
     if not isinstance(value, dict):
-        raise TaskError(f"{where}: `{name}` must be an object, not {_kind(value)}")
+        raise TaskError(f"{where}: `{name}` must be an object, not {layouts.name_kind(value)}")
     return value
 
 
@@ -242,8 +239,3 @@ def parse_tags(where: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise TaskError(f"{where}: `tags` must be a list of texts")
     return tuple(tags)
-
-
-def _kind(value: object) -> str:
-    kinds = {list: "a list", dict: "an object", str: "a text", bool: "true or false"}
-    return kinds.get(type(value), "a number")

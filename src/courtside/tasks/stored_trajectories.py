@@ -32,6 +32,15 @@ class ReplaySource(FiniteSource):
         self._step = {outline.trajectory.id: outline.step for outline in outlines}
         self.sources: frozenset[Source] = frozenset(t.source for t in trajectories[:limit])
         """Who chose their tokens."""
+        self.assistant_turns: dict[str, list[int]] = {}
+        """By the ids that a hints file may name."""
+        self.event_kinds = {
+            event.kind for t in trajectories for turn in t.turns for event in turn.events
+        }
+        for t in trajectories[:limit]:
+            turns = [i for i, turn in enumerate(t.turns) if turn.role == "assistant"]
+            for name in (t.id, hints_file_id(t)):
+                self.assistant_turns.setdefault(name, turns)
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         """No duplicates, since records are matched by id; fewer than `size` where an epoch ends

@@ -12,7 +12,7 @@ from torch import Tensor
 from courtside.recipe.hints import HintsConfig
 from courtside.types import Hint, HintOutcome, Scored, Target, Update
 
-KEEP_ALL = HintsConfig()
+KEEP_ALL = HintsConfig(harmful="train")
 
 
 def judge_hint(
@@ -29,6 +29,8 @@ def judge_hint(
     shift, reason = float(fall_T.sum()), None
     if settings.min_shift is not None and shift < settings.min_shift:
         reason = "shift"
+    elif settings.harmful == "drop" and shift < 0:
+        reason = "harmful"
     elif pass_rate is not None and pass_rate < settings.min_pass_rate:
         reason = "not_passed"
     return HintOutcome(
@@ -59,24 +61,32 @@ def _judge_deferred(scored: Scored, update: Update) -> Scored:
         strict=True,
     )
     by_turn = {branch.turn: (plain, hinted) for branch, plain, hinted in columns}
-    outcomes = tuple(
-        judge_hint(
-            outcome.hint,
-            *by_turn[outcome.hint.turn],
-            bad_tokens=deferred.bad_tokens.get(outcome.hint.turn, ()),
-        )
-        if outcome.drop_reason is None and outcome.hint.turn in by_turn
-        else outcome
-        for outcome in scored.hints
-    )
+    harmful = update.harmful_turns.get(trajectory.id, frozenset())
+
+    def judge(outcome: HintOutcome) -> HintOutcome:
+        turn = outcome.hint.turn
+        if outcome.drop_reason is not None or turn not in by_turn:
+            return outcome
+        bad_tokens = deferred.bad_tokens.get(turn, ())
+        judged = judge_hint(outcome.hint, *by_turn[turn], bad_tokens=bad_tokens)
+        return replace(judged, drop_reason="harmful" if turn in harmful else None)
+
+    outcomes = tuple(map(judge, scored.hints))
+    branches = [branch for branch in deferred.branches if branch.turn not in harmful]
     target = Target(
         teacher=deferred.teacher,
-        context=deferred.context,
+        context=join_texts(outcomes),
         logp_T=hinted_T.float(),
-        num_context_tokens=deferred.num_context_tokens,
+        num_context_tokens=sum(len(branch.token_ids) for branch in branches),
         token_indices=deferred.token_indices,
     )
-    return replace(scored, target=target, hints=outcomes)
+    # As if harmful hints had been dropped before the update.
+    return replace(scored, target=target.without_turns(trajectory, harmful), hints=outcomes)
+
+
+def join_texts(outcomes: Sequence[HintOutcome]) -> str:
+    """The hints that train, as the context of a target."""
+    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.drop_reason is None)
 
 
 def tokens_of_span(pieces: Sequence[str], span: str) -> tuple[int, ...]:

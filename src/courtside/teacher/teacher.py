@@ -10,7 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.privileged_context import (
+    choose_contexts,
+    insert_context_text,
+    task_context,
+)
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import (
     Engine,
     InProcessEngine,
@@ -24,11 +29,11 @@ from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
 from courtside.teacher.hint_scoring import HintScorer
+from courtside.teacher.judging import join_texts
 from courtside.types import (
     DeferredTarget,
     Hint,
     HintOutcome,
-    Message,
     Sample,
     Scored,
     Target,
@@ -110,7 +115,7 @@ class Teacher:
         with self.weights():
             scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
-        lengths = {trajectory.id: len(trajectory.token_ids) for trajectory in trajectories}
+        lengths = {t.id: len(ScoreRequest.of_trajectory(t).token_ids) for t in trajectories}
         return {
             id: self._target(
                 score,
@@ -139,7 +144,7 @@ class Teacher:
                 else self._target(
                     result.scores,
                     head,
-                    context=_join_texts(result.outcomes),
+                    context=join_texts(result.outcomes),
                     num_tokens=result.num_tokens,
                     token_indices=_indices_of_turns(trajectory, result.turns),
                 ),
@@ -178,7 +183,7 @@ class Teacher:
             turns = [branch.turn for branch in branches]
             deferred = DeferredTarget(
                 teacher=self.name,
-                context=_join_texts(outcomes),
+                context=join_texts(outcomes),
                 branches=branches,
                 token_indices=_indices_of_turns(trajectory, turns),
                 bad_tokens={t: scorer.bad_tokens(trajectory, inserted[t][0]) for t in turns},
@@ -231,12 +236,13 @@ class Teacher:
             prompt_ids = self.renderer.prompt_ids(messages)
         elif not self.shares_prompts:
             prompt_ids = self.renderer.prompt_ids(trajectory.task.messages)
-        return ScoreRequest(
+        request = ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
             scored=(False,) * len(prompt_ids)
             + tuple(c for turn in turns for c in turn.completion_mask),
             temperature=trajectory.temperature,
         )
+        return request.trim()
 
     def _fits(self, trajectory: Trajectory, length: int) -> bool:
         if length <= self.engine.context_length:
@@ -250,62 +256,6 @@ class Teacher:
         )
 
 
-def _join_texts(outcomes: Sequence[HintOutcome]) -> str:
-    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.drop_reason is None)
-
-
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:
     """Which of the completion tokens are in these turns."""
     return tuple(i for i, turn in enumerate(trajectory.turn_of) if turn in turns)
-
-
-# ── privileged context ────────────────────────────────────────────────────────────────────────────
-
-
-def choose_contexts(
-    config: Context, trajectories: Sequence[Trajectory]
-) -> Mapping[str, str | None]:
-    """By trajectory id; None: there is no text, so the trajectory gets no target."""
-    if config.kind == "system" or config.kind == "field":
-        return {t.id: task_context(config, t.task) for t in trajectories}
-    if config.kind == "feedback":
-        texts = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
-    else:
-        texts = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
-    return {
-        id: config.template.replace("{text}", text) if text else None for id, text in texts.items()
-    }
-
-
-def task_context(config: Context, task: Task) -> str | None:
-    """The text that is known before any answer; None for feedback and siblings."""
-    if config.kind == "system":
-        return config.text
-    if config.kind == "field":
-        if config.field not in task.privileged:
-            names = ", ".join(sorted(task.privileged)) or "none"
-            raise TaskError(
-                f"teacher.context.field = {config.field!r}: task {task.id} has no such privileged "
-                f"field (it has: {names}). Add it to the tasks, or name another"
-            )
-        return config.template.replace("{text}", task.privileged[config.field])
-    return None
-
-
-def insert_context_text(config: Context, task: Task, text: str) -> tuple[Message, ...]:
-    """The task's messages with the privileged text where the recipe puts it."""
-    place: Literal["system", "user"] = "system" if config.kind == "system" else config.position
-    return insert_context(task.messages, text, place)
-
-
-def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
-    """Another passing answer to the same prompt: the shortest, by id when several are."""
-    passing = [
-        other
-        for other in group
-        if other.task.id == trajectory.task.id
-        and other.id != trajectory.id
-        and other.grade is not None
-        and other.grade.passed
-    ]
-    return min(passing, key=lambda t: (t.num_completion_tokens, t.id)).response if passing else ""

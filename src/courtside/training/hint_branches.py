@@ -2,18 +2,18 @@
 
 Where the teacher is the student itself, a hinted turn is a branch over the keys and values of its
 trajectory, scored without a graph: hints cost their own tokens and no second pass over the
-trajectories.
+trajectories. The same pass tells which hints make their turn more likely, before any loss is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import ScoreRequest, Scores
@@ -21,7 +21,8 @@ from courtside.engines.forward.batching import SequenceSpan
 from courtside.engines.forward.forward import ForwardPasses, score_positions
 from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
 from courtside.engines.lm_head import LMHead
-from courtside.types import Scored, Target
+from courtside.training.loss_terms import TrainedTokens
+from courtside.types import DeferredTarget, Scored, Target, Trajectory
 
 
 def find_deferral_problem(passes: ForwardPasses) -> str | None:
@@ -91,3 +92,82 @@ def _complete(s: Scored, head: LMHead, scores: Sequence[Scores]) -> Scored:
     )
     assert len(target.logp_T) == len(deferred.token_indices)
     return replace(s, target=target)
+
+
+# ── hints that do harm ───────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmfulHints:
+    """Of one trajectory: hints under which their turns are more likely than without."""
+
+    turns: frozenset[int]
+    token_indices: tuple[int, ...]
+    """Which of the trajectory's completion tokens are in `turns`, in order."""
+    plain_logp_T: Tensor
+    """Log-probs of these tokens without the hint."""
+
+
+@torch.no_grad()
+def find_harmful_hints(
+    head: LMHead,
+    scored: Sequence[Scored],
+    hidden_ND: Tensor,
+    spans: Sequence[SequenceSpan],
+    trained: TrainedTokens,
+) -> dict[str, HarmfulHints]:
+    """By trajectory id; those without one are left out. `hidden_ND`: of the pass that gave the
+    deferred targets of `scored`. Costs one matmul of the LM head over the hinted tokens."""
+    measured = [
+        (s, s.target, s.deferred, span)
+        for s, span in zip(scored, spans, strict=True)
+        if s.deferred is not None
+        and s.target is not None
+        and all(trained[s.trajectory.id][i] for i in s.deferred.token_indices)
+    ]
+    requests = [_request_turns(s.trajectory, deferred) for s, _, deferred, _ in measured]
+    scores = score_positions(
+        head, hidden_ND, [span for *_, span in measured], requests, want="logp"
+    )
+    falls = [
+        (score.logp_T.double() - target.logp_T.double()).split(_sizes(deferred))
+        for score, (_, target, deferred, _) in zip(scores, measured, strict=True)
+    ]
+    if not falls:
+        return {}
+    # The only copy to the host of a pass: which positions train depends on it.
+    shifts = iter(torch.stack([turn_T.sum() for turns in falls for turn_T in turns]).tolist())
+    harmful = {}
+    for score, (s, _, deferred, _) in zip(scores, measured, strict=True):
+        turns = frozenset(branch.turn for branch in deferred.branches if next(shifts) < 0)
+        turn_of = s.trajectory.turn_of
+        rows = [row for row, i in enumerate(deferred.token_indices) if turn_of[i] in turns]
+        if turns:
+            harmful[s.trajectory.id] = HarmfulHints(
+                turns=turns,
+                token_indices=tuple(deferred.token_indices[row] for row in rows),
+                plain_logp_T=score.logp_T[rows],
+            )
+    return harmful
+
+
+def drop_turns(s: Scored, turns: Mapping[str, frozenset[int]]) -> Scored:
+    """With the target of its other turns alone; `turns`: by trajectory id."""
+    if s.target is None or s.trajectory.id not in turns:
+        return s
+    return replace(s, target=s.target.without_turns(s.trajectory, turns[s.trajectory.id]))
+
+
+def _request_turns(trajectory: Trajectory, deferred: DeferredTarget) -> ScoreRequest:
+    """For the tokens that the branches score, in the trajectory itself."""
+    hinted = {branch.turn for branch in deferred.branches}
+    turns = enumerate(trajectory.turns)
+    return ScoreRequest(
+        token_ids=trajectory.token_ids,
+        scored=tuple(chosen and i in hinted for i, t in turns for chosen in t.completion_mask),
+        temperature=trajectory.temperature,
+    )
+
+
+def _sizes(deferred: DeferredTarget) -> list[int]:
+    return [sum(branch.scored) for branch in deferred.branches]

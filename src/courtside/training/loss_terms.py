@@ -7,8 +7,8 @@ denominators and group-relative advantages must not depend on the split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -33,7 +33,8 @@ class LossTerm:
     """By trajectory id: weight of each completion token in this loss's mean, 0 where it does not
     train. Trajectories without trained tokens are left out."""
     denominator: int
-    """Trained tokens over the whole step, or turns; for preferences, pairs."""
+    """Trained tokens over the whole step and those of harmful hints, or turns; for preferences,
+    pairs."""
     advantage: Mapping[str, tuple[float, ...]]
     """By trajectory id, per completion token: the advantage from rewards, or a preference's
     coefficient, which `Student` computes."""
@@ -92,20 +93,40 @@ def make_loss_terms(
         denominator = sum(sum(mask) for mask in masks.values())
         if loss.normalize == "turn":
             weight, denominator = _by_turn(on, masks)
-        result.append(
-            LossTerm(
-                name=name,
-                loss=loss,
-                weight=weight,
-                denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
-                advantage=_advantages(loss, on),
-            )
+        term = LossTerm(
+            name=name,
+            loss=loss,
+            weight=weight,
+            denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
+            advantage=_advantages(loss, on),
         )
+        harmful = {s.trajectory.id: turns for s in on if (turns := s.harmful_turns)}
+        result.append(drop_harmful_turns(term, on, harmful))
     return result
 
 
+def drop_harmful_turns(
+    term: LossTerm, scored: Sequence[Scored], harmful: Mapping[str, Collection[int]]
+) -> LossTerm:
+    """The term with weight 0 on turns that their hints make more likely; `harmful`: by trajectory
+    id. The denominator still counts them: whether they were measured before the update or inside
+    it, and however many there are, the other hints weigh the same."""
+    if term.loss.on != "hinted_turns" or not harmful:
+        return term
+    weight = dict(term.weight)
+    for s in scored:
+        id = s.trajectory.id
+        if id in harmful and id in weight:
+            turns = zip(s.trajectory.turn_of, weight.pop(id), strict=True)
+            remaining = tuple(0.0 if turn in harmful[id] else w for turn, w in turns)
+            if any(remaining):
+                weight[id] = remaining
+    return replace(term, weight=weight)
+
+
 def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
-    """Which completion tokens of a trajectory the loss trains on: those that have what it needs."""
+    """Which completion tokens of a trajectory the loss averages over: those that have what it
+    needs, and those of harmful hints, which then train nothing."""
     trajectory = scored.trajectory
     none, all_ = ((value,) * trajectory.num_completion_tokens for value in (False, True))
     if loss.kind == "preference":
@@ -118,14 +139,16 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
         return none  # not sampled, so it has no sampling probability
     where = all_
     if loss.on in ("hinted_turns", "unhinted_turns"):
-        hinted = {j.hint.turn for j in scored.hints if j.drop_reason is None}
+        hinted = {j.hint.turn for j in scored.hints if j.drop_reason in (None, "harmful")}
         where = tuple((t in hinted) == (loss.on == "hinted_turns") for t in trajectory.turn_of)
     if loss.kind == "divergence" and loss.against == "reference":
         return where if scored.reference is not None else none
     if loss.kind == "divergence" or (
         loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
     ):
-        return tuple(a and b for a, b in zip(where, scored.target_mask, strict=True))
+        harmful = scored.harmful_turns
+        columns = zip(where, scored.target_mask, trajectory.turn_of, strict=True)
+        return tuple(on and (has_target or turn in harmful) for on, has_target, turn in columns)
     return where
 
 
@@ -171,9 +194,12 @@ def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
 def _advantages(loss: Loss, on: Sequence[Scored]) -> Mapping[str, tuple[float, ...]]:
     if loss.kind != "policy_gradient" or loss.advantage != "reward" or not on:
         return {}
+    # An episode that a bug of its environment ended has no reward, and is not compared.
+    faulty = {s.trajectory.id: s for s in on if s.trajectory.fault is not None}
+    on = [s for s in on if s.trajectory.id not in faulty]
     whole = _rewards(loss, on)
     penalty = _penalties(loss, on)
-    return {
+    return {id: (0.0,) * s.trajectory.num_completion_tokens for id, s in faulty.items()} | {
         s.trajectory.id: tuple(
             whole[s.trajectory.id] + penalty.get((s.trajectory.id, turn), 0.0)
             for turn in s.trajectory.turn_of

@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import compress, groupby, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from courtside.engines.forward.batching import default_pass_tokens
+from courtside.engines.forward.batching import SequenceSpan, default_pass_tokens
 from courtside.engines.forward.forward import (
     ForwardPasses,
     default_chunk_size,
@@ -29,11 +29,18 @@ from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
-from courtside.training.hint_branches import complete_targets, uses_dropout
+from courtside.training.hint_branches import (
+    HarmfulHints,
+    complete_targets,
+    drop_turns,
+    find_harmful_hints,
+    uses_dropout,
+)
 from courtside.training.loss_terms import (
     LossTerm,
     TrainedTokens,
     check_divergences,
+    drop_harmful_turns,
     find_trained_tokens,
     make_loss_terms,
     preference_pairs,
@@ -70,9 +77,11 @@ class Student:
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = self.recipe.learning_rate_at(step)
-        metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={})
-        if any(term.denominator for term in terms):
+        metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={}, harmful={})
+        if any(term.num_tokens for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)
+            terms = [drop_harmful_turns(term, scored, logps.harmful) for term in terms]
+        if any(term.num_tokens for term in terms):
             self._apply_gradients(step, rate, metrics)
         losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
         weights = {term.name: term.loss.weight for term in terms}
@@ -84,6 +93,7 @@ class Student:
             num_tokens={term.name: term.num_tokens for term in terms},
             student_logp=logps.student,
             teacher_logp=logps.teacher,
+            harmful_turns=logps.harmful,
         )
 
     def accumulate(
@@ -96,18 +106,20 @@ class Student:
         """Add this step's gradients to the weights.
 
         Trajectories without a trained token take no part, nor does what follows the last one.
-        Log-probs of completion tokens that do not train are NaN.
+        Log-probs of completion tokens that take no part are NaN.
         """
         student: dict[str, Tensor] = {}
         teacher: dict[str, Tensor] = {}
+        harmful: dict[str, frozenset[int]] = {}
         trained = find_trained_tokens(terms)
         with self.training(step):
             batch = [s for s in scored if s.trajectory.id in trained]
             for micro in self._micro_batches(batch, trained):
-                student_logp, teacher_logp = self._micro_batch(micro, terms, trained, metrics)
-                student.update(student_logp)
-                teacher.update(teacher_logp)
-        return _copy_to_host(student, teacher, trained)
+                output = self._micro_batch(micro, terms, trained, metrics)
+                student.update(output.student)
+                teacher.update(output.teacher)
+                harmful.update(output.harmful)
+        return _copy_to_host(student, teacher, harmful, trained)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -197,10 +209,42 @@ class Student:
         terms: Sequence[LossTerm],
         trained: TrainedTokens,
         metrics: MetricAccumulator,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One forward and backward pass. By trajectory id: log-probs of the trained tokens, and of
-        the targets that this pass scored."""
-        hidden_ND, micro = self._forward(micro, trained)
+    ) -> MicroBatchOutput:
+        """One forward and backward pass."""
+        hidden_ND, micro, spans, harmful = self._forward(micro, trained)
+        teacher_logp = {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
+        student_logp: dict[str, Tensor] = {}
+        remaining = trained
+        if harmful:  # positions are selected before a loss, not masked after it
+            turns = {id: hints.turns for id, hints in harmful.items()}
+            terms = [drop_harmful_turns(term, micro, turns) for term in terms]
+            remaining = find_trained_tokens(terms)
+            on = [s.trajectory.id in remaining for s in micro]
+            micro = [drop_turns(s, turns) for s in compress(micro, on)]
+            spans = list(compress(spans, on))
+        if micro:
+            student_logp = self._backward(hidden_ND, micro, spans, terms, remaining, metrics)
+        for id, hints in harmful.items():
+            student_logp[id] = _merge_logps(
+                hints, student_logp.get(id), remaining.get(id), trained[id]
+            )
+        return MicroBatchOutput(
+            student=student_logp,
+            teacher=teacher_logp,
+            harmful={id: hints.turns for id, hints in harmful.items()},
+        )
+
+    def _backward(
+        self,
+        pass_hidden_ND: Tensor,
+        micro: Sequence[Scored],
+        spans: Sequence[SequenceSpan],
+        terms: Sequence[LossTerm],
+        trained: TrainedTokens,
+        metrics: MetricAccumulator,
+    ) -> dict[str, Tensor]:
+        """Losses and gradients of a pass. By trajectory id: log-probs of the trained tokens."""
+        hidden_ND = gather_trained(pass_hidden_ND, spans, micro, trained)
         counts = {s.trajectory.id: sum(trained[s.trajectory.id]) for s in micro}
         hidden = dict(zip(counts, hidden_ND.split(list(counts.values())), strict=True))
         terms = [
@@ -223,18 +267,14 @@ class Student:
             logps.append(logp_N)
             start = end
         hidden_ND.backward(torch.cat(gradients))
-        student_logp = torch.cat(logps).split(list(counts.values()))
-        teacher_logp = {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
-        return dict(zip(counts, student_logp, strict=True)), teacher_logp
+        return dict(zip(counts, torch.cat(logps).split(list(counts.values())), strict=True))
 
-    def _forward(
-        self, micro: Sequence[Scored], trained: TrainedTokens
-    ) -> tuple[Tensor, Sequence[Scored]]:
-        """Hidden states that predict the trained tokens, in order and with their graph; and the
-        micro-batch with the targets of deferred hints, which are scored over the same KV cache."""
+    def _forward(self, micro: Sequence[Scored], trained: TrainedTokens) -> MicroBatchForward:
+        """Deferred hints are scored over the pass's KV cache."""
         trunks = make_trunk_cache() if any(s.deferred for s in micro) else None
         ids = [forward_ids(s, trained) for s in micro]
         hidden_ND, spans = self.passes.forward(ids, cache=trunks)
+        harmful: dict[str, HarmfulHints] = {}
         if trunks is not None:
             # Some versions of torch would cache a cast weight without its graph.
             with self._autocast(cache=False):
@@ -242,7 +282,9 @@ class Student:
                     self.passes, self.head, micro, spans, trunks,
                     max_tokens=self.default_pass_tokens,
                 )  # fmt: skip
-        return gather_trained(hidden_ND, spans, micro, trained), micro
+                if self.recipe.hints.harmful == "drop":
+                    harmful = find_harmful_hints(self.head, micro, hidden_ND, spans, trained)
+        return MicroBatchForward(hidden_ND, micro, spans, harmful)
 
     def _apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
         """Clip the gradients and update the weights, unless a loss or gradient is not finite."""
@@ -261,6 +303,25 @@ class Student:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class MicroBatchForward(NamedTuple):
+    hidden_ND: Tensor
+    """Hidden states of the whole pass, with their graph."""
+    micro: Sequence[Scored]
+    """With the targets of deferred hints."""
+    spans: Sequence[SequenceSpan]
+    harmful: Mapping[str, HarmfulHints]
+
+
+class MicroBatchOutput(NamedTuple):
+    """By trajectory id."""
+
+    student: dict[str, Tensor]
+    """Log-probs of the tokens that a loss term selected before the pass."""
+    teacher: dict[str, Tensor]
+    """Of the targets that the pass scored itself."""
+    harmful: dict[str, frozenset[int]]
+
+
 class LogProbs(NamedTuple):
     """By trajectory id."""
 
@@ -268,10 +329,32 @@ class LogProbs(NamedTuple):
     """Of the completion tokens."""
     teacher: dict[str, tuple[float, ...]]
     """Of the targets that the update scored itself."""
+    harmful: dict[str, frozenset[int]]
+    """Turns that trained nothing, as their hints make them more likely."""
+
+
+def _merge_logps(
+    harmful: HarmfulHints,
+    trained_logp_T: Tensor | None,
+    trained: Sequence[bool] | None,
+    selected: Sequence[bool],
+) -> Tensor:
+    """Log-probs of the `selected` completion tokens: those of harmful turns, which were measured
+    without a graph, and those that trained."""
+    row_of = {i: row for row, i in enumerate(i for i, on in enumerate(selected) if on)}
+    logp_T = harmful.plain_logp_T.new_empty(len(row_of))
+    logp_T[[row_of[i] for i in harmful.token_indices]] = harmful.plain_logp_T
+    if trained_logp_T is not None and trained is not None:
+        rows = [row_of[i] for i, on in enumerate(trained) if on]
+        logp_T[rows] = trained_logp_T.to(logp_T.dtype)
+    return logp_T
 
 
 def _copy_to_host(
-    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], trained: TrainedTokens
+    student: Mapping[str, Tensor],
+    teacher: Mapping[str, Tensor],
+    harmful: dict[str, frozenset[int]],
+    trained: TrainedTokens,
 ) -> LogProbs:
     """In one copy at the end of a step: one synchronization with a GPU, not one a pass."""
     parts = [*student.values(), *teacher.values()]
@@ -282,6 +365,7 @@ def _copy_to_host(
             for id in student
         },
         teacher={id: tuple(islice(values, len(logp_T))) for id, logp_T in teacher.items()},
+        harmful=harmful,
     )
 
 

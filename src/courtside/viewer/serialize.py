@@ -97,7 +97,7 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
                 "text": turn.text,
                 "messages": _messages(trajectory, number),
                 "events": [
-                    {"kind": event.kind, "message": event.details.get("message", "")}
+                    {"kind": event.kind, "message": event.detail("message")}
                     for event in turn.events
                 ],
                 "tokens": sum(turn.completion_mask),

@@ -113,3 +113,17 @@ def make_template(
     tokenizer = tokenizer_for(template, merges)
     end_id = tokenizer.convert_tokens_to_ids(end)
     return IncrementalTemplate(ChatTemplate(tokenizer, name="tiny", eos_ids=[end_id]))
+
+
+TOOLS_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n{% endif %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"
+    "{% endfor %}<|im_end|>\n{% elif messages[0].role == 'system' %}<|im_start|>system\n"
+    "{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{%- for m in messages %}{% if not (loop.first and m.role == 'system') %}<|im_start|>"
+    "{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Renders tool schemas in the system message, and calls after the text of a message."""

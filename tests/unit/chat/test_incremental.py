@@ -294,7 +294,7 @@ def test_a_template_that_says_things_twice() -> None:
 
 
 def test_marks_are_never_taken_from_the_texts() -> None:
-    held = {"role": "tool", "content": [{"text": NONCHARACTERS[0]}], "n": {NONCHARACTERS[1]: 1}}
+    held = Message(role="tool", content="", extra=f'["{NONCHARACTERS[0]}"]', tools=NONCHARACTERS[1])
     assert unused_noncharacters([Message(role="user", content=NONCHARACTERS[2]), held], 2) == list(
         NONCHARACTERS[3:5]
     )

@@ -61,6 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         "train": lambda recipe, folder, **_: SimpleNamespace(path=folder),
         "evaluate_student": lambda recipe, **_: [evaluation],
         "export": lambda run, to, **_: to,
+        "serving_command": lambda run, to: f"vllm serve {to}",
         "rescore": lambda run, overrides, **_: [{"step": 0, "loss": 0.25, "kl": None}],
     }
     for name, answer in answers.items():
@@ -173,10 +174,14 @@ def test_rescore_wants_step_numbers(calls: Calls) -> None:
 
 def test_export(calls: Calls) -> None:
     done = run("export", "runs/a", "out", "--step", "3", "--adapter")
-    assert calls == [
-        ("export", (Path("runs/a"), Path("out")), {"step": 3, "adapter": True})
-    ]  # fmt: skip
-    assert done.stdout == "Written: out\n"
+    options = {"step": 3, "adapter": True, "dtype": "float32", "push": None}
+    assert calls[0] == ("export", (Path("runs/a"), Path("out")), options)
+    assert done.stdout == "Written: out\nServe: vllm serve out\n"
+    done = run("export", "runs/a", "out", "--dtype", "bfloat16", "--push", "ada/student")
+    assert calls[2][2] == {
+        "step": None, "adapter": False, "dtype": "bfloat16", "push": "ada/student",
+    }  # fmt: skip
+    assert "Pushed: ada/student" in done.stdout
 
 
 # ── recipes, init, schema ────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,18 @@ def test_a_file_comes_before_a_name_and_a_folder_is_neither(
     (tmp_path / "sums").write_text("")
     assert find_recipe("sums") == Path("sums")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(RecipeError, match="folder: no such built-in recipe"):
+    for name in ("folder", str(tmp_path / "folder"), ".", "folder/"):
+        with pytest.raises(RecipeError, match=r"is a folder, and has no recipe.toml. Give a TOML"):
+            find_recipe(name)
+    (tmp_path / "folder/recipe.toml").write_text("")
+    with pytest.raises(RecipeError, match=r"is a folder\. Give the recipe in it: folder/recipe"):
         find_recipe("folder")
-    with pytest.raises(RecipeError, match=r"is a folder\. Give the recipe in it: "):
-        find_recipe(str(tmp_path / "folder"))
+    (tmp_path / "folder/environment.json").write_text("{}")
+    with pytest.raises(RecipeError, match="is a run folder, and a recipe is needed here"):
+        find_recipe("folder")
+    os.mkfifo("pipe")
+    with pytest.raises(RecipeError, match="pipe: is no regular file"):
+        find_recipe("pipe")
 
 
 def test_a_recipe_is_called_by_its_folder_or_file(

@@ -16,7 +16,7 @@ import torch
 from support.small_runs import digest
 from support.tiny_model import save_tiny, tiny_model
 
-from courtside.engines import loading
+from courtside.engines import builtin_model
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.loading import load_model, load_tokenizer, resolve_model
 from courtside.engines.local import LocalEngine
@@ -184,7 +184,7 @@ def test_a_model_of_an_unknown_kind_is_refused(folder: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(folder: Path) -> None:
     for file in folder.glob("*token*"):
         file.unlink()
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"the folder has no tokenizer \(tokenizer\.json"):
         load_tokenizer(str(folder))
 
 
@@ -269,7 +269,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_bytes(b"weights")
     monkeypatch.setenv("COURTSIDE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COURTSIDE_SMOLLM2_GGUF", str(file))
-    monkeypatch.setattr(loading, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setattr(builtin_model, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     return file
 
 
@@ -287,7 +287,7 @@ def stand_in(
         sums = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in target.iterdir()}
         (target / "sums.json").write_text(json.dumps(sums))
 
-    monkeypatch.setattr(loading, "_convert", convert)
+    monkeypatch.setattr(builtin_model, "_convert", convert)
     return calls
 
 
@@ -333,13 +333,13 @@ def test_checksums_are_verified_once_per_state_of_a_file(
     stand_in(monkeypatch)
     weights = Path(resolve_model("smollm2-135m")) / "model.safetensors"
     hashed: list[str] = []
-    real = loading._sha256
+    real = builtin_model._sha256
 
     def watched(path: Path) -> str:
         hashed.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(loading, "_sha256", watched)
+    monkeypatch.setattr(builtin_model, "_sha256", watched)
     resolve_model("smollm2-135m")
     assert sorted(hashed) == ["config.json", "model.safetensors"]
     resolve_model("smollm2-135m")
@@ -398,8 +398,8 @@ def test_a_missing_gguf_file_is_refused(gguf: Path) -> None:
 
 def test_without_the_package_the_hub_is_used(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COURTSIDE_SMOLLM2_GGUF")
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    assert resolve_model("smollm2-135m") == loading.HUB_ID
+    monkeypatch.setattr(builtin_model.importlib.util, "find_spec", lambda name: None)
+    assert resolve_model("smollm2-135m") == builtin_model.HUB_ID
 
 
 def test_a_merged_adapter_can_be_trained_and_may_be_relative_to_a_recipe(
@@ -419,3 +419,30 @@ def test_a_merged_adapter_can_be_trained_and_may_be_relative_to_a_recipe(
         model = load(base, adapter=Path(path))
         torch.testing.assert_close(model(ids).logits, expected)
         assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+# ── odd machines ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"safetensors': is a file\. Give the folder with config"):
+        load(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["file/cache", "/proc/cache"])
+def test_a_cache_that_cannot_be_written(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("COURTSIDE_CACHE", str(tmp_path / place))
+    with pytest.raises(ModelError, match=r"cache, which cannot be written .* Set COURTSIDE_CACHE"):
+        resolve_model("smollm2-135m")
+
+
+def test_the_cache_is_for_all_who_may_read_it(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    target = Path(resolve_model("smollm2-135m"))
+    (target.parent / "new").touch()
+    mode = (target.parent / "new").stat().st_mode
+    assert {path.stat().st_mode for path in target.iterdir()} == {mode}
+    assert target.stat().st_mode & 0o777 == (mode | (mode & 0o444) >> 2) & 0o777

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.base import Environment
+from courtside.environments.guard import GuardedEnvironment
 from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
@@ -68,6 +69,10 @@ class Strict(World):
     def __init__(self):
         pass
 
+class Lazy(World):
+    @property
+    def size(self): raise OSError("no index")
+
 def function(): ...
 """
 
@@ -90,7 +95,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(path: str, **settings: Any) -> Environment:
-    return load_environment(EnvironmentTasks(kind="environment", path=path, settings=settings))
+    config = EnvironmentTasks(kind="environment", path=path, settings=settings)
+    return load_environment(config, seconds=None).environment
 
 
 def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
@@ -112,6 +118,8 @@ def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:
         ("own_world:Endless", {}, ["no method start"]),
         ("own_world:Unsized", {}, ["Unsized.size = None", "number of tasks"]),
         ("own_world:Empty", {}, ["Empty.size = 0"]),
+        ("own_world:Lazy", {}, ["Lazy.size raised OSError: no index (own_world.py, line "]),
+        ("builtins:type", {}, ["has no signature that Python can tell"]),
         ("own_world:Wrong", {}, ["gave dict", "courtside.types.Task"]),
         ("own_world:Graded", {}, ["grader = 'math'", "leave it out"]),
         ("own_world:Silent", {}, ["the last one must be a user's"]),
@@ -132,8 +140,13 @@ def test_mistakes_inside_a_world_are_its_own(user_folder: Path) -> None:
     (user_folder / "broken_world.py").write_text(
         "class World:\n    def __init__(self): raise TypeError('inside')\n"
     )
-    with pytest.raises(TypeError, match="inside"):
+    with pytest.raises(TaskError) as caught:
         load("broken_world:World")
+    assert str(caught.value) == (
+        "tasks.path = 'broken_world:World': World(**settings) raised TypeError: inside "
+        "(broken_world.py, line 2)"
+    )
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_which_tasks_are_environments(user_folder: Path) -> None:
@@ -143,7 +156,9 @@ def test_which_tasks_are_environments(user_folder: Path) -> None:
     assert custom.is_environment and box.is_environment and not sums.is_environment
     world = make_environment(custom)
     assert world is not None and world.size == 40
-    assert isinstance(make_environment(box), Toolbox) and make_environment(sums) is None
+    toolbox = make_environment(box)
+    assert isinstance(toolbox, GuardedEnvironment) and isinstance(toolbox.environment, Toolbox)
+    assert make_environment(sums) is None
 
 
 def test_a_source_of_its_tasks(user_folder: Path) -> None:
@@ -207,9 +222,12 @@ def test_recipes_come_back_from_a_file() -> None:
 # ── the example ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_documentation_shows_the_example() -> None:
+def test_the_documentation_shows_the_examples() -> None:
     page = (REPOSITORY / "docs" / "environments.md").read_text(encoding="utf-8")
-    assert f"```python\n{EXAMPLE.read_text(encoding='utf-8')}```" in page
+    examples = sorted(EXAMPLE.parent.glob("*.py"))
+    assert len(examples) == 4
+    for example in examples:
+        assert f"```python\n{example.read_text(encoding='utf-8')}```" in page, example.name
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 45
 
 

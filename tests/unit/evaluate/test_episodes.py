@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,4 +80,16 @@ def test_errors_are_shares_of_an_episodes_turns() -> None:
     assert metrics["error_rate"] == pytest.approx((0.5 + 0.0) / 2)
     assert metrics["events/no_call"] == metrics["events/tool_error"] == pytest.approx(0.125)
     assert metrics["error_rate/low"] <= metrics["error_rate"] <= metrics["error_rate/high"]
-    assert episode_metrics([played()]) == {}
+    assert metrics["environment_faults"] == 0
+    assert episode_metrics([played()]) == {"environment_faults": 0}
+    broken = replace(played(), stop="fault", fault="step(reply) raised KeyError")
+    assert episode_metrics([broken, long])["environment_faults"] == 1
+
+
+def test_a_last_observation_that_nobody_answers_is_not_scored() -> None:
+    """It may make the episode longer than the context."""
+    unanswered = Turn(role="environment", text="", token_ids=(3,) * 9, completion_mask=(False,) * 9)
+    engine: Any = Now()
+    logp_drop([played(make_turn([-0.5]), unanswered)], engine)
+    assert [request.token_ids for request in engine.requests] == [(1, 2, 7)]
+    assert [request.scored for request in engine.requests] == [(False, False, True)]

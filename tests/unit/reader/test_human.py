@@ -145,7 +145,7 @@ def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, mess
 
 
 def test_a_missing_file_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"reader.path = .*No such file.*an empty one will do"):
+    with pytest.raises(UserError, match=r"reader.path = .*No such file.*Write the file"):
         reader(tmp_path / "nope.jsonl")
     (tmp_path / "empty.jsonl").touch()
     assert read(tmp_path / "empty.jsonl") == ReaderOutput(hints=(), counts={})

@@ -354,3 +354,18 @@ def test_a_thousand_turns_are_quick() -> None:
     rules = [{"detect": name} for name in ("repeated_call", "ignored_error")]
     reading = read(play(*(["a()", ERROR] * 1000)), *rules, max_hints=1000)
     assert reading.counts["rules/repeated_call"] == 999 and len(reading.hints) == 999
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "3"), (0.5, "0.5"), (True, "true"), (None, "null"), ([1, "a"], '[1, "a"]'),
+     ({"a": [1]}, '{"a": [1]}'), ("ü", "ü")],
+)  # fmt: skip
+def test_details_of_events_are_any_json(value: Any, text: str) -> None:
+    """Also where a detector looks for the tool's name in the turn."""
+    bad = assistant("Call 3.", event("tool_not_found", tool=value, message=value, x=value))
+    second = assistant("Call 4.", event("tool_not_found", tool=value))
+    rule = {"detect": "tool_not_found", "hint": "Not {x}: {tool}."}
+    [hint] = read(play(bad, tool("No."), "Fine."), rule).hints
+    assert hint.text == f"Not {text}: {text}." and hint.reason == text
+    assert turns(play(bad, tool("No."), second), detect="ignored_error") == [3]

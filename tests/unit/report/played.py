@@ -151,7 +151,7 @@ def hinted(trajectory: Trajectory, *, dropped: str | None = None) -> Scored:
                 reason=f"the turn calls {event.details['tool']}",
                 bad_span=event.details["tool"],
             )
-            shift = draw.uniform(-0.4, 0.3) if dropped == "shift" else draw.uniform(3, 9)
+            shift = draw.uniform(0.0, 0.3) if dropped == "shift" else draw.uniform(3, 9)
             hint_outcomes.append(
                 HintOutcome(
                     hint=hint,

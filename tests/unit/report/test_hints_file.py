@@ -129,3 +129,9 @@ def test_limits_are_those_of_the_persons_reader(tmp_path: Path) -> None:
     for reader in (person, several):
         recipe = make_recipe(**tools, reader=reader)
         assert HintLimits.of(recipe) == HintLimits(max_chars=5, max_hints=3)
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    line = b'{"trajectory": "a", "turn": 1, "text": "x", "turn": 3}\n'
+    with pytest.raises(UserError, match=r"hints:1: the key 'turn' is there twice.*remove one"):
+        parse_hints(line, name="hints")

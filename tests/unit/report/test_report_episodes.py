@@ -21,7 +21,12 @@ from unit.report.played import (
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories, write_trajectories
 from courtside.report.page.curves import error_figure, evaluation_figure
-from courtside.report.page.hints import StepHint, largest_shifts, smallest_shifts
+from courtside.report.page.hints import (
+    StepHint,
+    harmful_hints,
+    largest_shifts,
+    smallest_shifts,
+)
 from courtside.report.page.page import write_report
 from courtside.report.page.shifted_tokens import find_shifted_tokens
 from courtside.report.page.token_gaps import (
@@ -154,7 +159,25 @@ def test_the_best_hints_are_those_with_the_largest_shift_and_of_each_text_one(bu
         StepHint(step=8, outcome=replace(b, shift=None, drop_reason="merge")),
     ]
     assert [outcome.step for outcome in largest_shifts(outcomes)] == [1, 2]
-    assert [outcome.step for outcome in smallest_shifts(outcomes)] == [7, 6]
+    assert [outcome.step for outcome in smallest_shifts(outcomes)] == [6]
+    assert [outcome.step for outcome in harmful_hints(outcomes)] == [7]
+
+
+def test_harmful_hints_have_a_list_of_their_own(build):
+    """Trained or dropped, they are not among those that moved the student most."""
+    [a, b] = hinted(make_episode("0-0", wrong=(0, 1))).hints
+    outcomes = [
+        StepHint(step=0, outcome=replace(a, shift=-0.7)),
+        StepHint(step=1, outcome=replace(b, shift=-4.5, drop_reason="harmful")),
+    ]
+    assert [outcome.step for outcome in harmful_hints(outcomes)] == [1, 0]
+    assert largest_shifts(outcomes) == smallest_shifts(outcomes) == []
+    episode = hinted(make_episode("0-0", wrong=(1,)))
+    [outcome] = episode.hints
+    harmful = replace(outcome, shift=-4.5)
+    _, page = read(write_report(build([[replace(episode, hints=(harmful,))]]), decode=decode))
+    assert "Hints that make their turn more likely" in page.text and "4.50 nats" in page.text
+    assert "Largest shifts" not in page.text and "with the largest shift" not in page.text
 
 
 def test_a_hint_is_rendered_between_prompt_and_reply(build):

@@ -87,7 +87,7 @@ def test_another_recipe_is_refused_with_the_fields_that_differ(folder, recipe):
     with pytest.raises(RecipeError) as caught:
         RunFolder.open(folder.path, other)
     message = str(caught.value)
-    assert "train.steps: 4 → 9" in message
+    assert "train.steps" not in message  # a run may become longer
     assert "student.lora: {'rank': 8" in message and "→ not set" in message
     assert "keep_checkpoints" not in message
     assert "another folder" in message

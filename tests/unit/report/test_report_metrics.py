@@ -66,12 +66,32 @@ def test_demonstrations_do_not_dilute_the_students_errors():
 def test_hints_are_counted_by_what_became_of_them():
     batch = make_hinted_batch(0)
     row = hint_metrics([hint_outcomes for s in batch for hint_outcomes in s.hints])
-    shifts = [j.shift for s in batch for j in s.hints if j.drop_reason is None]
+    shifts = [j.shift for s in batch for j in s.hints if j.shift is not None]
     assert row == {
         "hints/trained": 4,
         "hints/dropped/merge": 1,
         "hints/dropped/shift": 1,
-        "hints/shift": pytest.approx(sum(shifts) / 4),
+        "hints/harmful": 0,
+        "hints/shift": pytest.approx(sum(shifts) / 5),
+    }
+
+
+def test_harmful_hints_are_counted_whether_they_train_or_not():
+    [outcome] = hinted(make_episode("0-0")).hints
+    outcomes = [
+        replace(outcome, shift=-2.0),
+        replace(outcome, shift=-1.0, drop_reason="harmful"),
+        replace(outcome, shift=-0.5, drop_reason="shift"),
+        replace(outcome, shift=1.5),
+        replace(outcome, shift=None, drop_reason="merge"),
+    ]
+    assert hint_metrics(outcomes) == {
+        "hints/trained": 2,
+        "hints/dropped/harmful": 1,
+        "hints/dropped/merge": 1,
+        "hints/dropped/shift": 1,
+        "hints/harmful": 3,
+        "hints/shift": -0.5,
     }
 
 
@@ -79,7 +99,7 @@ def test_a_shift_that_was_never_measured_is_not_zero():
     [outcome] = hinted(make_episode("0-0")).hints
     assert hint_metrics([replace(outcome, shift=None)]) == {"hints/trained": 1}
     row = hint_metrics([replace(outcome, shift=None), replace(outcome, shift=2.0)])
-    assert row == {"hints/trained": 2, "hints/shift": 2.0}
+    assert row == {"hints/trained": 2, "hints/harmful": 0, "hints/shift": 2.0}
 
 
 def test_a_row_of_a_run_with_a_reader(tmp_path, recipe):

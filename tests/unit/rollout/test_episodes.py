@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,10 @@ from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import EpisodeRequest
+from courtside.environments.guard import GuardedEnvironment
+from courtside.errors import EnvironmentFaultsError
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import (
-    CallResult,
-    EpisodeRollout,
-    EpisodeState,
-    reply_passes,
-)
+from courtside.rollout.episodes import EpisodeRollout, EpisodeState, reply_passes
 from courtside.rollout.off_policy import CorrectedRollout, Demonstrations, MixedRollout
 from courtside.types import (
     Event,
@@ -60,6 +58,12 @@ class Count:
         return Grade(score=len(self.replies) / 10, passed=False, feedback="")
 
 
+def guard(start: Callable[[Task], Any], seconds: float = 60.0) -> Callable[[Task], Any]:
+    """`start` of an environment, as `make_environment` guards it."""
+    environment: Any = SimpleNamespace(start=start)
+    return GuardedEnvironment(environment=environment, name="world", seconds=seconds).start
+
+
 def make_rollout(
     start: Callable[[Task], Any] = lambda task: Count(), **options: Any
 ) -> EpisodeRollout:
@@ -71,7 +75,7 @@ def make_rollout(
         config=RolloutConfig(
             **{"max_new_tokens": 6, "samples_per_prompt": 2, "limits": limits, **options}
         ),
-        start=start,
+        start=guard(start, limits.step_seconds),
         context_length=context_length,
         seed=0,
     )
@@ -224,28 +228,97 @@ def test_the_clock_ends_an_episode() -> None:
     ) and trajectory.num_completion_tokens == 0
 
 
-def test_an_environment_that_raises_is_told_and_goes_on() -> None:
-    def answer(number: int) -> Observation:
-        if number == 1:
-            raise KeyError("no such city")
-        return Observation(messages=(), done=True)
+def bad_answer(number: int) -> Any:
+    if number == 2:
+        raise KeyError("no such city")
+    return Observation(messages=(Message(role="tool", content="1"),))
 
-    (trajectory,) = run(make_rollout(lambda task: Count(answer=answer)))
-    assert roles(trajectory) == "paea" and trajectory.stop == "done"
-    assert "KeyError" in trajectory.turns[2].text and trajectory.turns[2].text.startswith(
-        "user: Error"
+
+def test_a_bug_in_the_environment_ends_its_episode_and_is_no_error_of_the_student() -> None:
+    rollout = make_rollout(
+        lambda task: Count(answer=bad_answer), limits={"max_fault_fraction": 1.0}
     )
-    assert [event.kind for event in trajectory.turns[1].events] == ["environment_error"]
+    with pytest.warns(UserWarning, match="the environment has a bug") as caught:
+        first, second = run(rollout, 2)
+    for trajectory in (first, second):
+        assert roles(trajectory) == "paea" and trajectory.stop == "fault"
+        assert (trajectory.fault or "").startswith(
+            "world: step(reply) raised KeyError: 'no such city' (test_episodes.py, line "
+        )
+        assert trajectory.grade is None
+        assert not any(turn.events for turn in trajectory.turns)
+    assert len(caught) == 1 and "Traceback" in str(caught[0].message)
+    assert f"(task t, turn 2, reply {first.turns[3].text!r})" in str(caught[0].message)
+    assert 'raise KeyError("no such city")' in str(caught[0].message)
+    assert "courtside/environments/guard.py" not in str(caught[0].message)
 
 
-def test_an_environment_that_says_nothing_is_an_error_of_its_own() -> None:
-    def answer(number: int) -> Observation:
-        return Observation(messages=(), done=number == 2)
+@pytest.mark.filterwarnings("ignore:the environment has a bug")
+def test_bugs_in_start_and_grade_end_the_episode() -> None:
+    def fail(task: Task) -> Any:
+        raise OSError("no server")
 
-    (trajectory,) = run(make_rollout(lambda task: Count(answer=answer)))
-    assert roles(trajectory) == "paea" and "said nothing" in trajectory.turns[2].text
+    class Ungraded(Count):
+        def grade(self) -> Grade:
+            return 7  # type: ignore[return-value]
+
+    never = {"max_fault_fraction": 1.0}
+    (unstarted,) = run(make_rollout(fail, limits=never))
+    assert roles(unstarted) == "p" and "start(task) raised OSError: no server" in str(
+        unstarted.fault
+    )
+    (ungraded,) = run(make_rollout(lambda task: Ungraded(), limits=never))
+    assert roles(ungraded) == "paeaea" and "grade(): returned an int" in str(ungraded.fault)
 
 
+@pytest.mark.filterwarnings("ignore:the environment has a bug")
+@pytest.mark.parametrize(
+    ("faulty", "num", "stops"),
+    [
+        ({0, 1}, 2, True),  # none went well
+        ({0, 1}, 8, False),  # a quarter, but only two
+        ({0, 1, 2}, 8, True),
+        ({0, 1, 2}, 15, False),  # just a fifth
+        ({0, 1, 2, 3}, 15, True),
+    ],
+)
+def test_too_many_bugs_stop_the_run(faulty: set[int], num: int, stops: bool) -> None:
+    numbers = iter(range(num))
+
+    def start(task: Task) -> Count:
+        return Count(answer=bad_answer) if next(numbers) in faulty else Count()
+
+    rollout = make_rollout(start)
+    if not stops:
+        assert sum(trajectory.fault is not None for trajectory in run(rollout, num)) == len(faulty)
+        return
+    with pytest.raises(EnvironmentFaultsError) as caught:
+        run(rollout, num)
+    assert f"{len(faulty)} of the last {num} episodes" in str(caught.value)
+    assert "max_fault_fraction = 0.2" in str(caught.value) and "no such city" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:the environment has a bug")
+def test_an_environment_that_breaks_late_stops_the_run_soon() -> None:
+    """The fraction is that of recent episodes, not of the whole run."""
+    num_started = 0
+
+    def start(task: Task) -> Count:
+        nonlocal num_started
+        num_started += 1
+        return Count(1, bad_answer_at_once if num_started > 200 else None)
+
+    def bad_answer_at_once(number: int) -> Observation:
+        raise ConnectionError
+
+    rollout = make_rollout(start)
+    for _ in range(10):
+        run(rollout, 20)
+    with pytest.raises(EnvironmentFaultsError, match="20 of the last 64"):
+        run(rollout, 20)
+
+
+@pytest.mark.filterwarnings("ignore:the environment has a bug")
 def test_an_environment_that_hangs_ends_its_own_episode_only() -> None:
     released = threading.Event()
 
@@ -264,9 +337,9 @@ def test_an_environment_that_hangs_ends_its_own_episode_only() -> None:
     finally:
         released.set()
     assert (first.stop, third.stop) == ("done", "done")
-    assert (hung.stop, roles(hung)) == ("time", "pa")
-    assert [event.kind for event in hung.turns[1].events] == ["hung"]
-    assert hung.grade is not None and hung.grade.score == 0
+    assert (hung.stop, roles(hung)) == ("fault", "pa")
+    assert "did not return within 0.2 seconds (rollout.limits.step_seconds)" in str(hung.fault)
+    assert hung.turns[1].events == () and hung.grade is None
 
 
 def test_an_environment_that_says_megabytes_is_cut() -> None:
@@ -329,10 +402,13 @@ def test_a_reply_is_checked_in_place_of_a_turn() -> None:
             events = () if right else (Event(kind="wrong"),)
             return Observation(messages=(Message(role="tool", content="."),), events=events)
 
+        def grade(self) -> Grade:
+            return Grade(score=0.0, passed=False)
+
     (trajectory,) = run(make_rollout(limits={"turns": 2}))
     first = trajectory.turns[1].text
     outcomes = {
-        reply: reply_passes(lambda task: Password(), trajectory, 3, reply, seconds=5)
+        reply: reply_passes(guard(lambda task: Password()), trajectory, 3, reply)
         for reply in (first, first + "!", "raise")
     }
     assert outcomes == {first: True, first + "!": False, "raise": False}
@@ -342,12 +418,13 @@ def test_the_policy_version_is_the_oldest_of_its_samples() -> None:
     request = EpisodeRequest(id="e", task=TASK, seed=0, start=lambda task: Count())
     limits = LimitsConfig()
     for versions, oldest in (([3, 0, 2], 0), ([2, 3], 2), ([], 7)):
-        state = EpisodeState.start(0, request, TEMPLATE)
+        state = EpisodeState.make(0, request, TEMPLATE)
+        episode = Count()
         sample = Sample(token_ids=(70, 1), logp=(-1.0, -1.0), stop="eos", text="a")
         for version in versions or (None,):
             spans = () if version is None else (VersionSpan(0, 2, version),)
-            observation = state.episode.step("a")
+            observation = episode.step("a")
             sampled = replace(sample, policy_versions=spans)
-            state.add_turn(sampled, CallResult(value=observation), TEMPLATE, limits)
+            state.add_turn(sampled, observation, TEMPLATE, limits)
         state.stop = "turns"
         assert state.finish(temperature=1.0, policy_version=7).policy_version == oldest

@@ -1,6 +1,7 @@
 """Identity, splits and order: what all sources of tasks share."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -198,3 +199,16 @@ def test_system_prompt_comes_first_and_once() -> None:
         TaskError, match=r"tasks.system_prompt is set.*already has a system message"
     ):
         add_system_message(task, "Again.")
+
+
+def test_two_tasks_of_one_id_are_refused() -> None:
+    """Tasks are matched by id: the second would silently be left out."""
+    space = TaskSpace(
+        name="tasks.test",
+        size=4,
+        split=lambda _: "train",
+        task=lambda index: replace(numbered(index, "train"), id="same"),
+    )
+    source = GeneratedSource(space, seed=0, limit=None)
+    with pytest.raises(TaskError, match=r"task\(\d\) and task\(\d\) have one id, 'same'.*hash of"):
+        source.batch(0, 4)

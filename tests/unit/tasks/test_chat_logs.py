@@ -63,11 +63,11 @@ def test_a_conversation_may_have_an_id(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": "Hi"}]}, r"line 1: .*nothing to learn from"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, r"needs a message to answer"),
-        ({"messages": "Hi"}, r"`messages` must be a list"),
+        ({"messages": "Hi"}, r"messages must be a list"),
         ({"messages": [], "prompt": "x"}, r"unknown key 'prompt'"),
         (talk("Rome") | {"tags": "x"}, r"`tags` must be a list of texts"),
         (talk("Rome") | {"id": 7}, r"line 1: `id` must be a text"),
-        (talk("Rome") | {"id": " "}, r"`id` must be a text"),
+        (talk("Rome") | {"id": " "}, r"`id` is empty"),
         (talk("Rome") | {"privileged": {"a": 1}}, r"privileged: `a` must be a text, not a number"),
     ],
 )
@@ -99,6 +99,7 @@ def hint_recipe(folder: Path, file: Path, **changes: Any) -> Any:
                 "kind": "rules",
                 "rules": [{"detect": "ignored_error", "hint": "The tools here are {tools}."}],
             },
+            "hints": {"harmful": "train"},  # a random model likes every other hint
             "teacher": {"kind": "self", "weights": "live"},
             "losses": [{"kind": "divergence", "on": "hinted_turns"}],
             **changes,

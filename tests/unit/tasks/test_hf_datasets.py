@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def test_wrong_columns_are_named(folder: Path) -> None:
         load_dataset_tasks(config(folder / "single", columns={"prompt": "text"}))
     with pytest.raises(TaskError, match=r"tasks.columns.reward: no such field"):
         load_dataset_tasks(config(folder / "single", columns={"prompt": "question", "reward": "x"}))
-    with pytest.raises(TaskError, match="neither prompt nor messages"):
+    with pytest.raises(TaskError, match="names none of prompt, messages, conversations"):
         load_dataset_tasks(config(folder / "single", columns={"answer": "result"}))
-    with pytest.raises(TaskError, match="row 0: `prompt` must be a text, not a number"):
+    with pytest.raises(TaskError, match=r"row 0: `prompt` must be a text .*not a number"):
         load_dataset_tasks(config(folder / "single", columns={"prompt": "result"}))
 
 
@@ -79,8 +80,67 @@ def test_messages_column(folder: Path) -> None:
     columns = {"messages": "chat"}
     (task,) = load_dataset_tasks(config(folder / "plain chats", columns=columns))
     assert [m.role for m in task.messages] == ["user", "tool"]
-    with pytest.raises(TaskError, match=r"row 1: messages\[1\].*no other key"):
-        load_dataset_tasks(config(folder / "chats", columns=columns))
+    first, second = load_dataset_tasks(config(folder / "chats", columns=columns))
+    assert first.messages[1].extra == "" and second.messages[1].extra == '{"name": "bot"}'
+
+
+HI = {"role": "user", "content": "Hi"}
+HELLO, WHAT = ({"role": "assistant", "content": text} for text in ("Hello.", "What?"))
+LAYOUTS = {
+    "prompt and completion": {"prompt": ["Hi"], "completion": ["Hello."], "score": [1]},
+    "conversational": {
+        "prompt": [[HI]],
+        "completion": [[HELLO]],
+    },
+    "messages": {
+        "prompt": ["Hi"],
+        "messages": [
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+        ],
+    },
+    "conversations": {
+        "conversations": [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]]
+    },
+    "preference": {"prompt": ["Hi"], "chosen": ["Hello."], "rejected": ["What?"]},
+    "implicit prompt": {
+        "chosen": [[HI, HELLO]],
+        "rejected": [
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "What?"}]
+        ],
+        "messages": [[HI]],
+    },
+}
+
+
+@pytest.mark.parametrize("columns", LAYOUTS.values(), ids=LAYOUTS)
+def test_columns_of_known_layouts_need_no_names(tmp_path: Path, columns: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")
+    (task,) = load_dataset_tasks(DatasetTasks(kind="datasets", path=str(tmp_path / "set")))
+    assert [(m.role, m.content) for m in task.messages] == [("user", "Hi")]
+    assert task.completion == "Hello."
+    assert task.rejected == ("What?" if "rejected" in columns else None)
+
+
+def test_tool_schemas_come_without_the_nulls_that_arrow_adds(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    names = ("add", "find")
+    tools = [
+        [{"type": "function", "function": {"name": name, "parameters": {
+            "type": "object", "properties": {name: {"type": "string"}}}}}]
+        for name in names
+    ]  # fmt: skip
+    messages = [[{"role": "user", "content": name}] for name in names]
+    rows = datasets.Dataset.from_dict({"messages": messages, "tools": tools})
+    rows.save_to_disk(tmp_path / "set")
+    tasks = load_dataset_tasks(DatasetTasks(kind="datasets", path=str(tmp_path / "set")))
+    for task, expected in zip(tasks, tools, strict=True):
+        assert json.loads(task.messages[0].tools) == expected
+
+
+def test_a_set_of_other_columns_asks_for_names(folder: Path) -> None:
+    with pytest.raises(TaskError, match=r"has the columns question, result, worked, none of which"):
+        load_dataset_tasks(DatasetTasks(kind="datasets", path=str(folder / "single")))
 
 
 def test_nothing_to_load(folder: Path) -> None:

@@ -183,7 +183,8 @@ def tree(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
 
 
 def recipe(folder: Path, run: Path, **changes: Any) -> Recipe:
-    (run / "hints.jsonl").touch()
+    hint = {"trajectory": "0-0", "turn": 1, "text": "No."}
+    (run / "hints.jsonl").write_text(json.dumps(hint) + "\n")
     return parse_recipe(tree(folder, run, **changes))
 
 

@@ -82,7 +82,8 @@ def teacher(
         engine=engine,
         renderer=RENDERER,
         want=want,
-        hints=HintScorer(engine, TEMPLATE, HintsConfig(**settings)),
+        # A random model likes every other hint.
+        hints=HintScorer(engine, TEMPLATE, HintsConfig(**({"harmful": "train"} | settings))),
         defers_hints=defers_hints,
     )
 
@@ -167,6 +168,19 @@ def test_a_hint_that_does_too_little_is_dropped_and_stays_in_the_report() -> Non
     assert {turns[i] for i in targets["e"].token_indices or ()} == trained_turns
     nothing, all_dropped = score_hints(teacher(min_shift=1e9), [trajectory()], hints)
     assert not nothing and [j.drop_reason for j in all_dropped["e"]] == ["shift"] * 3
+
+
+def test_a_hint_that_makes_its_turn_more_likely_is_dropped() -> None:
+    """It has a shift and no target, whether hints are scored alone or in one sequence."""
+    hints = [hint(1), hint(3, "Really, use weather."), hint(5, "Hm.")]
+    for cumulative in (False, True):
+        settings: dict[str, Any] = {"harmful": "drop", "cumulative": cumulative}
+        targets, outcomes = score_hints(teacher(**settings), [trajectory()], hints)
+        reasons = {o.hint.turn: o.drop_reason for o in outcomes["e"]}
+        assert {*reasons.values()} == {None, "harmful"}
+        assert all(o.is_harmful == (o.drop_reason == "harmful") for o in outcomes["e"])
+        turns = {trajectory().turn_of[i] for i in targets["e"].token_indices or ()}
+        assert turns == {turn for turn, reason in reasons.items() if reason is None}
 
 
 def test_hints_that_cannot_be_put_in_are_counted_not_fatal() -> None:

@@ -29,6 +29,15 @@ SELF_EXPLANATORY = frozenset(
 """Mistakes that the tool's result explains; for the others the user asks again."""
 
 
+EVENT_KINDS = frozenset({
+    "tool_not_found", "invalid_arguments", "unparsable_call", "no_call", "tool_error",
+    "earlier_failure", "wrong_result", "wrong_tool", "repeated_call", "extra_calls",
+})  # fmt: skip
+EVENT_DETAILS = frozenset({
+    "message", "request", "capability", "listed", "common", "tools", "correct", "tool", "arguments",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     split: Split

@@ -11,6 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -54,6 +55,7 @@ from courtside.report.folder.parquet import (
     read_trajectories,
     serialize_evaluation,
     serialize_trajectories,
+    write_trajectories,
 )
 from courtside.report.metrics import compute_metrics
 from courtside.report.versions import collect_versions
@@ -90,9 +92,7 @@ class RunFolder:
             for name in ("metrics", "evaluations", "alarms"):
                 # Drops a last line that a kill cut off.
                 filter_lines(folder._file(f"{name}.jsonl"), lambda row: True)
-            replace_file(
-                folder._file("environment.json"), encode_json(collect_versions(), indent=2)
-            )
+            folder._write_environment(collect_versions())
             # Last: a folder with a recipe is complete.
             replace_file(folder._file(RECIPE), toml.dumps(dump_recipe(recipe)).encode())
         except BaseException:
@@ -280,10 +280,18 @@ class RunFolder:
         self._check_writable()
         row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
         if store_trajectories:
+            # Who deletes trajectories/ to save space may go on.
+            with explain_write_errors(self.path), suppress(FileExistsError):
+                self._file("trajectories").mkdir()
             trajectories = serialize_trajectories(scored, update.student_logp)
             replace_file(self._trajectory_file(step), trajectories)
         append_line(self._file("metrics.jsonl"), row)
         return row
+
+    def record_threads(self, number: int) -> None:
+        """Threads of the process that trains: another number rounds otherwise."""
+        self._check_writable()
+        self._write_environment({**self.environment(), "threads": number})
 
     def record_evaluation(
         self, evaluation: Evaluation, trajectories: Sequence[Trajectory] = ()
@@ -335,6 +343,12 @@ class RunFolder:
             if stored >= step:
                 with explain_write_errors(self._trajectory_file(stored)):
                     self._trajectory_file(stored).unlink()
+
+    def _write_environment(self, environment: Mapping[str, Any]) -> None:
+        """An earlier process's number of threads stays until this one's is recorded."""
+        threads = {key: n for key, n in self.environment().items() if key == "threads"}
+        content = encode_json({**threads, **environment}, indent=2)
+        replace_file(self._file("environment.json"), content)
 
     def _file(self, name: str) -> Path:
         return self.path / name

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from courtside.errors import RunError, UserError
+from courtside.files import DuplicateKeyError, require_unique_keys
 from courtside.recipe import Recipe
 from courtside.recipe.reader import HumanReaderConfig
 from courtside.report.folder.files import replace_file
@@ -173,7 +174,9 @@ def _is_about(line: bytes, trajectory: str, turn: int, *, where: str) -> bool:
 
 def _parse_line(line: bytes, *, where: str) -> Hint:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=require_unique_keys)
+    except DuplicateKeyError as error:
+        raise UserError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); correct or remove the line") from None
     if not isinstance(row, dict):

@@ -17,13 +17,18 @@ LOCK = ".lock"
 CHANGEABLE_FIELDS = (
     "run",
     "rollout.kv_cache_tokens",
+    "rollout.limits.max_fault_fraction",
+    "rollout.limits.step_seconds",
     "student.gradient_checkpointing",
+    "tasks.grader_seconds",
+    "tasks.workers",
     "train.logits_chunk_tokens",
     "train.micro_batch_tokens",
     "train.optimizer_offload",
+    "train.steps",
 )
-"""May differ in a resumed run: what is stored, and memory settings. Training is the same up to
-rounding."""
+"""May differ in a resumed run: what is stored, memory settings, where and how long user code runs,
+and when the run ends. Training is the same up to rounding."""
 
 
 def refuse_foreign_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -119,7 +120,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> Any:
     try:
         # `pq.read_table(path)` would parse `key=value` folder names as columns. A Python file or
         # threads could release a Python object during process exit, which aborts it.
-        with pa.OSFile(str(path)) as file:
+        with pa.OSFile(os.fsencode(path)) as file:
             parquet = pq.ParquetFile(file, pre_buffer=False)
             # Before the rows: a newer schema may have types that cannot be read.
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"")
@@ -133,7 +134,8 @@ def _schema() -> Any:
     import pyarrow as pa
 
     logps = pa.list_(pa.float32())
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    names = ("role", "content", "extra", "tools")
+    message = pa.struct([(name, pa.string()) for name in names])
     event = pa.struct([("kind", pa.string()), ("details", pa.string())])
     turn = pa.struct(
         [
@@ -173,6 +175,7 @@ def _schema() -> Any:
             ("grade_passed", pa.bool_()),
             ("grade_feedback", pa.string()),
             ("grade_error", pa.string()),
+            ("fault", pa.string()),
             ("preference", pa.string()),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
@@ -231,6 +234,7 @@ def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
         task=_parse_task(json.loads(row["task"])),
         turns=turns,
         grade=None if grade["passed"] is None else _parse_grade(grade),
+        fault=row.get("fault"),
     )
 
 

@@ -1,4 +1,5 @@
-"""The report's hints: counts by source, and the hints with the largest and smallest shifts."""
+"""The report's hints: counts by source, and the hints with the largest, negative and smallest
+shifts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from courtside.types import HintOutcome
 
 NUM_LARGEST, NUM_SMALLEST = 4, 3
 
-SHIFT = "Shift: how many nats the tokens of the turn lose in sum with the hint in the context."
+SHIFT = (
+    "Shift: how many nats the tokens of the turn lose in sum with the hint in the context. Below 0 "
+    "the hint makes the turn more likely and would teach the mistake (hints.harmful)."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ def render_hints(
     ]
     groups = {
         "Largest shifts": largest_shifts(hints),
+        "Hints that make their turn more likely": harmful_hints(hints),
         "Smallest shifts, dropped": smallest_shifts(hints),
     }
     stored = {
@@ -65,15 +70,31 @@ def render_hints(
 
 
 def largest_shifts(hints: Iterable[StepHint]) -> list[StepHint]:
-    """Of trained hints."""
-    trained = [h for h in hints if h.outcome.drop_reason is None and _has_finite_shift(h.outcome)]
+    """Of trained hints that make their turn less likely."""
+    trained = [
+        h
+        for h in hints
+        if h.outcome.drop_reason is None
+        and _has_finite_shift(h.outcome)
+        and not h.outcome.is_harmful
+    ]
     return _unique_texts(sorted(trained, key=lambda hint: -_shift(hint)))[:NUM_LARGEST]
 
 
+def harmful_hints(hints: Iterable[StepHint]) -> list[StepHint]:
+    """The most negative shifts, of dropped and of trained hints."""
+    harmful = [h for h in hints if h.outcome.is_harmful and _has_finite_shift(h.outcome)]
+    return _unique_texts(sorted(harmful, key=_shift))[:NUM_LARGEST]
+
+
 def smallest_shifts(hints: Iterable[StepHint]) -> list[StepHint]:
-    """Of hints that were dropped for their shift."""
+    """Of hints that were dropped because they do too little, and no harm."""
     dropped = [
-        h for h in hints if h.outcome.drop_reason == "shift" and _has_finite_shift(h.outcome)
+        h
+        for h in hints
+        if h.outcome.drop_reason == "shift"
+        and _has_finite_shift(h.outcome)
+        and not h.outcome.is_harmful
     ]
     return _unique_texts(sorted(dropped, key=_shift))[:NUM_SMALLEST]
 

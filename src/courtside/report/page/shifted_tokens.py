@@ -37,12 +37,16 @@ class ShiftedToken:
 
 
 def find_shifted_tokens(stored: Sequence[StoredTrajectory], decode: Decode) -> list[ShiftedToken]:
-    """Of turns with a trained hint: the largest gaps first, each text once."""
+    """Of turns with a trained hint that does no harm: the largest gaps first, each text once."""
     tokens: dict[tuple[str, str, str], ShiftedToken] = {}
     for item in stored:
         gaps = compute_token_gaps(item)
-        trained = {h.hint.turn: h.hint.text for h in item.hints if h.drop_reason is None}
-        for turn, hint in trained.items():
+        helpful = {
+            h.hint.turn: h.hint.text
+            for h in item.hints
+            if h.drop_reason is None and not h.is_harmful
+        }
+        for turn, hint in helpful.items():
             colored = _colored_gaps(item.trajectory.turns[turn].completion_mask, gaps[turn])
             largest = heapq.nlargest(PER_TURN, colored, key=lambda pair: abs(pair[1].nats))
             pieces = decode(item.trajectory.turns[turn].token_ids) if largest else []

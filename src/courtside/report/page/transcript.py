@@ -148,7 +148,7 @@ def render_hint(outcome: HintOutcome) -> str:
 
 
 def render_event(event: Event) -> str:
-    message = event.details.get("message", "")
+    message = event.detail("message")
     title = f' title="{escape(shorten(message, 300))}"' if message else ""
     return f'<span class="badge failed"{title}>{escape(readable_name(event.kind))}</span>'
 
@@ -178,7 +178,12 @@ def render_grade(grade: Grade | None) -> str:
 
 def describe_episode(trajectory: Trajectory) -> list[str]:
     """`["5 turns", "2 with errors", "81 tokens (truncated)"]`; of a single turn only the tokens."""
-    reasons = {"length": " (truncated)", "time": " (out of time)", "turns": " (out of turns)"}
+    reasons = {
+        "length": " (truncated)",
+        "time": " (out of time)",
+        "turns": " (out of turns)",
+        "fault": " (fault of the environment)",
+    }
     tokens = f"{trajectory.num_completion_tokens} tokens{reasons.get(trajectory.stop, '')}"
     if not is_multi_turn(trajectory):
         return [tokens]

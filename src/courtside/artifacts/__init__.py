@@ -1,0 +1,1 @@
+"""Trained students for other programs: portable model folders, model cards, the hub, vLLM."""

@@ -1,0 +1,201 @@
+"""Calls of an environment, which is other people's code: it may raise, hang or return anything.
+
+A guarded environment gives valid records or raises `EnvironmentFault`; it never takes the run down
+and never blames the student. What it cannot survive, the end of the process, `workers` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+from courtside.environments.base import Environment, Episode
+from courtside.environments.validation import (
+    InvalidValue,
+    validate_demonstration,
+    validate_episode,
+    validate_grade,
+    validate_observation,
+    validate_replies,
+    validate_task,
+)
+from courtside.errors import TaskError
+from courtside.plugins import describe_error, format_trace
+from courtside.types import Grade, Observation, Task
+
+T = TypeVar("T")
+
+
+class EnvironmentFault(Exception):
+    """A bug in an environment: the call, what it did, and the fix."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+        """The traceback, where the environment raised."""
+
+
+class TimedOut(BaseException):
+    """Not an Exception: it may be raised inside user code, which catches those."""
+
+
+# ── guarded records ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedEnvironment:
+    environment: Environment
+    name: str
+    """How messages call it, e.g. "tasks.path = 'a:B'"."""
+    seconds: float | None
+    """For each call of start, step or grade. None: no limit, in the calling thread."""
+
+    @property
+    def size(self) -> int:
+        return self.environment.size
+
+    @property
+    def demonstrate(self) -> Any:
+        """A function of the task; None: the environment has no such method."""
+        return self._find_optional("demonstrate", validate_demonstration)
+
+    @property
+    def example_replies(self) -> Any:
+        """For `courtside check-env`; None: the environment has no such method."""
+        return self._find_optional("example_replies", validate_replies)
+
+    def task(self, index: int) -> Task:
+        where = f"{self.name}: task({index})"
+        try:
+            return validate_task(self.environment.task(index), where)
+        except TaskError:
+            raise
+        except InvalidValue as problem:
+            raise TaskError(f"{where}: {problem}") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code, also sys.exit and cancelled tasks
+            raise TaskError(f"{where} {describe_error(error)}") from error
+
+    def start(self, task: Task) -> GuardedEpisode:
+        # A copy: an episode that changes its task must not change that of another sample.
+        fresh = replace(task, grader_args=json.loads(json.dumps(dict(task.grader_args))))
+        call = partial(self.environment.start, fresh)
+        episode = self.begin_call("start(task)", call, validate_episode)()
+        return GuardedEpisode(episode=episode, host=self)
+
+    def _find_optional(self, name: str, validate: Callable[[Any], T]) -> Callable[[Task], T] | None:
+        method: Any = getattr(self.environment, name, None)
+
+        def call(task: Task) -> T:
+            where = f"{self.name}: {name}(task)"
+            try:
+                return validate(method(task))
+            except InvalidValue as problem:
+                raise TaskError(f"{where}: {problem}") from None
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # user code, also sys.exit and cancelled tasks
+                raise TaskError(f"{where} {describe_error(error)}") from error
+
+        return None if method is None else call
+
+    def begin_call(
+        self, method: str, call: Callable[[], Any], validate: Callable[[Any], T]
+    ) -> Callable[[], T]:
+        """Starts the call; the result waits for it, and raises `EnvironmentFault` alone."""
+        where = f"{self.name}: {method}"
+        wait = begin(call, self.seconds)
+
+        def finish() -> T:
+            try:
+                return validate(wait())
+            except TimedOut:
+                raise EnvironmentFault(
+                    f"{where} did not return within {self.seconds:g} seconds "
+                    "(rollout.limits.step_seconds). Give what it waits for a time limit of its "
+                    "own, or raise this one"
+                ) from None
+            except InvalidValue as problem:
+                raise EnvironmentFault(f"{where}: {problem}") from None
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # user code, also sys.exit and cancelled tasks
+                trace = format_trace(error)
+                raise EnvironmentFault(f"{where} {describe_error(error)}", trace) from None
+
+        return finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedEpisode:
+    episode: Episode
+    host: GuardedEnvironment
+
+    def begin_step(self, reply: str) -> Callable[[], Observation]:
+        call = partial(self.episode.step, reply)
+        return self.host.begin_call("step(reply)", call, validate_observation)
+
+    def begin_grade(self) -> Callable[[], Grade]:
+        return self.host.begin_call("grade()", self.episode.grade, validate_grade)
+
+    def step(self, reply: str) -> Observation:
+        return self.begin_step(reply)()
+
+    def grade(self) -> Grade:
+        return self.begin_grade()()
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def begin(call: Callable[[], T], seconds: float | None) -> Callable[[], T]:
+    """Starts the call in a daemon thread: one that hangs must not keep the process alive.
+
+    The result waits for the call and returns or raises what it does, or `TimedOut`. Without a
+    limit the call runs in the thread that waits.
+    """
+    if seconds is None:
+        return call
+    deadline = monotonic() + seconds
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:  # raised again in the thread that waits
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> T:
+        thread.join(None if seconds == math.inf else max(0.0, deadline - monotonic()))
+        if not outcome:
+            raise TimedOut
+        value, error = outcome[0]
+        if isinstance(error, KeyboardInterrupt):  # of user code: nobody pressed Ctrl-C in a thread
+            raise InvalidValue("raised KeyboardInterrupt; raise another exception")
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return wait
+
+
+def call_all(begins: Sequence[Callable[[], Callable[[], T]]]) -> list[T | EnvironmentFault]:
+    """Starts all calls, then waits for each; results in their order."""
+    waits = [begin_one() for begin_one in begins]
+    results: list[T | EnvironmentFault] = []
+    for wait in waits:
+        try:
+            results.append(wait())
+        except EnvironmentFault as fault:
+            results.append(fault)
+    return results

@@ -1,0 +1,177 @@
+"""The layouts in which data sets hold prompts and answers, as one: prompt, completion, rejected.
+
+Chat APIs' fine-tuning lines (`messages` with `tools`), ShareGPT (`conversations`), TRL's
+prompt/completion and preference columns, plain or conversational.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from courtside.chat.api_messages import (
+    attach_tools,
+    parse_content,
+    parse_messages,
+    parse_tools,
+)
+from courtside.errors import TaskError
+from courtside.types import Message
+
+CONVERSATION_KEYS = ("messages", "conversations", "system", "tools", "parallel_tool_calls")
+KEYS = ("prompt", *CONVERSATION_KEYS, "completion", "chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What a task says, whichever layout it came in."""
+
+    messages: tuple[Message, ...]
+    """The prompt."""
+    completion: str | None
+    rejected: str | None
+
+
+def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
+    """`fields`: without nulls."""
+    prompt = _read_prompt(where, fields)
+    if "chosen" in fields and "completion" in fields:
+        raise TaskError(f"{where}: both `completion` and `chosen`; keep one of them")
+    better = next((name for name in ("chosen", "completion") if name in fields), None)
+    if better == "chosen" and "rejected" not in fields:
+        raise TaskError(f"{where}: `chosen` needs a `rejected` beside it; add one")
+    names = [name for name in (better, "rejected") if name is not None and name in fields]
+    answers = {name: _read_answer(where, fields, name) for name in names}
+    prefixes = {name: prefix for name, (prefix, _) in answers.items() if prefix}
+    if len({*prefixes.values()}) > 1:
+        raise TaskError(
+            f"{where}: `{better}` and `rejected` are conversations that differ before their last "
+            "message; a pair answers one prompt. Leave it out, or correct it"
+        )
+    texts = {name: text for name, (_, text) in answers.items()}
+    for prefix in prefixes.values():
+        prompt = _join_prompt(where, prompt, prefix)
+    if prompt is None:
+        raise TaskError(
+            f"{where}: no `prompt` (text), and no `messages` or `conversations` (list); add one"
+        )
+    completion = texts.get(better) if better else None
+    if prompt[-1].role == "assistant":
+        if completion is not None:
+            raise TaskError(
+                f"{where}: the last message is the assistant's, and there is a `{better}`; keep "
+                "one of them"
+            )
+        completion, prompt = _answer_text(prompt[-1], f"{where}: the last message"), prompt[:-1]
+    messages = _attach(where, _require_prompt(where, prompt), fields)
+    return Texts(messages=messages, completion=completion, rejected=texts.get("rejected"))
+
+
+def read_conversation(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] | None:
+    """Of `messages` or `conversations`, with the tools on the first; None: there is neither."""
+    if "messages" in fields and "conversations" in fields:
+        raise TaskError(f"{where}: both `messages` and `conversations`; keep one of them")
+    name = next((name for name in ("messages", "conversations") if name in fields), None)
+    if name is None:
+        return None
+    messages = parse_messages(fields[name], f"{where}: {name}")
+    if "system" in fields:
+        if messages[0].role == "system":
+            raise TaskError(f"{where}: `system`, and `{name}` begins with one; keep one of them")
+        system = parse_content(fields["system"], f"{where}: system")
+        messages = (Message(role="system", content=system), *messages)
+    return _attach(where, messages, fields)
+
+
+def _attach(
+    where: str, messages: tuple[Message, ...], fields: Mapping[str, Any]
+) -> tuple[Message, ...]:
+    if not isinstance(fields.get("parallel_tool_calls", True), bool):
+        raise TaskError(f"{where}: `parallel_tool_calls` must be true or false")
+    return (
+        attach_tools(messages, parse_tools(fields["tools"], where))
+        if "tools" in fields
+        else (messages)
+    )
+
+
+def _read_prompt(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] | None:
+    if "prompt" in fields and (fields.keys() & {"messages", "conversations"}):
+        raise TaskError(f"{where}: both `prompt` and `messages`; keep one of them")
+    if conversation := read_conversation(where, fields):
+        return conversation
+    prompt = fields.get("prompt")
+    if prompt is None:
+        return None
+    if isinstance(prompt, str):
+        text = parse_content(prompt, f"{where}: prompt")
+        if not text.strip():
+            raise TaskError(f"{where}: `prompt` is empty; write one, or remove the task")
+        messages: tuple[Message, ...] = (Message(role="user", content=text),)
+    elif isinstance(prompt, list):
+        messages = parse_messages(prompt, f"{where}: prompt")
+    else:
+        raise TaskError(
+            f"{where}: `prompt` must be a text (or a list of messages), not {name_kind(prompt)}"
+        )
+    if "system" in fields:
+        system = parse_content(fields["system"], f"{where}: system")
+        messages = (Message(role="system", content=system), *messages)
+    return messages
+
+
+def _read_answer(
+    where: str, fields: Mapping[str, Any], name: str
+) -> tuple[tuple[Message, ...], str]:
+    """The messages before the answer, where there are any, and its text."""
+    value = fields[name]
+    if isinstance(value, str):
+        return (), parse_content(value, f"{where}: {name}")
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise TaskError(
+            f"{where}: `{name}` must be a text (or a list of messages), not {name_kind(value)}"
+        )
+    *prefix, last = parse_messages(value, f"{where}: {name}")
+    if last.role != "assistant":
+        raise TaskError(f"{where}: the last message of `{name}` must be the assistant's")
+    return tuple(prefix), _answer_text(last, f"{where}: `{name}`")
+
+
+def _answer_text(message: Message, where: str) -> str:
+    if message.extra:
+        raise TaskError(
+            f"{where} calls tools, which an answer to imitate cannot hold as text. Use tasks.kind "
+            "= 'conversations', whose turns the model's chat template renders"
+        )
+    return message.content
+
+
+def _join_prompt(
+    where: str, prompt: tuple[Message, ...] | None, prefix: tuple[Message, ...]
+) -> tuple[Message, ...]:
+    """The prefix of a pair's conversations; a prompt beside it must be its own."""
+    if prompt is None or prompt == prefix[-len(prompt) :]:
+        return prefix
+    raise TaskError(
+        f"{where}: `prompt` is not how the conversations of the pair begin; remove one of the two"
+    )
+
+
+def _require_prompt(where: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if not messages or messages[-1].role not in ("user", "tool"):
+        last = f"the {messages[-1].role}'s" if messages else "missing"
+        raise TaskError(
+            f"{where}: the last message of the prompt is {last}, but the model must answer a user "
+            "or tool message; add one"
+        )
+    if not messages[-1].content.strip():
+        raise TaskError(f"{where}: the last message is empty; write one, or remove the task")
+    return messages
+
+
+def name_kind(value: object) -> str:
+    kinds = {list: "a list", dict: "an object", str: "a text", bool: "true or false"}
+    return kinds.get(type(value), "a number")

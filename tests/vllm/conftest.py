@@ -1,0 +1,91 @@
+"""A LoRA run and a full run of the embedded model, exported, and our own log-probs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from courtside.api import export, train
+from courtside.assemble import assemble
+from courtside.engines.base import ScoreRequest
+from courtside.engines.loading import load_model, load_tokenizer
+from courtside.engines.local import LocalEngine
+from courtside.recipe.load import parse_recipe
+from courtside.run import restore
+from courtside.training import checkpoints
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "def add(a, b):\n    return a + b\n",
+    "Grüße aus Zürich: 3 + 4 = 7, 30 + 40 = 70, 300 + 400 = 700.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    run: Path
+    folder: Path
+    logps: tuple[tuple[float, ...], ...]
+    """Of the tokens of each text but the first, by the student as the loop uses it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    by_name: Mapping[str, Export]
+    """merged, adapter, full"""
+    prompts: tuple[tuple[int, ...], ...]
+    base_logps: tuple[tuple[float, ...], ...]
+    """Before training."""
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    folder = tmp_path_factory.mktemp("exports")
+    tokenizer = load_tokenizer("smollm2-135m")
+    prompts = tuple(tuple(tokenizer(text)["input_ids"]) for text in TEXTS)
+    lora, full = folder / "lora-run", folder / "full-run"
+    lora_logps = _train(lora, {"rank": 8}, prompts)
+    full_logps = _train(full, None, prompts)
+    model = load_model("smollm2-135m", dtype=torch.float32, device=torch.device("cpu"))
+    return Exports(
+        by_name={
+            "merged": Export(run=lora, folder=export(lora, folder / "merged"), logps=lora_logps),
+            "adapter": Export(
+                run=lora, folder=export(lora, folder / "adapter", adapter=True), logps=lora_logps
+            ),
+            "full": Export(run=full, folder=export(full, folder / "full"), logps=full_logps),
+        },
+        prompts=prompts,
+        base_logps=score(LocalEngine(model, tokenizer, name="smollm2-135m"), prompts),
+    )
+
+
+def _train(run: Path, lora: Any, prompts: Any) -> tuple[tuple[float, ...], ...]:
+    """One step on given answers, large enough to see."""
+    recipe = parse_recipe(
+        {
+            "student": {"model": "smollm2-135m"} | ({"lora": lora} if lora else {}),
+            "tasks": {"kind": "arithmetic"},
+            "rollout": {"student_fraction": 0.0, "max_new_tokens": 4},
+            "losses": [{"kind": "cross_entropy"}],
+            "train": {"steps": 1, "prompts_per_step": 2, "learning_rate": 1e-2 if lora else 1e-4},
+            "evaluate": {"num_tasks": 1},
+        }
+    )
+    train(recipe, run)
+    parts = assemble(recipe)
+    restore(parts, checkpoints.load(checkpoints.latest(run / "checkpoints")))
+    return score(parts.engine, prompts)
+
+
+def score(engine: Any, prompts: Any) -> tuple[tuple[float, ...], ...]:
+    requests = [
+        ScoreRequest(token_ids=ids, scored=(False,) + (True,) * (len(ids) - 1), temperature=1.0)
+        for ids in prompts
+    ]
+    return tuple(tuple(scored.logp_T.tolist()) for scored in engine.score(requests))
