@@ -242,9 +242,10 @@ class Run:
 
     def _evaluate_if_due(self) -> None:
         skipped: set[Split] = set()
-        for policy, split in self._due_evaluations():
+        for policies, split in self._due_evaluations():
             done = {(e.step, e.policy, e.split) for e in self.folder.evaluations()}
-            if (self.num_steps, policy, split) in done:
+            policies = [p for p in policies if (self.num_steps, p, split) not in done]
+            if not policies:
                 continue
             reason = self.parts.evaluator.reason_not_to(split)
             if reason is not None:
@@ -255,34 +256,46 @@ class Run:
             self._stop_if_interrupted()
             try:
                 with self.phase("evaluate"):
-                    evaluation, trajectories = self._evaluate(policy, split)
+                    results = self._evaluate(policies, split)
             except Exception as error:  # whatever fails after training must not cost the report
                 if not self._is_trained:
                     raise
-                self._report_unmeasured(f"{policy} on {split} tasks", error)
+                self._report_unmeasured(f"{', '.join(policies)} on {split} tasks", error)
                 continue
-            self._add_evaluation_costs(evaluation)
-            self.folder.record_evaluation(evaluation, trajectories)
-            if faults := evaluation.metrics.get("environment_faults", 0):
-                message = (
-                    f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
-                    "environment and are not in the score"
-                )
-                self.folder.record_alarm({"step": self.num_steps, "message": message})
-            self.folder.write_costs(self.meter.totals())
-            for tracker in self.trackers:
-                tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
-            self.console.print_line(
-                f"{policy} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
-                f"{evaluation.mean_score:.1%} (95% interval {evaluation.ci_low:.1%} to "
-                f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
-            )
+            for answers in results:
+                self._record_evaluation(answers)
 
-    def _evaluate(self, policy: str, split: Split) -> GradedAnswers:
-        answers = self.parts.evaluator.evaluate(split, step=self.num_steps, policy=policy)
-        is_drop_measured = self.recipe.tasks.is_environment and self.num_steps > 0
-        if not is_drop_measured or (policy, split) != ("student", "test"):
-            return answers
+    def _record_evaluation(self, answers: GradedAnswers) -> None:
+        evaluation, trajectories = answers
+        policy, split = evaluation.policy, evaluation.split
+        self._add_evaluation_costs(evaluation)
+        self.folder.record_evaluation(evaluation, trajectories)
+        if faults := evaluation.metrics.get("environment_faults", 0):
+            message = (
+                f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
+                "environment and are not in the score"
+            )
+            self.folder.record_alarm({"step": self.num_steps, "message": message})
+        self.folder.write_costs(self.meter.totals())
+        for tracker in self.trackers:
+            tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
+        self.console.print_line(
+            f"{policy} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
+            f"{evaluation.mean_score:.1%} (95% interval {evaluation.ci_low:.1%} to "
+            f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
+        )
+
+    def _evaluate(self, policies: Sequence[str], split: Split) -> list[GradedAnswers]:
+        evaluator, step = self.parts.evaluator, self.num_steps
+        if policies == ["teacher"]:
+            return [evaluator.evaluate(split, step=step, policy="teacher")]
+        results = evaluator.evaluate_suites(split, policies, step=step)
+        is_drop_measured = self.recipe.tasks.is_environment and step > 0 and split == "test"
+        if is_drop_measured and "student" in results:
+            results["student"] = self._measure_drop(results["student"])
+        return list(results.values())
+
+    def _measure_drop(self, answers: GradedAnswers) -> GradedAnswers:
         evaluation = answers.evaluation
         try:
             untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
@@ -308,18 +321,17 @@ class Run:
         self.folder.record_alarm({"step": self.num_steps, "message": message})
         self.console.print_line(message)
 
-    def _due_evaluations(self) -> Iterator[tuple[str, Split]]:
-        """Test tasks before and after training, validation tasks in between."""
+    def _due_evaluations(self) -> Iterator[tuple[list[str], Split]]:
+        """Test tasks before and after training, validation tasks in between. Policies that come
+        together are evaluated together."""
         config = self.recipe.evaluate
         if self.num_steps in (0, self.recipe.train.steps):
-            yield "student", "test"
-            for suite in config.suites:
-                yield f"student:{suite}", "test"
+            yield ["student", *(f"student:{suite}" for suite in config.suites)], "test"
         gate = config.teacher and self.recipe.teacher is not None
         if self.num_steps == 0 and gate and self.parts.evaluator.teacher_can_answer():
-            yield "teacher", "test"
+            yield ["teacher"], "test"
         if config.every and self.num_steps % config.every == 0:
-            yield "student", "validation"
+            yield ["student"], "validation"
 
     def _add_step_costs(
         self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]

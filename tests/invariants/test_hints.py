@@ -215,6 +215,23 @@ def test_suites_are_measured_before_and_after(roomy_folder: Path, tmp_path: Path
     assert run.evaluations()[2].metrics["logp_drop/error_turns"] != 0
 
 
+def test_suites_that_are_played_together_have_the_results_of_single_ones(
+    roomy_folder: Path,
+) -> None:
+    settings = {"num_tasks": 3, "suites": {"held_out": {"names": "held_out"}}}
+    evaluator = assemble(tree(roomy_folder, evaluate=settings)).evaluator
+    policies = ["student", "student:held_out"]
+    together = evaluator.evaluate_suites("test", policies, step=0)
+    for policy in policies:
+        single = evaluator.evaluate("test", step=0, policy=policy)
+        assert [t.token_ids for t in together[policy].trajectories] == [
+            t.token_ids for t in single.trajectories
+        ]
+        assert together[policy].evaluation.scores == single.evaluation.scores
+    ids = [t.id for policy in policies for t in together[policy].trajectories]
+    assert len(set(ids)) == 6 and ids[3].startswith("student:held_out-")
+
+
 def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> None:
     recipe = parse_recipe(
         {

@@ -90,7 +90,7 @@ def group_layers(model: Any, head_modules: set[nn.Module]) -> list[tuple[Any, ..
     groups: list[tuple[Any, ...]] = []
     for names in FUSED_PROJECTIONS:
         for parent in modules:
-            group = tuple(getattr(parent, name, None) for name in names)
+            group: Any = tuple(getattr(parent, name, None) for name in names)
             if all(m in layers for m in group) and len({m.bias is None for m in group}) == 1:
                 groups.append(group)
                 for m in group:
