@@ -117,6 +117,7 @@ def make_episode_rollout(
         start=environment.start,
         context_length=engine.context_length,
         seed=recipe.seed,
+        max_turns=find_max_turns(recipe),
         progress=progress,
     )
     if recipe.trains_on_data:
@@ -132,6 +133,13 @@ def make_episode_rollout(
     if config.corrections:
         rollout = CorrectedRollout(rollout=rollout, template=template)
     return episodes, rollout
+
+
+def find_max_turns(recipe: Recipe) -> int | None:
+    """Of the longest episode, suites included; None: some environment does not tell."""
+    suites = [override_tasks(recipe.tasks, changes) for changes in recipe.evaluate.suites.values()]
+    numbers = [config.max_turns for config in (recipe.tasks, *suites)]
+    return None if None in numbers else max(n for n in numbers if n is not None)
 
 
 # ── nothing is sampled ───────────────────────────────────────────────────────────────────────────

@@ -34,6 +34,11 @@ class TasksBase(Section):
         return False
 
     @property
+    def max_turns(self) -> int | None:
+        """Assistant turns of the longest episode; None: the environment decides."""
+        return None
+
+    @property
     def is_recorded(self) -> bool:
         """Whether trajectories are given and not sampled, so that nothing answers the student."""
         return False
@@ -254,6 +259,10 @@ class ToolboxTasks(TasksBase):
     @property
     def is_environment(self) -> bool:
         return True
+
+    @property
+    def max_turns(self) -> int:
+        return self.turn_range[1] * (1 + self.retries)
 
     @property
     def turn_range(self) -> tuple[int, int]:

@@ -48,6 +48,8 @@ class EpisodeRollout:
     start: Callable[[Task], HostedEpisode]
     context_length: int
     seed: int
+    max_turns: int | None = None
+    """Assistant turns of the longest episode, where the environment's settings tell it."""
     progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __post_init__(self) -> None:
@@ -184,8 +186,11 @@ class EpisodeRollout:
             len(self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
-        turns = self.limits.turns or EXPECTED_TURNS
-        expected = longest_prompt + turns * (sampling.max_new_tokens + EXPECTED_OBSERVATION)
+        known = [turns for turns in (self.limits.turns, self.max_turns) if turns is not None]
+        turns = min(known, default=EXPECTED_TURNS)
+        # What the environment says after the last turn is not processed.
+        expected = longest_prompt + turns * sampling.max_new_tokens
+        expected += (turns - 1) * EXPECTED_OBSERVATION
         return min(expected, self.max_tokens)
 
 

@@ -71,9 +71,8 @@ def batch_by_size(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def split_prefill(
     lengths: Sequence[int], rows: Sequence[int], max_tokens: int
-) -> Iterator[tuple[int, Sequence[int]]]:
-    """Neighboring rows in batches of at most `max_tokens`, padding included, each with the index
-    of its first row.
+) -> Iterator[Sequence[int]]:
+    """Neighboring rows in batches of at most `max_tokens`, padding included.
 
     A row less than half as long as the longest of its batch starts another: its padding would cost
     as much as a forward pass of its own.
@@ -83,10 +82,10 @@ def split_prefill(
         longest = max(longest, length)
         is_full = longest * (index - first + 1) > max_tokens
         if index > first and (is_full or 2 * length < longest):
-            yield first, rows[first:index]
+            yield rows[first:index]
             first, longest = index, length
     if rows:
-        yield first, rows[first:]
+        yield rows[first:]
 
 
 def batch_by_prefix(

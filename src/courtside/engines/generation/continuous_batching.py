@@ -170,7 +170,7 @@ class ContinuousBatchingSession:
         rows = sorted(prompts.keys() - copies, key=lambda row: (-len(prompts[row]), row))
         hidden: dict[int, Tensor] = {}
         max_tokens = default_pass_tokens(self.cache.row_B.device)
-        for _, batch in split_prefill([len(prompts[row]) for row in rows], rows, max_tokens):
+        for batch in split_prefill([len(prompts[row]) for row in rows], rows, max_tokens):
             batch_prompts = {row: prompts[row] for row in batch}
             step = self._prefill_step(batch_prompts)
             if step is None:

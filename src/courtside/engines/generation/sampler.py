@@ -16,6 +16,8 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.fused_layers import KERNEL_DTYPES
 from courtside.types import Sample, StopReason
 
+CPU_CHUNK = 2**19
+"""Logits that are sampled from at once on a CPU: as many as its caches hold in float32."""
 MAX_BLOCK, MIN_BLOCK = 256, 64
 """Logits per block: the largest of these powers of two that divides the vocabulary size."""
 
@@ -55,6 +57,11 @@ def sample_tokens(
     if sampling.temperature == 0:
         ids_B = logits_BV.argmax(dim=-1)
         return ids_B, torch.zeros_like(ids_B, dtype=torch.float32)
+    num_rows = max(1, CPU_CHUNK // logits_BV.shape[-1])
+    if logits_BV.device.type == "cpu" and len(logits_BV) > num_rows:
+        chunks = zip(logits_BV.split(num_rows), uniform_B.split(num_rows), strict=True)
+        samples = [sample_tokens(logits, uniform, sampling) for logits, uniform in chunks]
+        return torch.cat([ids for ids, _ in samples]), torch.cat([logp for _, logp in samples])
     logits_BV = logits_BV.float()
     if sampling.temperature != 1:
         logits_BV = logits_BV / sampling.temperature

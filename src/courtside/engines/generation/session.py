@@ -80,10 +80,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
             self.is_initialized = True
-        rows = slice(session.first_row, session.first_row + key_states.shape[0])
-        position = session.position_BN[:, None, :, None]
+        rows, index_B = session.buffer_rows, session.index_B
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer[rows].scatter_(2, position.expand(-1, new.shape[1], -1, new.shape[3]), new)
+            buffer[index_B[:, None], :, session.position_BN] = new.transpose(1, 2)
         return self.keys[rows, :, : session.width], self.values[rows, :, : session.width]
 
     def grow(self) -> None:
@@ -97,10 +96,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         num_rows, capacity = len(self.session.order), self.session.capacity
         return states.new_zeros(num_rows, states.shape[1], capacity, states.shape[3])
 
-    def swap_rows(self, row: int, other: int) -> None:
+    def swap_rows(self, row: int, other: int, num_positions: int) -> None:
         if self.is_initialized:
             for buffer in (self.keys, self.values):
-                buffer[[row, other]] = buffer[[other, row]]
+                part = buffer[:, :, :num_positions]
+                part[[row, other]] = part[[other, row]]
 
     def copy_row(self, source: int, target: int, num_positions: int) -> None:
         for buffer in (self.keys, self.values):
@@ -135,10 +135,12 @@ class CachedSession:
         self.prepacked: list[Patch] = []
         self.capacity = 0
         """Positions of each row of the buffers."""
-        self.first_row, self.width = 0, 0
+        self.buffer_rows: slice | Tensor = slice(0)
+        self.index_B = torch.zeros(0, dtype=torch.long)
+        self.width = 0
         self.position_BN = torch.zeros(0, 0, dtype=torch.long)
-        """Of the current pass: its first row, how many positions it attends to, and those of its
-        new tokens."""
+        """Of the current pass: its rows in the buffers (a slice of neighbors is not copied), how
+        many positions it attends to, and those of its new tokens."""
 
     @torch.no_grad()
     def sample(
@@ -192,17 +194,17 @@ class CachedSession:
             row: row if self.length[row] else first.setdefault(ids, row)
             for row, ids in prompts.items()
         }
-        front = self._move_to_front([row for row, source in sources.items() if row == source])
+        unique = [row for row, source in sources.items() if row == source]
+        by_length = sorted(unique, key=lambda row: (-len(prompts[row]), row))
         if not any(self.length):  # nothing is cached, so that order costs nothing
-            front = sorted(front, key=lambda row: (-len(prompts[row]), row))
-            self.order[: len(front)] = front
+            self.order = by_length + [row for row in self.order if row not in set(by_length)]
         hidden: dict[int, Tensor] = {}
-        for start, rows in split_prefill(
-            [len(prompts[row]) for row in front], front, default_pass_tokens(self.device)
+        for rows in split_prefill(
+            [len(prompts[row]) for row in by_length], by_length, default_pass_tokens(self.device)
         ):
             lengths = [len(prompts[row]) for row in rows]
             ids_BN = pad_right([prompts[row] for row in rows], 0, self.device)
-            hidden_BND = self._forward(ids_BN, rows, lengths, first_row=start)
+            hidden_BND = self._forward(ids_BN, rows, lengths)
             for row, length, hidden_ND in zip(rows, lengths, hidden_BND, strict=True):
                 hidden[row] = hidden_ND[length - 1]
         index_of = {row: index for index, row in enumerate(self.order)}
@@ -218,12 +220,16 @@ class CachedSession:
         ids_BN: Tensor,
         rows: Sequence[int],
         lengths: Sequence[int] | None = None,
-        *,
-        first_row: int = 0,
     ) -> Tensor:
-        """Hidden states of new tokens of `rows`, which are neighbors in the buffers from
-        `first_row` on. `lengths`: new tokens of each row without padding; None: all of them."""
-        num_new, self.first_row = ids_BN.shape[1], first_row
+        """Hidden states of new tokens of `rows`. `lengths`: new tokens of each row without padding;
+        None: all of them."""
+        num_new = ids_BN.shape[1]
+        index_of = {row: index for index, row in enumerate(self.order)}
+        indices = [index_of[row] for row in rows]
+        self.index_B = torch.tensor(indices, device=self.device)
+        neighbors = slice(indices[0], indices[0] + len(rows))
+        are_neighbors = indices == list(range(neighbors.start, neighbors.stop))
+        self.buffer_rows = neighbors if are_neighbors else self.index_B
         self.position_BN, self.width = new_positions(
             [self.length[row] for row in rows], num_new,
             capacity=self.capacity, device=self.device,
@@ -253,7 +259,8 @@ class CachedSession:
         inside = [i for i in range(count) if self.order[i] not in wanted_rows]
         outside = [i for i in range(count, len(self.order)) if self.order[i] in wanted_rows]
         for index, other in zip(inside, outside, strict=True):
+            num_positions = max(self.length[self.order[i]] for i in (index, other))
             for layer in self.cache.layers:
-                layer.swap_rows(index, other)
+                layer.swap_rows(index, other, num_positions)
             self.order[index], self.order[other] = self.order[other], self.order[index]
         return self.order[:count]
