@@ -152,6 +152,7 @@ class LocalEngine:
             self.model,
             self.head,
             num_rows=num_rows,
+            row_capacity=row_capacity or 0,
             make_buffer=self._make_buffer,
             autocast_context=self.autocast_context,
         )

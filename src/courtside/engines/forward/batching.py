@@ -174,7 +174,7 @@ def find_prefix_groups(
     for end in range(1, len(order) + 1):
         common = 0
         if end < len(order):
-            common = _common_length(rows[order[end - 1]], rows[order[end]])
+            common = common_length(rows[order[end - 1]], rows[order[end]])
         first, groups = end - 1, list[PrefixGroup]()
         while stack[-1].num_tokens > common:
             closed = stack.pop()
@@ -192,7 +192,7 @@ def find_prefix_groups(
     return stack[0].inner_groups
 
 
-def _common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Length of the common prefix, by bisection: slices are compared at C speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:

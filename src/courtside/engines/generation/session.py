@@ -17,7 +17,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.batching import default_pass_tokens, pad_right, split_prefill
+from courtside.engines.forward.batching import (
+    MIN_PREFIX_TOKENS,
+    common_length,
+    default_pass_tokens,
+    pad_right,
+    split_prefill,
+)
 from courtside.engines.generation.sampler import SampleBuffer, sample_tokens, stack_uniforms
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import (
@@ -32,6 +38,8 @@ from courtside.types import Sample
 
 MIN_CAPACITY = 256
 """Positions of a new KV cache: each growth copies what is cached."""
+MIN_SAVED_TOKENS = 64
+"""By a prefix that rows share: a pass of its own takes as long as some forty tokens."""
 
 Advance = Callable[[Mapping[int, int]], tuple[Sequence[int], Tensor]]
 """Runs a forward pass over the new token of each request that goes on, by the request's index.
@@ -80,6 +88,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
             self.is_initialized = True
+            self.clear(0, session.num_positions)
         rows, index_B = session.buffer_rows, session.index_B
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             buffer[index_B[:, None], :, session.position_BN] = new.transpose(1, 2)
@@ -91,10 +100,16 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = self._allocate(keys), self._allocate(values)
             self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
+    def clear(self, first: int, end: int) -> None:
+        # A masked position is multiplied by 0, and 0 · NaN is NaN.
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                buffer[:, :, first:end] = 0
+
     def _allocate(self, states: Tensor) -> Tensor:
-        # Zeros, not empty: a masked position is multiplied by 0, and 0 · NaN is NaN.
+        # Pages that are never cleared or written take no memory.
         num_rows, capacity = len(self.session.order), self.session.capacity
-        return states.new_zeros(num_rows, states.shape[1], capacity, states.shape[3])
+        return states.new_empty(num_rows, states.shape[1], capacity, states.shape[3])
 
     def swap_rows(self, row: int, other: int, num_positions: int) -> None:
         if self.is_initialized:
@@ -120,6 +135,7 @@ class CachedSession:
         head: LMHead,
         *,
         num_rows: int,
+        row_capacity: int = MIN_CAPACITY,
         make_buffer: Callable[[int, Sampling], SampleBuffer],
         autocast_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
@@ -133,8 +149,9 @@ class CachedSession:
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[_Layer(self) for _ in range(num_layers)])
         self.prepacked: list[Patch] = []
-        self.capacity = 0
-        """Positions of each row of the buffers."""
+        self.row_capacity = max(row_capacity, MIN_CAPACITY)
+        self.capacity, self.num_positions = 0, 0
+        """Positions of each row of the buffers, and how many of them are in use by any row."""
         self.buffer_rows: slice | Tensor = slice(0)
         self.index_B = torch.zeros(0, dtype=torch.long)
         self.width = 0
@@ -198,12 +215,14 @@ class CachedSession:
         by_length = sorted(unique, key=lambda row: (-len(prompts[row]), row))
         if not any(self.length):  # nothing is cached, so that order costs nothing
             self.order = by_length + [row for row in self.order if row not in set(by_length)]
+        num_shared = self._share_prefix({row: prompts[row] for row in by_length})
+        suffixes = {row: prompts[row][num_shared.get(row, 0) :] for row in by_length}
         hidden: dict[int, Tensor] = {}
         for rows in split_prefill(
-            [len(prompts[row]) for row in by_length], by_length, default_pass_tokens(self.device)
+            [len(suffixes[row]) for row in by_length], by_length, default_pass_tokens(self.device)
         ):
-            lengths = [len(prompts[row]) for row in rows]
-            ids_BN = pad_right([prompts[row] for row in rows], 0, self.device)
+            lengths = [len(suffixes[row]) for row in rows]
+            ids_BN = pad_right([suffixes[row] for row in rows], 0, self.device)
             hidden_BND = self._forward(ids_BN, rows, lengths)
             for row, length, hidden_ND in zip(rows, lengths, hidden_BND, strict=True):
                 hidden[row] = hidden_ND[length - 1]
@@ -214,6 +233,24 @@ class CachedSession:
                     layer.copy_row(index_of[source], index_of[row], len(prompts[row]))
                 self.length[row], hidden[row] = len(prompts[row]), hidden[source]
         return hidden
+
+    def _share_prefix(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+        """Prefill what the prompts of all empty rows begin with, once; its length by row."""
+        rows = [row for row in prompts if not self.length[row]]
+        if len(rows) < 2:
+            return {}
+        ids = [prompts[row] for row in rows]
+        num_shared = min(common_length(min(ids), max(ids)), min(map(len, ids)) - 1)
+        if num_shared < MIN_PREFIX_TOKENS or num_shared * (len(rows) - 1) < MIN_SAVED_TOKENS:
+            return {}
+        self._forward(pad_right([ids[0][:num_shared]], 0, self.device), rows[:1])
+        source, *others = (self.order.index(row) for row in rows)
+        for layer in self.cache.layers:
+            for target in others:
+                layer.copy_row(source, target, num_shared)
+        for row in rows:
+            self.length[row] = num_shared
+        return dict.fromkeys(rows, num_shared)
 
     def _forward(
         self,
@@ -232,7 +269,7 @@ class CachedSession:
         self.buffer_rows = neighbors if are_neighbors else self.index_B
         self.position_BN, self.width = new_positions(
             [self.length[row] for row in rows], num_new,
-            capacity=self.capacity, device=self.device,
+            capacity=self.num_positions, device=self.device,
         )  # fmt: skip
         out = self.model.base_model(
             input_ids=ids_BN,
@@ -246,12 +283,16 @@ class CachedSession:
         hidden_BND: Tensor = out.last_hidden_state
         return hidden_BND
 
-    def _grow(self, capacity: int) -> None:
-        if capacity > self.capacity:
+    def _grow(self, num_positions: int) -> None:
+        if num_positions > self.capacity:
             # By at least half: many small growths would copy everything again and again.
-            self.capacity = max(capacity, self.capacity * 3 // 2, MIN_CAPACITY)
+            self.capacity = max(num_positions, self.capacity * 3 // 2, self.row_capacity)
             for layer in self.cache.layers:
                 layer.grow()
+        if num_positions > self.num_positions:
+            for layer in self.cache.layers:
+                layer.clear(self.num_positions, num_positions)
+            self.num_positions = num_positions
 
     def _move_to_front(self, rows: Sequence[int]) -> list[int]:
         """Swap `rows` to the first indices; returns them in the order of the buffers."""
