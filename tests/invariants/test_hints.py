@@ -15,6 +15,7 @@ from support.small_runs import small_recipe, train_until_killed
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble
+from courtside.assemble.rollouts import find_max_turns
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.load import parse_recipe
 from courtside.training.loss_terms import make_loss_terms
@@ -230,6 +231,16 @@ def test_suites_that_are_played_together_have_the_results_of_single_ones(
         assert together[policy].evaluation.scores == single.evaluation.scores
     ids = [t.id for policy in policies for t in together[policy].trajectories]
     assert len(set(ids)) == 6 and ids[3].startswith("student:held_out-")
+
+
+def test_the_longest_suite_decides_how_many_turns_a_row_has_capacity_for(
+    roomy_folder: Path,
+) -> None:
+    suites = {"long": {"turns": [2, 9], "retries": 1}, "short": {"turns": 1}}
+    recipe = tree(roomy_folder, evaluate={"num_tasks": 2, "suites": suites})
+    assert find_max_turns(recipe) == 18
+    limited = tree(roomy_folder, evaluate={"num_tasks": 2})
+    assert find_max_turns(limited) == recipe.tasks.max_turns < 18
 
 
 def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ class EpisodeRollout:
             len(self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
-        known = [turns for turns in (self.limits.turns, self.max_turns) if turns is not None]
-        turns = min(known, default=EXPECTED_TURNS)
+        turn_limits = [n for n in (self.limits.turns, self.max_turns) if n is not None]
+        turns = min(turn_limits, default=EXPECTED_TURNS)
         # What the environment says after the last turn is not processed.
         expected = longest_prompt + turns * sampling.max_new_tokens
         expected += (turns - 1) * EXPECTED_OBSERVATION

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from courtside.engines.base import Sampling
-from courtside.engines.generation.sampler import sample_tokens, truncate_logits, uniforms_for
+from courtside.engines.generation.sampler import (
+    CPU_CHUNK,
+    sample_tokens,
+    truncate_logits,
+    uniforms_for,
+)
 
 GRID = 20_000
 
@@ -214,3 +219,14 @@ def test_a_shorter_budget_uses_the_same_random_numbers() -> None:
     """So that raising max_new_tokens only makes truncated samples longer."""
     for count in (1, 5, 15, 16, 17, 40):
         assert torch.equal(uniforms_for(11, count), uniforms_for(11, 60)[:count]), count
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+def test_many_rows_are_sampled_in_chunks_as_each_alone(options: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = torch.randn(7, CPU_CHUNK // 3, generator=generator)  # three rows a chunk
+    uniform_B = torch.rand(7, dtype=torch.float64, generator=generator)
+    ids_B, logp_B = sample_tokens(logits_BV, uniform_B, sampling(**options))
+    for row in range(7):
+        alone = sample_tokens(logits_BV[row][None], uniform_B[row][None], sampling(**options))
+        assert torch.equal(alone[0], ids_B[row][None]) and torch.equal(alone[1], logp_B[row][None])

@@ -159,6 +159,40 @@ def test_a_turn_costs_its_own_tokens(engine: LocalEngine) -> None:
         hook.remove()
 
 
+def test_prompts_prefill_what_they_all_begin_with_once() -> None:
+    """Also beside a row that has a KV cache, and a prompt that is a prefix of the others."""
+    sizes: list[int] = []
+    hook = CACHED.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: sizes.append(out.shape[0] * out.shape[1])
+    )
+    start, sampling = tuple(range(30, 70)), Sampling(max_new_tokens=4)
+    script = [{3: (8,) * 5}, {0: start, 1: (*start, 5, 6), 2: (*start, 9, 8), 3: (7, 7)}]
+    try:
+        turns = play(CACHED.session(4), script, sampling)
+    finally:
+        hook.remove()
+    assert len(start) - 1 in sizes, "one row's tokens"
+    assert max(sizes) == len(start) - 1, "nothing is computed four times"
+    assert_equal_turns(turns, play(stateless(CACHED, 4), script, sampling))
+
+
+def test_rows_of_similar_lengths_share_a_prefill() -> None:
+    """Whatever their order in the buffers: padding costs as much as tokens."""
+    sizes: list[int] = []
+    hook = CACHED.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: sizes.append(out.shape[0] * out.shape[1])
+    )
+    long, short, sampling = (4,) * 21, (6, 7), Sampling(max_new_tokens=1)
+    script = [{row: (10 + row,) * 3 for row in range(4)}, {0: long, 1: short, 2: long, 3: short}]
+    try:
+        turns = play(CACHED.session(4), script, sampling)
+    finally:
+        hook.remove()
+    # The last sampled token comes before each prompt.
+    assert sizes[1:] == [2 * 22, 2 * 3]
+    assert_equal_turns(turns, play(stateless(CACHED, 4), script, sampling))
+
+
 def test_finished_rows_leave_the_batch() -> None:
     sizes: list[int] = []
     hook = CACHED.model.model.embed_tokens.register_forward_hook(

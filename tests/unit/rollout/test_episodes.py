@@ -19,7 +19,12 @@ from courtside.environments.base import EpisodeRequest
 from courtside.environments.guard import GuardedEnvironment
 from courtside.errors import EnvironmentFaultsError
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import EpisodeRollout, EpisodeState, reply_passes
+from courtside.rollout.episodes import (
+    EXPECTED_OBSERVATION,
+    EpisodeRollout,
+    EpisodeState,
+    reply_passes,
+)
 from courtside.rollout.off_policy import CorrectedRollout, Demonstrations, MixedRollout
 from courtside.types import (
     Event,
@@ -159,6 +164,23 @@ def with_num_rows(num_rows: int, rollout: EpisodeRollout) -> tuple[EpisodeRollou
     request = EpisodeRequest(id="e", task=TASK, seed=0, start=rollout.start)
     rollout.engine.max_batch_tokens = num_rows * rollout._row_capacity([request], rollout.sampling)
     return rollout, sizes
+
+
+def test_a_row_reserves_the_turns_that_its_episode_can_have() -> None:
+    """Not what follows the last of them, and never more than the limits allow."""
+    rollout = make_rollout(max_new_tokens=9)
+    request = EpisodeRequest(id="e", task=TASK, seed=0, start=rollout.start)
+    prompt = len(rollout.template.render_prompt(TASK.messages).token_ids)
+    rollout.max_tokens = 10**6
+
+    def capacity() -> int:
+        return rollout._row_capacity([request], rollout.sampling) - prompt
+
+    unknown = capacity()
+    rollout.max_turns = 4
+    assert capacity() == 4 * 9 + 3 * EXPECTED_OBSERVATION < unknown
+    rollout.limits = rollout.limits.model_copy(update={"turns": 2})
+    assert capacity() == 2 * 9 + EXPECTED_OBSERVATION
 
 
 def test_an_episode_that_has_ended_makes_way_for_one_that_waits() -> None:

@@ -244,9 +244,9 @@ class CachedSession:
         if num_shared < MIN_PREFIX_TOKENS or num_shared * (len(rows) - 1) < MIN_SAVED_TOKENS:
             return {}
         self._forward(pad_right([ids[0][:num_shared]], 0, self.device), rows[:1])
-        source, *others = (self.order.index(row) for row in rows)
+        source, *targets = (self.order.index(row) for row in rows)
         for layer in self.cache.layers:
-            for target in others:
+            for target in targets:
                 layer.copy_row(source, target, num_shared)
         for row in rows:
             self.length[row] = num_shared
