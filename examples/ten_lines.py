@@ -1,11 +1,10 @@
 """Train and look, from Python; run it from the repository's root. Arguments are overrides."""
 
 import sys
-from pathlib import Path
 
 import courtside
 
-recipe = courtside.load_recipe(Path("recipes/shared-rule/recipe.toml"), sys.argv[1:])
+recipe = courtside.load_recipe("shared-rule", sys.argv[1:])
 run = courtside.train(recipe, "runs/ten-lines")
 for e in run.evaluations():
     print(f"{e.policy} {e.step}: {e.mean_score:.1%} [{e.ci_low:.1%}, {e.ci_high:.1%}]")
