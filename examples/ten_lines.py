@@ -11,3 +11,4 @@ for e in run.evaluations():
 first = run.trajectories(step=0)[0]
 gaps = [t - s for t, s in zip(first.teacher_logp, first.student_logp, strict=True)]
 print(f"The teacher disliked token {gaps.index(min(gaps))} most in: {first.trajectory.response}")
+print(f"Report: {run.path / 'report.html'}")
