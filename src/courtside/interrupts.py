@@ -71,12 +71,17 @@ def handle_signals(handle: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def can_interrupt() -> bool:
+    """Whether `time_limit` works here: in the main thread, on systems with interval timers."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and hasattr(signal, "setitimer")
+
+
 @contextmanager
-def time_limit(seconds: float, error: type[Exception]) -> Iterator[None]:
-    """Raise `error` in the middle of Python code that takes longer, in the main thread only."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    ):
+def time_limit(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` in the middle of Python code that takes longer, also inside a regular
+    expression; without effect where `can_interrupt` is False."""
+    if not can_interrupt():
         yield
         return
 

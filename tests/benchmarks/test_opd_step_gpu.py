@@ -185,7 +185,7 @@ def test_episodes_do_not_depend_on_the_replies(driver: Any, tmp_path: Path) -> N
         path="fixed_episodes:FixedEpisodes",
         settings={"path": str(tmp_path / "episodes.jsonl")},
     )
-    environment = load_environment(config)
+    environment = load_environment(config, seconds=None)
     assert environment.size == job.prompts
     for number in range(environment.size):
         task = environment.task(number)

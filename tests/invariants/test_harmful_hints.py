@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -269,11 +268,7 @@ def test_a_run_says_so_on_the_step_line_and_in_an_alarm(folder: Path, tmp_path: 
 def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) -> None:
     whole = train(tree(folder), tmp_path / "whole")
     assert all(row["hints/dropped/harmful"] for row in whole.metrics())
-    child = get_context("spawn").Process(
-        target=train_until_killed, args=(tree(folder), tmp_path / "cut", 2)
-    )
-    child.start()
-    child.join()
+    train_until_killed(tree(folder), tmp_path / "cut", 2)
     cut = train(tree(folder), tmp_path / "cut")
 
     def plain(rows: Any) -> Any:

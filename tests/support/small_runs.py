@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import signal
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from courtside.api import train
 from courtside.recipe import Recipe
@@ -36,7 +39,20 @@ def small_recipe(student: Path, teacher: Path | None = None, /, **changes: Any) 
 
 
 def train_until_killed(recipe: Recipe, folder: Path, step: int) -> None:
-    """For a process of its own, which is killed when it records that step."""
+    """In a process of its own, which is killed when it records that step.
+
+    Not a fork: torch's threads of the parent do not exist in one, and a child waits for them. As
+    many threads as here: another number rounds otherwise.
+    """
+    args = (recipe, folder, step, torch.get_num_threads())
+    child = get_context("spawn").Process(target=_train_until_killed, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def _train_until_killed(recipe: Recipe, folder: Path, step: int, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
     record = RunFolder.record
 
     def record_or_kill(self: RunFolder, current: int, *args: Any, **kwargs: Any) -> Any:

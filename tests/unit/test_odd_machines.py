@@ -159,7 +159,7 @@ def test_a_run_without_checkpoints_is_still_a_run(run, tiny_folder, monkeypatch)
     monkeypatch.chdir(run.parent)
     done = CliRunner().invoke(app, ["evaluate", "run"])
     assert done.exit_code == 2 and "run: has no checkpoint" in done.stderr
-    for target, message in ((".", "is a folder"), ("run", "Give the recipe in it: run/recipe")):
+    for target, message in ((".", "is a folder"), ("run", "Its recipe is run/recipe")):
         done = CliRunner().invoke(app, ["train", target])
         assert done.exit_code == 2 and message in done.stderr
 

@@ -107,7 +107,7 @@ def test_later_overrides_win_and_meet_the_same_checks_as_the_file(file: Path) ->
 def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"none\.toml: no such file\. `courtside recipes`"):
         load_recipe(tmp_path / "none.toml")
-    with pytest.raises(RecipeError, match=r"is a folder\. Give the recipe in it: "):
+    with pytest.raises(RecipeError, match=r"is a folder, and has no recipe\.toml"):
         load_recipe(tmp_path)
     broken = tmp_path / "broken.toml"
     broken.write_text("[student\n")

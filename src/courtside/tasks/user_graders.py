@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from numbers import Real
-from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from courtside.environments.guard import TimedOut, begin
 from courtside.errors import RunError, TaskError
+from courtside.interrupts import can_interrupt, time_limit
 from courtside.plugins import check_import_path, load_plugin
 from courtside.types import Grade, Task
 
@@ -122,20 +120,10 @@ def run_interruptibly(call: Callable[[], T], seconds: float) -> T:
     In the main thread by a signal, which also interrupts a regular expression, and leaves the
     grader in the thread where libraries with time limits of their own (math-verify) work.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "setitimer"):
+    if not can_interrupt():
         return begin(call, seconds)()
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise TimedOut
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
+    with time_limit(seconds, TimedOut):
         return call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _validate_result(result: Any, path: str, task: Task) -> Grade:
