@@ -7,6 +7,7 @@ pages, and training copies a page when it first writes to it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import warnings
@@ -27,6 +28,11 @@ from courtside.recipe.builtin import find_adapter_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# PEFT imports bitsandbytes wherever it is installed, which then warns of a kernel that 4-bit
+# layers on a CPU could have.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
