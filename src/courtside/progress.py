@@ -1,10 +1,14 @@
-"""How far the phase that is running has come: engines and rollouts count, a console shows it."""
+"""How far the phase that is running has come: engines, rollouts and the student count, a console
+shows it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +16,7 @@ class PhaseProgress:
     finished: int
     total: int
     unit: str
-    """What is counted: `answers` or `episodes`."""
+    """What is counted: `answers`, `episodes`, `passes` of a teacher, or `micro-batches`."""
     num_tokens: int
     """Sampled so far."""
     fraction: float
@@ -63,6 +67,13 @@ class ProgressMeter:
             self._done_tokens += num_tokens + num_unused
             self._fraction = self._done_tokens / (self._total * self._max_tokens or 1)
         self._report()
+
+    def track(self, items: Sequence[T], unit: str) -> Iterator[T]:
+        """The items, each counted when it is done with."""
+        self.begin(len(items), unit)
+        for number, item in enumerate(items, start=1):
+            yield item
+            self.set_finished(number, number / len(items))
 
     def set_finished(self, finished: int, fraction: float) -> None:
         self._finished, self._fraction = finished, fraction

@@ -200,8 +200,10 @@ class Recorder(RunConsole):
         self.phases[-1][1].append(progress)
 
 
-def phases(console: Recorder, name: str) -> list[list[PhaseProgress]]:
-    return [reports for phase, reports in console.phases if phase == name and reports]
+def phases(console: Recorder, name: str, unit: str) -> list[list[PhaseProgress]]:
+    """Counts of that unit; an evaluation also counts the passes that score its answers."""
+    counts = [[p for p in reports if p.unit == unit] for n, reports in console.phases if n == name]
+    return [reports for reports in counts if reports]
 
 
 def check(reports: list[PhaseProgress], total: int, unit: str) -> None:
@@ -220,12 +222,27 @@ def test_single_turns_report_answers(
         tiny_folder, tiny_teacher_folder, train={"steps": 1, "prompts_per_step": 2}
     )
     train(recipe, tmp_path / "run", console=console)
-    evaluations = phases(console, "evaluate")
+    evaluations = phases(console, "evaluate", "answers")
     assert len(evaluations) == 3  # the student before and after, and the teacher
     for reports in evaluations:
         check(reports, 2, "answers")
-    (rollout,) = phases(console, "rollout")
+    (rollout,) = phases(console, "rollout", "answers")
     check(rollout, 4, "answers")
+
+
+def test_scoring_and_updates_report_their_passes(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    console = Recorder()
+    train_config = {"steps": 1, "prompts_per_step": 2, "micro_batch_tokens": 40}
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, train=train_config)
+    train(recipe, tmp_path / "run", console=console)
+    (teacher,) = phases(console, "teacher", "passes")
+    (update,) = phases(console, "update", "micro-batches")
+    for reports in (teacher, update):
+        assert [p.finished for p in reports] == list(range(reports[0].total + 1))
+        assert reports[-1].fraction == 1.0 and reports[-1].num_tokens == 0
+    assert update[0].total > 1
 
 
 @pytest.mark.parametrize("limits", [{}, {"turns": 2}])
@@ -242,10 +259,10 @@ def test_episodes_report_episodes(
         train={"steps": 1, "prompts_per_step": 2, "learning_rate": 1e-3},
     )
     train(recipe, tmp_path / "run", console=console)
-    for reports in phases(console, "evaluate"):
+    for reports in phases(console, "evaluate", "episodes"):
         assert (reports[-1].finished, reports[-1].total, reports[-1].unit) == (3, 3, "episodes")
         assert reports[-1].fraction == 1.0 and reports[-1].num_tokens > 0
-    (rollout,) = phases(console, "rollout")
+    (rollout,) = phases(console, "rollout", "episodes")
     assert (rollout[-1].finished, rollout[-1].total) == (4, 4)
     # With a limit the share is known from the first turn on; without, from the first that ends.
     assert any(0 < p.fraction < 1 for p in rollout) == bool(limits)

@@ -65,7 +65,10 @@ def assemble(
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
             "student's after the first step. Use an engine with weight updates"
         )
-    student = Student(models.weights, recipe, vocab_size=models.vocab_size, pad_id=local.pad_id)
+    student = Student(
+        models.weights, recipe,
+        vocab_size=models.vocab_size, pad_id=local.pad_id, progress=progress,
+    )  # fmt: skip
 
     score_first_reason = None
     if recipe.reader is not None:

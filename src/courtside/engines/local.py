@@ -220,11 +220,12 @@ class LocalEngine:
             prepack_if_faster(self.model, self.head),
             passes.patch_model(),
         ):
-            for batch in passes.plan_batches(
+            batches = passes.plan_batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
                 max_shared_tokens=self.max_batch_tokens,
-            ):
+            )
+            for batch in self.progress.track(batches, "passes"):
                 batch_requests = [requests[i] for i in batch]
                 hidden_ND, spans = passes.forward([r.token_ids for r in batch_requests])
                 scores = score_positions(
@@ -266,6 +267,7 @@ class LocalEngine:
                 top_k=top_k,
                 max_tokens=self.score_batch_tokens,
                 max_shared_tokens=self.max_batch_tokens,
+                progress=self.progress,
             )
 
     def _check_length(self, length: int) -> None:

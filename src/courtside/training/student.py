@@ -25,6 +25,7 @@ from courtside.engines.forward.tree_scoring import make_trunk_cache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.errors import NotFiniteError
+from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
@@ -54,7 +55,16 @@ from courtside.types import Scored, Update
 
 
 class Student:
-    def __init__(self, weights: StudentWeights, recipe: Recipe, *, vocab_size: int, pad_id: int):
+    def __init__(
+        self,
+        weights: StudentWeights,
+        recipe: Recipe,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        progress: ProgressMeter | None = None,
+    ):
+        self.progress = progress or ProgressMeter()
         self.weights = weights
         self.head = find_lm_head(weights.model, vocab_size=vocab_size)
         self.recipe = recipe
@@ -114,7 +124,8 @@ class Student:
         trained = find_trained_tokens(terms)
         with self.training(step):
             batch = [s for s in scored if s.trajectory.id in trained]
-            for micro in self._micro_batches(batch, trained):
+            micro_batches = self._micro_batches(batch, trained)
+            for micro in self.progress.track(micro_batches, "micro-batches"):
                 output = self._micro_batch(micro, terms, trained, metrics)
                 student.update(output.student)
                 teacher.update(output.teacher)

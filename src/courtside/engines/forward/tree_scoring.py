@@ -33,6 +33,7 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.errors import ModelError
+from courtside.progress import ProgressMeter
 from courtside.types import Branch
 
 PlacedBranch = tuple[SequenceSpan, Branch]
@@ -200,14 +201,16 @@ def score_trees(
     max_tokens: int,
     max_shared_tokens: int,
     max_keys: int | None = None,
+    progress: ProgressMeter | None = None,
 ) -> list[BranchScores]:
     """Scores of trunks and branches, within the limits of `ForwardPasses.plan_batches` and
     `forward_branches`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
     results: dict[int, BranchScores] = {}
-    for batch in passes.plan_batches(
+    batches = passes.plan_batches(
         [[ids] for ids in trunks], max_tokens, max_shared_tokens=max_shared_tokens
-    ):
+    )
+    for batch in (progress or ProgressMeter()).track(batches, "passes"):
         cache = make_trunk_cache()
         with eval_mode(passes.model), passes.patch_model():
             trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
