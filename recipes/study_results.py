@@ -29,6 +29,8 @@ MEASURES = (
     "logp_drop/error_turns",
 )
 """What a table has of an evaluation's metrics, and all `events/…`."""
+PREFIXES = ("decisions/", "collateral/")
+"""Further ones, of which all are in it."""
 
 
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────
@@ -41,11 +43,15 @@ def outcome(run: Path) -> Outcome:
     tokens, total = {0: 0}, 0
     shifts: list[float] = []
     errors: list[float] = []
+    decisions: dict[str, list[float]] = {}
     for row in _lines(run / "metrics.jsonl"):
         total += sum(value for key, value in row.items() if key.startswith("tokens/"))
         tokens[row["step"] + 1] = total
         shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
         errors += [row["error_rate"]] if "error_rate" in row else []
+        rates = {name: rate for name, rate in row.items() if name.startswith("decisions/")}
+        for name, rate in {**rates, **error_by_side(rates)}.items():
+            decisions.setdefault(name, []).append(rate)
     student_evaluations = [e for e in evaluations if e["policy"] == "student"]
     suites: dict[str, list[Any]] = {}
     for e in evaluations:
@@ -71,6 +77,7 @@ def outcome(run: Path) -> Outcome:
         ],
         "shift": [shifts[0], shifts[-1]] if shifts else None,
         "training_errors": errors,
+        "training_decisions": decisions,
         "seconds": {phase: cost["seconds"] for phase, cost in costs.items()},
         "costs": {
             phase: {key: value for key, value in cost.items() if key != "seconds"}
@@ -104,16 +111,31 @@ def measures(run: Outcome) -> dict[str, float]:
     ):
         before, after = (part[f"metrics_{when}"] for when in ("before", "after"))
         events = {key for key in (*before, *after) if key.startswith("events/")}
+        told_apart = {key for key in (*before, *after) if key.startswith(PREFIXES)}
         for when, metrics in (("before", before), ("after", after)):
             result[f"{prefix}{when}"] = part[when]
-            for name in (*MEASURES, *sorted(events)):
+            for name in (*MEASURES, *sorted(events), *sorted(told_apart)):
                 if name in metrics:
                     result[f"{prefix}{name}_{when}"] = metrics[name]
                 elif name in events:
                     result[f"{prefix}{name}_{when}"] = (
                         0.0  # events that did not occur are not stored
                     )
+            result |= {
+                f"{prefix}{side}_{when}": rate for side, rate in error_by_side(metrics).items()
+            }
+    for name, series in run.get("training_decisions", {}).items():
+        result[f"training/{name}_after"] = statistics.fmean(series)
     return result
+
+
+def error_by_side(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of decisions called KIND/SIDE: the mean error over kinds, by side."""
+    rates: dict[str, list[float]] = {}
+    for name, rate in metrics.items():
+        if name.startswith("decisions/") and name.count("/") == 2:
+            rates.setdefault(name.rpartition("/")[2], []).append(rate)
+    return {f"decisions/{side}": statistics.fmean(rates[side]) for side in sorted(rates)}
 
 
 def at_tokens(run: Outcome, budget: float, column: int = RATE) -> float:

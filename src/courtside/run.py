@@ -24,6 +24,7 @@ from courtside.errors import (
     RunError,
     UserError,
 )
+from courtside.evaluate.collateral import collateral_kl, collateral_kl_on_prompts
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
@@ -300,12 +301,21 @@ class Run:
         try:
             untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
             metrics = logp_drop(untrained, self.parts.engine)
+            if self.recipe.evaluate.collateral and self._is_trained:
+                metrics |= self._measure_collateral(untrained)
         except (UserError, RunError) as error:
             self._report_unmeasured("logp_drop", error)
             return answers
         return answers._replace(
             evaluation=replace(evaluation, metrics={**evaluation.metrics, **metrics})
         )
+
+    def _measure_collateral(self, untrained_turns: Sequence[Trajectory]) -> dict[str, float]:
+        before, after = self.parts.load_untrained(), self.parts.local_engine
+        return {
+            **collateral_kl(untrained_turns, before, after),
+            **collateral_kl_on_prompts(before, after, self.parts.renderer, seed=self.recipe.seed),
+        }
 
     @property
     def _is_trained(self) -> bool:

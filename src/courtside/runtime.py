@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine
+from courtside.engines.base import Engine, InProcessEngine
 from courtside.evaluate.evaluator import Evaluator
 from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader
@@ -36,6 +36,10 @@ class Runtime:
     """Samples with the student's weights; the student itself only trains."""
     evaluator: Evaluator
     renderer: ChatTemplate
+    local_engine: InProcessEngine
+    """The student's weights in this process, whatever samples."""
+    load_untrained: Callable[[], InProcessEngine]
+    """Loads the student as it was before training into an engine of its own."""
     averages: Mapping[str, MovingAverage]
     """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
     teacher_sizes: Mapping[str, int]

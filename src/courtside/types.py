@@ -144,6 +144,8 @@ class Turn:
     """How many of the last ids are the template's generation prompt."""
     events: tuple[Event, ...] = ()
     """Errors of an assistant turn."""
+    decision: str | None = None
+    """What the environment calls the decision that an assistant turn made; see `Observation`."""
 
     def __post_init__(self) -> None:
         assert len(self.completion_mask) == len(self.token_ids) >= self.num_generation_prompt_tokens
@@ -225,6 +227,9 @@ class Observation:
     done: bool = False
     events: tuple[Event, ...] = ()
     """Errors of the turn that is answered."""
+    decision: str | None = None
+    """Kind of decision that this turn made, whether it went well or not, e.g. `date/habit_wrong`.
+    Errors are measured by kind; None: the turn is not told apart from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

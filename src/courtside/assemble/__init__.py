@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from courtside.assemble.inputs import load_inputs
-from courtside.assemble.models import load_models
+from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
     make_episode_rollout,
     make_grader,
@@ -136,6 +136,8 @@ def assemble(
         ),
         progress=progress,
         renderer=template,
+        local_engine=local,
+        load_untrained=partial(load_untrained_student, recipe, models),
         averages=teachers.averages,
         teacher_sizes=teachers.sizes,
         reader_is_student=_student_reads(recipe),

@@ -13,7 +13,8 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
-from courtside.environments.toolbox.episode import EVENT_DETAILS, EVENT_KINDS
+from courtside.environments.switchboard import episode as switchboard
+from courtside.environments.toolbox import episode as toolbox
 from courtside.errors import RecipeError
 from courtside.reader.checks import (
     HintTargets,
@@ -24,7 +25,7 @@ from courtside.reader.checks import (
 from courtside.reader.human import HumanReader, hinted_task_ids
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.tasks import ToolboxTasks
+from courtside.recipe.tasks import SwitchboardTasks, ToolboxTasks
 from courtside.tasks.base import FiniteSource, PromptLimit, TaskSource
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
@@ -181,7 +182,9 @@ def _check_rules(
     kinds: Collection[str] | None = ()
     details: Collection[str] | None = ()
     if isinstance(recipe.tasks, ToolboxTasks):
-        kinds, details = EVENT_KINDS, EVENT_DETAILS
+        kinds, details = toolbox.EVENT_KINDS, toolbox.EVENT_DETAILS
+    elif isinstance(recipe.tasks, SwitchboardTasks):
+        kinds, details = switchboard.EVENT_KINDS, switchboard.EVENT_DETAILS
     elif isinstance(tasks, ReplaySource):
         kinds, details = tasks.event_kinds, None
     elif recipe.tasks.is_environment:

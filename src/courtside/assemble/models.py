@@ -72,6 +72,12 @@ def load_models(recipe: Recipe, tokenizer: Any, progress: ProgressMeter) -> Mode
     )
 
 
+def load_untrained_student(recipe: Recipe, models: Models) -> LocalEngine:
+    weights = StudentWeights(recipe.student, seed=recipe.seed)
+    weights.model.eval().requires_grad_(False)
+    return models.make_engine(weights.model, "untrained", autocast=weights.autocast)
+
+
 def key_of(config: ModelTeacherConfig) -> ModelKey:
     return config.model, config.adapter, config.dtype
 

@@ -257,10 +257,8 @@ def _stand_in_trajectory(
     ids = template.renderer.completion_ids((PROBE_PROMPT,), reply)
     sample = Sample(token_ids=ids, logp=(), stop="eos", text=reply)
     observation = None if environment is None else _step(environment, task, reply)
-    turns = [
-        template.prompt_turn(task),
-        template.assistant_turn(sample, () if observation is None else observation.events),
-    ]
+    reported = () if observation is None else (observation.events, observation.decision)
+    turns = [template.prompt_turn(task), template.assistant_turn(sample, *reported)]
     if observation is not None and observation.messages:
         turns.append(template.environment_turn(observation.messages, add_end_of_turn=False))
     return Trajectory(

@@ -98,7 +98,9 @@ class IncrementalTemplate:
     def prompt_turn(self, task: Task) -> Turn:
         return _make_turn("prompt", task.messages, self.render_prompt(task.messages))
 
-    def assistant_turn(self, sample: Sample, events: Sequence[Event] = ()) -> Turn:
+    def assistant_turn(
+        self, sample: Sample, events: Sequence[Event] = (), decision: str | None = None
+    ) -> Turn:
         """The sampled ids, verbatim. A text from a data set has no sampler log-probs."""
         return Turn(
             role="assistant",
@@ -107,6 +109,7 @@ class IncrementalTemplate:
             completion_mask=(True,) * len(sample.token_ids),
             sampler_logp=sample.logp or None,
             events=tuple(events),
+            decision=decision,
         )
 
     def environment_turn(self, messages: Sequence[Message], *, add_end_of_turn: bool) -> Turn:

@@ -6,13 +6,19 @@ from typing import Any
 
 from courtside.environments.base import Environment, HostedEnvironment
 from courtside.environments.guard import GuardedEnvironment
+from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.tool_class import is_tool_class, make_tool_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.workers import WorkerEnvironment
 from courtside.errors import TaskError
 from courtside.plugins import describe_error, load_plugin, make_plugin
 from courtside.recipe.rollout import LimitsConfig
-from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
+from courtside.recipe.tasks import (
+    EnvironmentTasks,
+    SwitchboardTasks,
+    TasksConfig,
+    ToolboxTasks,
+)
 
 
 def make_environment(
@@ -28,6 +34,9 @@ def make_environment(
         case ToolboxTasks():
             name = "tasks.kind = 'toolbox'"
             return GuardedEnvironment(environment=Toolbox(config), name=name, seconds=seconds)
+        case SwitchboardTasks():
+            name = "tasks.kind = 'switchboard'"
+            return GuardedEnvironment(environment=Switchboard(config), name=name, seconds=seconds)
         case _:
             return None
 

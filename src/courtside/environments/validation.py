@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
@@ -16,6 +17,8 @@ from typing import Any, get_args
 from courtside.errors import TaskError
 from courtside.types import Event, Grade, Message, Observation, Split, Task
 
+DECISION = re.compile(r"\w{1,40}(?:/\w{1,40}){0,3}", re.ASCII)
+"""It becomes part of a metric's name."""
 OBSERVATION = "Observation(messages=(Message(role='tool', content='…'),), done=False, events=())"
 GRADE = "Grade(score=1.0, passed=True, feedback='…')"
 ANSWERING_ROLES = ("tool", "user")
@@ -97,7 +100,14 @@ def validate_observation(value: object) -> Observation:
     events = tuple(
         _plain_event(event, f"Observation.events[{i}]") for i, event in enumerate(value.events)
     )
-    return Observation(messages=messages, done=value.done, events=events)
+    decision = value.decision
+    is_name = isinstance(decision, str) and DECISION.fullmatch(decision) is not None
+    if decision is not None and not is_name:
+        raise InvalidValue(
+            f"Observation.decision = {decision!r}; use letters, digits and _, with / between "
+            "parts, or None"
+        )
+    return Observation(messages=messages, done=value.done, events=events, decision=decision)
 
 
 def validate_grade(value: object) -> Grade:

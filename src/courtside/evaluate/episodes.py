@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from courtside.engines.base import Engine, ScoreRequest
 from courtside.evaluate.intervals import mean_interval
+from courtside.report.metrics import decision_metrics
 from courtside.types import Trajectory, Turn
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`error_rate`: the fraction of an episode's assistant turns with any event, averaged over
     episodes, with its 95% interval; `events/<kind>`: the same for one kind of event;
+    `decisions/<kind>`: of all turns with that kind of decision, the fraction with any event;
     `environment_faults`: episodes that a bug in the environment ended, which are left out."""
     faults = {"environment_faults": sum(t.fault is not None for t in trajectories)}
     whole = [t for t in trajectories if t.fault is None]
@@ -32,6 +34,7 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             / len(episodes)
             for kind in kinds
         },
+        **decision_metrics([turn for turns in episodes for turn in turns]),
     }
 
 

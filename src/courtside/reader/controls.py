@@ -77,10 +77,56 @@ def all_turns(hints: Hints, _proposed: Hints, trajectories: Batch, _seed: int) -
     return ReaderOutput(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
 
 
+def other_kind(hints: Hints, _proposed: Hints, _trajectories: Batch, seed: int) -> ReaderOutput:
+    """Each turn gets the text of a hint of the batch that another rule gave. Where there is none,
+    the hint is dropped."""
+    swapped: list[Hint] = []
+    ordered = sorted(hints, key=lambda hint: (hint.trajectory, hint.turn))
+    for hint in hints:
+        texts = [other.text for other in ordered if other.source != hint.source]
+        if texts:
+            rng = random.Random(seed_for(seed, "other_kind", hint.trajectory, hint.turn))
+            swapped.append(_relocate(hint, hint.turn, rng.choice(texts), "other_kind"))
+    num_dropped = len(hints) - len(swapped)
+    return ReaderOutput(hints=tuple(swapped), counts={"dropped/no_other_kind": num_dropped})
+
+
+def mirror_turn(hints: Hints, _proposed: Hints, trajectories: Batch, seed: int) -> ReaderOutput:
+    """Each before a turn of the batch without an event whose decision is of the same kind, on the
+    other side (`date/habit_right` for `date/habit_wrong`), and which no other hint was moved to.
+    Where there is none, the hint is dropped."""
+    decisions = {
+        (t.id, turn): decision
+        for t in trajectories
+        for turn in t.hintable_turns
+        if (decision := t.turns[turn].decision) is not None
+    }
+    clean = {(t.id, i) for t in trajectories for i in t.hintable_turns if not t.turns[i].events}
+    relocated: list[Hint] = []
+    for hint in hints:
+        kind, _, side = decisions.get((hint.trajectory, hint.turn), "").partition("/")
+        mirrors = sorted(
+            place
+            for place in clean
+            if side and decisions.get(place, "").partition("/")[0] == kind
+            and decisions[place].partition("/")[2] != side
+        )  # fmt: skip
+        if mirrors:
+            rng = random.Random(seed_for(seed, "mirror_turn", hint.trajectory, hint.turn))
+            trajectory, turn = rng.choice(mirrors)
+            clean.discard((trajectory, turn))
+            mirrored_hint = _relocate(hint, turn, hint.text, "mirror_turn")
+            relocated.append(replace(mirrored_hint, trajectory=trajectory))
+    num_dropped = len(hints) - len(relocated)
+    return ReaderOutput(hints=tuple(relocated), counts={"dropped/no_mirror_turn": num_dropped})
+
+
 CONTROLS: Mapping[str, Control] = {
     "random_turn": random_turn,
     "random_hint": random_hint,
     "all_turns": all_turns,
+    "other_kind": other_kind,
+    "mirror_turn": mirror_turn,
 }
 
 

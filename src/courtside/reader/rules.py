@@ -53,7 +53,7 @@ class RuleReader:
                         trajectory=log.trajectory.id,
                         turn=turn,
                         text=text,
-                        source=f"rules:{rule.detect}",
+                        source=f"rules:{rule.event or rule.detect}",
                         reason=truncate(to_one_line(finding.reason), FACT_CHARS),
                         bad_span=finding.bad_span,
                     )

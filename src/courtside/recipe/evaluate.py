@@ -31,5 +31,8 @@ class EvaluateConfig(Section):
     suites: Mapping[str, Mapping[str, Setting]] = Field(default_factory=dict)
     """Further test tasks, evaluated before and after: a name and changes to [tasks], e.g.
     `held_out = { names = "held_out" }`."""
+    collateral: bool = False
+    """After training, also measure KL(before ‖ after) of the student over the whole vocabulary: on
+    its turns of the evaluation before training, and on its answers to unrelated prompts."""
     forward_kl: bool = False
     """Also estimate KL(teacher ‖ student) on the teacher's answers."""

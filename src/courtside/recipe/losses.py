@@ -131,6 +131,8 @@ class PolicyGradientLoss(LossBase):
     turn_penalty: NonNegativeFloat = 0.0
     """With advantage = 'reward', in an environment: the penalty of a turn with an error, relative
     to the mean of its group's turns, in addition to the episode's reward."""
+    penalized_events: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """With turn_penalty: the kinds of events that count as an error. Unset: all."""
 
     @field_validator("advantage")
     @classmethod
@@ -152,6 +154,8 @@ class PolicyGradientLoss(LossBase):
                 raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
         elif self.scale_by_std or self.turn_penalty:
             raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
+        if self.penalized_events is not None and not self.turn_penalty:
+            raise ValueError("penalized_events belongs to turn_penalty; set that, too")
         if self.ratio == "none" and (self.truncate is not None or self.clip is not None):
             raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
         if self.truncate is not None and self.clip is not None:

@@ -25,10 +25,14 @@ from courtside.recipe.rules import DEFAULT_RULES, Regex, Rule
 class ReaderBase(Section):
     max_hints: PositiveInt = 8
     """Per trajectory; the first ones are used, the others dropped and counted."""
-    control: Literal["none", "random_turn", "random_hint", "all_turns"] = "none"
+    control: Literal[
+        "none", "random_turn", "random_hint", "all_turns", "other_kind", "mirror_turn"
+    ] = "none"
     """Control experiments. random_turn: each hint before another assistant turn of its trajectory
     that has no hint. random_hint: each hint's text is that of another turn of the batch. all_turns:
-    a hint before every assistant turn of a trajectory that has a hint."""
+    a hint before every assistant turn of a trajectory that has a hint. other_kind: each hint's text
+    is one that another rule gave in the batch. mirror_turn: each hint before a turn without an
+    error that made the same kind of decision on the other side."""
 
 
 class SingleReader(ReaderBase):

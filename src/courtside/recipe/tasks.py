@@ -211,6 +211,8 @@ CapabilityName = Literal[
     "reverse_text", "upper_case",
 ]  # fmt: skip
 NumTurns = Annotated[int, Field(ge=1, le=200)]
+NumSwitchboardTurns = Annotated[int, Field(ge=8, le=200)]
+"""Six of them are critical, and two come before those."""
 
 
 class ToolboxTasks(TasksBase):
@@ -300,6 +302,60 @@ class ToolboxTasks(TasksBase):
         return self
 
 
+class SwitchboardTasks(TasksBase):
+    """Episodes of short requests, six of which tempt the student into one of four habits: a date
+    format, a desk, a confirmation and small talk. Each is right in other episodes."""
+
+    kind: Literal["switchboard"]
+    turns: NumSwitchboardTurns | tuple[NumSwitchboardTurns, NumSwitchboardTurns] = 32
+    """Requests in an episode: a number, or the least and the most."""
+    cues: Literal["seen", "held_out"] = "seen"
+    """Date formats and desks of the notes. Train on `seen`; `held_out` ones measure whether the
+    model reads the note."""
+    date_cue_fraction: Fraction = 0.3
+    """How often the note of a training episode asks for another date format than the habit's. In
+    held-out episodes each habit is wrong in half of the decisions."""
+    habit_fraction: Fraction = 0.0
+    """Fraction of critical calls in the environment's demonstrations that follow the habit,
+    whatever the cue says: a planted mistake to unlearn."""
+    reminder_fraction: Fraction = 0.0
+    """Fraction of critical calls in these demonstrations after a reminder at the position of a
+    hint, which is heeded."""
+    wrong_reminder_fraction: Fraction = 0.0
+    """Fraction of them after a reminder of another kind, which is ignored."""
+    reward: Literal["share", "all"] = "share"
+    """share: the fraction of requests that were solved. all: 1 if every one was, else 0. Small talk
+    counts for neither."""
+
+    @property
+    def is_environment(self) -> bool:
+        return True
+
+    @property
+    def max_turns(self) -> int:
+        return self.turn_range[1]
+
+    @property
+    def turn_range(self) -> tuple[int, int]:
+        return self.turns if isinstance(self.turns, tuple) else (self.turns, self.turns)
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> SwitchboardTasks:
+        least, most = self.turn_range
+        if least > most:
+            raise ValueError(f"turns = [{least}, {most}]: the least comes first")
+        if self.reminder_fraction + self.wrong_reminder_fraction > 1:
+            raise ValueError(
+                "reminder_fraction and wrong_reminder_fraction are shares of the same calls; let "
+                "them add up to at most 1"
+            )
+        if self.system_prompt is not None:
+            raise ValueError(
+                "system_prompt: the notes of an episode are its system prompt; remove it"
+            )
+        return self
+
+
 TasksConfig = Annotated[
     ArithmeticTasks
     | InstructionTasks
@@ -309,7 +365,8 @@ TasksConfig = Annotated[
     | ConversationTasks
     | TrajectoryTasks
     | EnvironmentTasks
-    | ToolboxTasks,
+    | ToolboxTasks
+    | SwitchboardTasks,
     Field(discriminator="kind"),
 ]
 

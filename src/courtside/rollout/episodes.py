@@ -25,7 +25,6 @@ from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
-    Event,
     Grade,
     Observation,
     Sample,
@@ -261,7 +260,7 @@ class EpisodeState:
         limits: LimitsConfig,
     ) -> None:
         """Appends the student's turn and the environment's answer to it."""
-        self.add_reply(sample, template, observation.events)
+        self.add_reply(sample, template, observation)
         if observation.done:
             self.stop = "done"
             return
@@ -276,13 +275,19 @@ class EpisodeState:
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids
 
     def add_reply(
-        self, sample: Sample, template: IncrementalTemplate, events: Sequence[Event] = ()
+        self,
+        sample: Sample,
+        template: IncrementalTemplate,
+        observation: Observation | None = None,
     ) -> None:
+        """`observation`: None where the environment gave none."""
         versions = [span.version for span in sample.policy_versions]
         if self.oldest_version is not None:
             versions.append(self.oldest_version)
         self.oldest_version = min(versions, default=None)
-        self._append(template.assistant_turn(sample, events))
+        events = () if observation is None else observation.events
+        decision = None if observation is None else observation.decision
+        self._append(template.assistant_turn(sample, events, decision))
 
     def finish(self, *, temperature: float, policy_version: int) -> Trajectory:
         assert self.stop is not None

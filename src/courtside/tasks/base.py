@@ -155,6 +155,9 @@ class TaskSpace:
     """Of the task with that number, from 0 to size - 1; cheap, so that others can be skipped."""
     task: Callable[[int], Task]
     """A pure function of the number."""
+    stratum: Callable[[int], int] = lambda _: 0
+    """Of a number, from 0 to num_strata - 1: held-out tasks are equally many of each."""
+    num_strata: int = 1
 
 
 MAX_CONSECUTIVE_OVERLONG = 1000
@@ -197,7 +200,7 @@ class GeneratedSource:
         return tuple(batch[i % len(batch)] for i in range(size))
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
-        held_out_tasks = self._first(split, size)
+        held_out_tasks = self._first_of_strata(split, size)
         if size and not held_out_tasks:
             raise self._empty_split_error(split)
         return held_out_tasks
@@ -205,12 +208,23 @@ class GeneratedSource:
     def _first(self, split: Split, size: int) -> tuple[Task, ...]:
         return tuple(islice(self._walk(split, "content order"), size))
 
-    def _walk(self, split: Split, key: str) -> Iterator[Task]:
-        """The tasks of a split, each once, in the order that `key` names."""
+    def _first_of_strata(self, split: Split, size: int) -> tuple[Task, ...]:
+        """The same number from each stratum, up to one."""
+        num_strata = self._space.num_strata
+        tasks: list[Task] = []
+        for stratum in range(num_strata):
+            share = size // num_strata + (stratum < size % num_strata)
+            tasks += islice(self._walk(split, "content order", stratum), share)
+        return tuple(tasks)
+
+    def _walk(self, split: Split, key: str, stratum: int | None = None) -> Iterator[Task]:
+        """The tasks of a split, or of a stratum of it, each once, in the order that `key` names."""
         by_id: dict[str, tuple[int, Task]] = {}
         num_consecutive = 0
         for place in range(self._space.size):
             index = permute_index(place, self._space.size, key)
+            if stratum is not None and self._space.stratum(index) != stratum:
+                continue
             if self._space.split(index) != split:
                 continue
             task = add_system_message(self._space.task(index), self._system_prompt)

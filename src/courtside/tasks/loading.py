@@ -9,6 +9,7 @@ from pathlib import Path
 
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
+from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.recipe.tasks import (
     ArithmeticTasks,
@@ -18,6 +19,7 @@ from courtside.recipe.tasks import (
     EnvironmentTasks,
     InstructionTasks,
     JsonlTasks,
+    SwitchboardTasks,
     TasksConfig,
     ToolboxTasks,
     TrajectoryTasks,
@@ -84,6 +86,14 @@ def make_task_source(
             toolbox = Toolbox(config)
             name = "tasks.kind = 'toolbox'"
             return generate(TaskSpace(name, toolbox.size, toolbox.split, toolbox.task))
+        case SwitchboardTasks():
+            board = Switchboard(config)
+            name = "tasks.kind = 'switchboard'"
+            return generate(
+                TaskSpace(
+                    name, board.size, board.split, board.task, board.stratum, board.num_strata
+                )
+            )
         case EnvironmentTasks():
             environment = environment or make_environment(config)
             assert environment is not None

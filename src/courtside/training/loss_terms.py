@@ -231,13 +231,14 @@ def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str
     """−penalty · (error − mean error of the group's turns): a turn answers for its own error."""
     if not loss.turn_penalty:
         return {}
+    kinds = loss.penalized_events
     groups: dict[str, list[Trajectory]] = {}
     for s in on:
         groups.setdefault(s.trajectory.task.id, []).append(s.trajectory)
     penalties: dict[tuple[str, int], float] = {}
     for group in groups.values():
         wrong = {
-            (t.id, i): float(bool(turn.events))
+            (t.id, i): float(any(kinds is None or e.kind in kinds for e in turn.events))
             for t in group
             for i, turn in enumerate(t.turns)
             if any(turn.completion_mask)

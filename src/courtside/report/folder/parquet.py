@@ -147,6 +147,7 @@ def _schema() -> Any:
             ("messages", pa.list_(message)),
             ("num_generation_prompt_tokens", pa.int32()),
             ("events", pa.list_(event)),
+            ("decision", pa.string()),
         ]
     )
     hint = pa.struct(

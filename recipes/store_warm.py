@@ -1,6 +1,6 @@
 """Keep an exported adapter as the study's starting point: in bfloat16, without a tokenizer.
 
-python recipes/targeted-hints/store_warm.py runs/warm-adapter
+python recipes/store_warm.py runs/warm-adapter recipes/targeted-hints/warm
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def store(exported: Path, to: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("exported", type=Path, help="what `courtside export --adapter` wrote")
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "warm")
+    parser.add_argument("to", type=Path, help="the folder of the recipe's warm start")
     options = parser.parse_args()
     folder = store(options.exported, options.to)
     size = sum(file.stat().st_size for file in folder.iterdir())

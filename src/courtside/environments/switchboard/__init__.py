@@ -1,0 +1,1 @@
+"""Short requests of which six in an episode tempt the student into one of four habits."""
