@@ -182,6 +182,10 @@ policy_gradient.py
 + teacher_logp_T + (1 - lam)
 - advantage_T - baseline_T
 + advantage_T + baseline_T
+- -(sampler_logp_T < math.log(below))
++ (sampler_logp_T < math.log(below))
++ -(sampler_logp_T > math.log(below))
++ -(sampler_logp_T < below)
 - return advantage_T.detach()
 + return advantage_T
 - advantage_T = advantage_T.detach()

@@ -22,6 +22,7 @@ from courtside.losses.policy_gradient import (
     policy_gradient,
     sampled_token_coefficients,
     teacher_gap,
+    unlikely_advantage,
 )
 from courtside.losses.top_k import top_k_divergence, top_k_ids
 
@@ -118,6 +119,28 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+def test_pushing_unlikely_tokens_down_has_the_gradient_of_their_mass() -> None:
+    student_V, _, sampler_V = three_policies()
+    for below in (0.05, 0.2, 0.6):
+        for mu_V, ratio in ((student_V.log_softmax(-1), False), (sampler_V, True)):
+            advantage_V = unlikely_advantage(mu_V, below=below)
+            is_unlikely_V = mu_V.exp() < below
+            assert advantage_V.tolist() == [-1.0 if low else 0.0 for low in is_unlikely_V]
+
+            def loss(logp_V: Tensor, a: Tensor = advantage_V, mu: Tensor = mu_V) -> Tensor:
+                return policy_gradient(logp_V, a, sampler_logp_T=mu if ratio else None)
+
+            mass_gradient_V = gradient_of(
+                lambda student, low=is_unlikely_V: sum(
+                    (p for p, is_low in zip(student, low, strict=True) if is_low),
+                    start=torch.zeros(()),
+                ),
+                student_V,
+            )
+            close(expected(gradients_by_token(loss, student_V), mu_V), mass_gradient_V)
+    assert bool((unlikely_advantage(sampler_V, below=0.2) < 0).any())
 
 
 def test_extrapolation_has_the_gradient_of_the_kl_to_the_extrapolated_teacher() -> None:

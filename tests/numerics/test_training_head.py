@@ -41,6 +41,7 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "sampled tokens only": [({"kind": "cross_entropy"}, LAST), (REWARD, ALL)],
     "importance ratios": [({**GAP, "truncate": 1.1}, ALL), (KL, FIRST)],
     "clipped": [({**GAP, "clip": (0.1, 0.1)}, ALL)],
+    "unlikely tokens": [({**GAP, "advantage": "unlikely", "unlikely_below": 0.2}, ALL)],
     "baseline": [({**GAP, "baseline": True}, ALL)],
     "baseline on some": [({**GAP, "baseline": True}, FIRST), (REWARD | {"name": "b"}, LAST)],
     "baseline beside a divergence": [({**GAP, "baseline": True}, ALL), (TOP_K, FIRST)],
@@ -176,7 +177,9 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
             if loss.support.kind == "top_k":
                 add_support(watched, p_MV.detach(), t_MV, loss.support)
         elif loss.kind == "policy_gradient":
-            advantage_N = batch.advantage_CN[term.name]
+            advantage_N = batch.advantage_CN.get(term.name)
+            if loss.advantage == "unlikely":
+                advantage_N = -(batch.sampler_logp_N.exp() < loss.unlikely_below).to(logp_N.dtype)
             if loss.advantage == "teacher_gap":
                 advantage_N = batch.teacher_logp_N - batch.sampler_logp_N
                 advantage_N = advantage_N + (kl_N if loss.baseline else 0)

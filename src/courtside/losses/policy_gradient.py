@@ -44,6 +44,15 @@ def teacher_gap(
     return advantage_T.detach()
 
 
+def unlikely_advantage(sampler_logp_T: Tensor, *, below: float) -> Tensor:
+    """A = −1 where the sampler's probability of the token is less than `below`, else 0.
+
+    The expected gradient of the policy gradient is that of the mass of all such tokens, which it
+    lowers. No teacher is involved: what a teacher is worth shows against this control.
+    """
+    return -(sampler_logp_T < math.log(below)).to(sampler_logp_T.dtype)
+
+
 def policy_gradient(
     student_logp_T: Tensor,
     advantage_T: Tensor,

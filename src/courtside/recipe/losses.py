@@ -114,7 +114,9 @@ class DivergenceLoss(LossBase):
 class PolicyGradientLoss(LossBase):
     kind: Literal["policy_gradient"]
     advantage: str = "teacher_gap"
-    """teacher_gap: log q − log μ of each token. reward: the grade against the group's mean."""
+    """teacher_gap: log q − log μ of each token. reward: the grade against the group's mean.
+    unlikely: −1 for tokens that the student itself found unlikely, 0 for others; a control without
+    any teacher (arXiv 2608.31046)."""
     ratio: Literal["importance", "none"] = "importance"
     """importance: π/μ, so that samples of a slightly different policy give an unbiased gradient."""
     truncate: PositiveFloat | None = None
@@ -133,11 +135,14 @@ class PolicyGradientLoss(LossBase):
     to the mean of its group's turns, in addition to the episode's reward."""
     penalized_events: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """With turn_penalty: the kinds of events that count as an error. Unset: all."""
+    unlikely_below: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """With advantage = 'unlikely', which needs it: the sampler's probability below which a token
+    is pushed down, e.g. 0.1."""
 
     @field_validator("advantage")
     @classmethod
     def _check_advantage(cls, value: str) -> str:
-        if value in ("teacher_gap", "reward"):
+        if value in ("teacher_gap", "reward", "unlikely"):
             return value
         if "top_k" in value or "divergence" in value or "kl" in value:
             raise ValueError(
@@ -145,15 +150,19 @@ class PolicyGradientLoss(LossBase):
                 "sampled token, so as an advantage its expected gradient is zero. Use a loss of "
                 "kind = 'divergence' to push on whole distributions, or advantage = 'teacher_gap'"
             )
-        raise ValueError(f"{value!r} is not known; use 'teacher_gap' or 'reward'")
+        raise ValueError(f"{value!r} is not known; use 'teacher_gap', 'reward' or 'unlikely'")
 
     @model_validator(mode="after")
     def _combinations(self) -> PolicyGradientLoss:
-        if self.advantage == "reward":
-            if self.baseline or self.extrapolate != 1.0:
-                raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
-        elif self.scale_by_std or self.turn_penalty:
+        if self.advantage != "teacher_gap" and (self.baseline or self.extrapolate != 1.0):
+            raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
+        if self.advantage != "reward" and (self.scale_by_std or self.turn_penalty):
             raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
+        if (self.advantage == "unlikely") != (self.unlikely_below is not None):
+            raise ValueError(
+                "advantage = 'unlikely' and unlikely_below belong together: the probability below "
+                "which a token is pushed down, e.g. 0.1"
+            )
         if self.penalized_events is not None and not self.turn_penalty:
             raise ValueError("penalized_events belongs to turn_penalty; set that, too")
         if self.ratio == "none" and (self.truncate is not None or self.clip is not None):

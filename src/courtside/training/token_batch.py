@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.forward.batching import SequenceSpan, tensor_on
-from courtside.losses.policy_gradient import SampledTokenLoss, teacher_gap
+from courtside.losses.policy_gradient import SampledTokenLoss, teacher_gap, unlikely_advantage
 from courtside.training.loss_terms import LossTerm, TrainedTokens
 from courtside.types import Scored, Target
 
@@ -76,6 +76,8 @@ class TokenBatch:
                 reference_logp_T=self.reference_logp_N if loss.extrapolate != 1.0 else None,
                 lam=loss.extrapolate,
             )
+        elif loss.unlikely_below is not None:
+            advantage_N = unlikely_advantage(self.sampler_logp_N, below=loss.unlikely_below)
         assert advantage_N is not None
         return SampledTokenLoss(
             weight_N=weight_N,
