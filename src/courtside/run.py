@@ -8,9 +8,10 @@ from __future__ import annotations
 import signal
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -24,7 +25,7 @@ from courtside.errors import (
     RunError,
     UserError,
 )
-from courtside.evaluate.collateral import collateral_kl, collateral_kl_on_prompts
+from courtside.evaluate.collateral import measure_collateral
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
@@ -291,31 +292,36 @@ class Run:
         if policies == ["teacher"]:
             return [evaluator.evaluate(split, step=step, policy="teacher")]
         results = evaluator.evaluate_suites(split, policies, step=step)
-        is_drop_measured = self.recipe.tasks.is_environment and step > 0 and split == "test"
-        if is_drop_measured and "student" in results:
-            results["student"] = self._measure_drop(results["student"])
+        if step > 0 and split == "test" and "student" in results:
+            answers = results["student"]
+            metrics = {**answers.evaluation.metrics, **self._measure_changes(answers.evaluation)}
+            results["student"] = answers._replace(
+                evaluation=replace(answers.evaluation, metrics=metrics)
+            )
         return list(results.values())
 
-    def _measure_drop(self, answers: GradedAnswers) -> GradedAnswers:
-        evaluation = answers.evaluation
-        try:
-            untrained = self.folder.evaluation_trajectories(replace(evaluation, step=0))
-            metrics = logp_drop(untrained, self.parts.engine)
-            if self.recipe.evaluate.collateral and self._is_trained:
-                metrics |= self._measure_collateral(untrained)
-        except (UserError, RunError) as error:
-            self._report_unmeasured("logp_drop", error)
-            return answers
-        return answers._replace(
-            evaluation=replace(evaluation, metrics={**evaluation.metrics, **metrics})
-        )
-
-    def _measure_collateral(self, untrained_turns: Sequence[Trajectory]) -> dict[str, float]:
-        before, after = self.parts.load_untrained(), self.parts.local_engine
-        return {
-            **collateral_kl(untrained_turns, before, after),
-            **collateral_kl_on_prompts(before, after, self.parts.renderer, seed=self.recipe.seed),
-        }
+    def _measure_changes(self, evaluation: Evaluation) -> dict[str, float]:
+        """What training did to the answers that the student gave before it. Whatever cannot be
+        measured must not cost the evaluation."""
+        measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
+        if self.recipe.tasks.is_environment:
+            measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
+        if self.recipe.evaluate.collateral and self._is_trained:
+            measures["collateral"] = partial(
+                measure_collateral,
+                load_untrained=self.parts.load_untrained,
+                trained=self.parts.local_engine,
+                template=self.parts.renderer,
+                seed=self.recipe.seed,
+            )
+        metrics: dict[str, float] = {}
+        for name, measure in measures.items():
+            try:
+                before = self.folder.evaluation_trajectories(replace(evaluation, step=0))
+                metrics |= measure(before)
+            except (UserError, RuntimeError) as error:  # as too little memory is
+                self._report_unmeasured(name, error)
+        return metrics
 
     @property
     def _is_trained(self) -> bool:

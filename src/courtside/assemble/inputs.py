@@ -59,6 +59,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
+    check_penalties(recipe, tasks)
     return Inputs(
         tokenizer=tokenizer,
         settings=settings,
@@ -179,16 +180,7 @@ def _check_rules(
     config: RuleReaderConfig, recipe: Recipe, tasks: TaskSource
 ) -> tuple[list[str], int]:
     """Notes, and the number of rules that can give a hint."""
-    kinds: Collection[str] | None = ()
-    details: Collection[str] | None = ()
-    if isinstance(recipe.tasks, ToolboxTasks):
-        kinds, details = toolbox.EVENT_KINDS, toolbox.EVENT_DETAILS
-    elif isinstance(recipe.tasks, SwitchboardTasks):
-        kinds, details = switchboard.EVENT_KINDS, switchboard.EVENT_DETAILS
-    elif isinstance(tasks, ReplaySource):
-        kinds, details = tasks.event_kinds, None
-    elif recipe.tasks.is_environment:
-        kinds = details = None
+    kinds, details = _known_events(recipe, tasks)
     privileged = {name for task in _some_tasks(recipe, tasks) for name in task.privileged}
     problems = list(
         find_rule_problems(config.rules, privileged=privileged, kinds=kinds, details=details)
@@ -209,6 +201,33 @@ def _check_rules(
             if index not in useless
         ]
     return notes, len(config.rules) - len(useless)
+
+
+def _known_events(
+    recipe: Recipe, tasks: TaskSource
+) -> tuple[Collection[str] | None, Collection[str] | None]:
+    """Kinds and details of the environment's events; None: not known before it runs."""
+    if isinstance(recipe.tasks, ToolboxTasks):
+        return toolbox.EVENT_KINDS, toolbox.EVENT_DETAILS
+    if isinstance(recipe.tasks, SwitchboardTasks):
+        return switchboard.EVENT_KINDS, switchboard.EVENT_DETAILS
+    if isinstance(tasks, ReplaySource):
+        return tasks.event_kinds, None
+    return (None, None) if recipe.tasks.is_environment else ((), ())
+
+
+def check_penalties(recipe: Recipe, tasks: TaskSource) -> None:
+    """A kind that never occurs would be a penalty that never applies."""
+    kinds, _ = _known_events(recipe, tasks)
+    for index, loss in enumerate(recipe.losses):
+        penalized = (loss.penalized_events or ()) if loss.kind == "policy_gradient" else ()
+        unknown = [kind for kind in penalized if kinds is not None and kind not in kinds]
+        if unknown:
+            raise RecipeError(
+                f"losses[{index}].penalized_events: no event of tasks.kind = "
+                f"{recipe.tasks.kind!r} is of kind {unknown[0]!r}; they are "
+                f"{', '.join(sorted(kinds or ()))}"
+            )
 
 
 def _some_tasks(recipe: Recipe, tasks: TaskSource) -> Iterator[Any]:

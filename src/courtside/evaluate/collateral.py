@@ -7,7 +7,8 @@ bias it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +49,27 @@ PROMPTS = (
     "Write a Python function that adds two numbers.",
     "What is gravity?",
 )
+
+
+def measure_collateral(
+    before: Sequence[Trajectory],
+    load_untrained: Callable[[], InProcessEngine],
+    trained: InProcessEngine,
+    template: ChatTemplate,
+    *,
+    seed: int,
+) -> dict[str, float]:
+    """All `collateral/…`. The untrained student is in memory only meanwhile."""
+    untrained = load_untrained()
+    try:
+        return {
+            **collateral_kl(before, untrained, trained),
+            **collateral_kl_on_prompts(untrained, trained, template, seed=seed),
+        }
+    finally:
+        del untrained
+        gc.collect()  # models and CUDA graphs hold on to each other in circles
+        torch.cuda.empty_cache()  # several runs may share a GPU; does nothing without one
 
 
 def collateral_kl(

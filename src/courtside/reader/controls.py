@@ -91,32 +91,34 @@ def other_kind(hints: Hints, _proposed: Hints, _trajectories: Batch, seed: int) 
     return ReaderOutput(hints=tuple(swapped), counts={"dropped/no_other_kind": num_dropped})
 
 
-def mirror_turn(hints: Hints, _proposed: Hints, trajectories: Batch, seed: int) -> ReaderOutput:
+def mirror_turn(hints: Hints, proposed: Hints, trajectories: Batch, seed: int) -> ReaderOutput:
     """Each before a turn of the batch without an event whose decision is of the same kind, on the
-    other side (`date/habit_right` for `date/habit_wrong`), and which no other hint was moved to.
-    Where there is none, the hint is dropped."""
-    decisions = {
-        (t.id, turn): decision
+    other side (`date/habit_right` for `date/habit_wrong`): one that no hint was meant for, and no
+    other hint was moved to. Where there is none, the hint is dropped."""
+    sides = {
+        (t.id, turn): (t.turns[turn].decision or "").partition("/")[::2]
         for t in trajectories
         for turn in t.hintable_turns
-        if (decision := t.turns[turn].decision) is not None
     }
-    clean = {(t.id, i) for t in trajectories for i in t.hintable_turns if not t.turns[i].events}
+    hinted_turns = {(hint.trajectory, hint.turn) for hint in proposed}
+    free = {
+        (t.id, turn)
+        for t in trajectories
+        for turn in t.hintable_turns
+        if not t.turns[turn].events and (t.id, turn) not in hinted_turns
+    }
     relocated: list[Hint] = []
-    for hint in hints:
-        kind, _, side = decisions.get((hint.trajectory, hint.turn), "").partition("/")
-        mirrors = sorted(
-            place
-            for place in clean
-            if side and decisions.get(place, "").partition("/")[0] == kind
-            and decisions[place].partition("/")[2] != side
-        )  # fmt: skip
+    # Each takes a turn from those after it, so they come in an order that the batch has no part in.
+    for hint in sorted(hints, key=lambda hint: (hint.trajectory, hint.turn)):
+        kind, side = sides[hint.trajectory, hint.turn]
+        mirrors = sorted(p for p in free if side and sides[p][0] == kind and sides[p][1] != side)
         if mirrors:
             rng = random.Random(seed_for(seed, "mirror_turn", hint.trajectory, hint.turn))
-            trajectory, turn = rng.choice(mirrors)
-            clean.discard((trajectory, turn))
+            trajectory, turn = place = rng.choice(mirrors)
+            free.remove(place)
             mirrored_hint = _relocate(hint, turn, hint.text, "mirror_turn")
-            relocated.append(replace(mirrored_hint, trajectory=trajectory))
+            reason = f"control mirror_turn: meant for turn {hint.turn} of {hint.trajectory}"
+            relocated.append(replace(mirrored_hint, trajectory=trajectory, reason=reason))
     num_dropped = len(hints) - len(relocated)
     return ReaderOutput(hints=tuple(relocated), counts={"dropped/no_mirror_turn": num_dropped})
 

@@ -316,8 +316,8 @@ class SwitchboardTasks(TasksBase):
     """How often the note of a training episode asks for another date format than the habit's. In
     held-out episodes each habit is wrong in half of the decisions."""
     habit_fraction: Fraction = 0.0
-    """Fraction of critical calls in the environment's demonstrations that follow the habit,
-    whatever the cue says: a planted mistake to unlearn."""
+    """Fraction of critical calls without a heeded reminder in the environment's demonstrations that
+    follow the habit, whatever the cue says: a planted mistake to unlearn."""
     reminder_fraction: Fraction = 0.0
     """Fraction of critical calls in these demonstrations after a reminder at the position of a
     hint, which is heeded."""

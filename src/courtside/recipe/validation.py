@@ -8,7 +8,12 @@ from pydantic import ValidationError
 
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
-from courtside.recipe.reader import RuleReaderConfig
+from courtside.recipe.reader import (
+    CombinedReaderConfig,
+    CustomReaderConfig,
+    ReaderConfig,
+    RuleReaderConfig,
+)
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
@@ -57,6 +62,11 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
     yield from _size_problems(recipe)
+    if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
+        yield (
+            "evaluate.collateral is a mean over what the student samples, and evaluate.temperature "
+            "= 0 samples nothing. Use a temperature above 0"
+        )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
 
@@ -217,6 +227,8 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.evaluate.suites:
         yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
+    if recipe.evaluate.collateral:
+        yield f"evaluate.collateral: nothing answers the student with {kind}; remove it"
     if isinstance(recipe.tasks, TrajectoryTasks):
         yield from _stored_problems(recipe, recipe.tasks)
         return
@@ -266,6 +278,7 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
         )
     if all(loss.on != "hinted_turns" for loss in recipe.losses):
         yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
+    yield from _control_problems(recipe, recipe.reader)
     if any(teacher.context is not None for teacher in recipe.model_teachers):
         yield (
             "teacher.context: with a [reader] the hint is the teacher's additional context; "
@@ -286,3 +299,30 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
                 f"{recipe.tasks.kind!r} reports none. Use reader.kind = 'model', or a rule with "
                 "detect = 'pattern'"
             )
+
+
+def _control_problems(recipe: Recipe, reader: ReaderConfig) -> Iterator[str]:
+    """Of controls that would drop every hint."""
+    sources = _hint_sources(reader)
+    if reader.control == "other_kind" and sources is not None and len(sources) < 2:
+        yield (
+            "reader.control = 'other_kind' exchanges hints of different rules, and this reader has "
+            "one kind of hint. Add a rule, or use control = 'random_hint'"
+        )
+    tells_decisions = recipe.tasks.is_environment and recipe.tasks.kind != "toolbox"
+    if reader.control == "mirror_turn" and not (tells_decisions or recipe.tasks.is_recorded):
+        yield (
+            "reader.control = 'mirror_turn' needs an environment that tells decisions apart "
+            f"(Observation.decision); tasks.kind = {recipe.tasks.kind!r} does not. Use "
+            "tasks.kind = 'switchboard', an environment of your own, or control = 'random_turn'"
+        )
+
+
+def _hint_sources(reader: ReaderConfig) -> set[str] | None:
+    """What `Hint.source` can be; None: a custom reader names its sources itself."""
+    if isinstance(reader, CombinedReaderConfig):
+        members = [_hint_sources(member) for member in reader.readers]
+        return None if None in members else {s for member in members for s in member or ()}
+    if isinstance(reader, RuleReaderConfig):
+        return {rule.event or rule.detect for rule in reader.rules}
+    return None if isinstance(reader, CustomReaderConfig) else {reader.kind}

@@ -209,13 +209,13 @@ class GeneratedSource:
         return tuple(islice(self._walk(split, "content order"), size))
 
     def _first_of_strata(self, split: Split, size: int) -> tuple[Task, ...]:
-        """The same number from each stratum, up to one."""
+        """The strata in turn, so that the first ones of a set are as balanced as the whole."""
         num_strata = self._space.num_strata
-        tasks: list[Task] = []
-        for stratum in range(num_strata):
-            share = size // num_strata + (stratum < size % num_strata)
-            tasks += islice(self._walk(split, "content order", stratum), share)
-        return tuple(tasks)
+        if num_strata == 1:
+            return self._first(split, size)
+        walks = [self._walk(split, "content order", stratum) for stratum in range(num_strata)]
+        rounds = (task for batch in zip(*walks, strict=False) for task in batch)
+        return tuple(islice(rounds, size))
 
     def _walk(self, split: Split, key: str, stratum: int | None = None) -> Iterator[Task]:
         """The tasks of a split, or of a stratum of it, each once, in the order that `key` names."""

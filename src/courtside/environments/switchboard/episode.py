@@ -7,10 +7,10 @@ the fault `talk`, never counts for the grade.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from courtside.environments.switchboard.plan import FAULTS, Plan, Request
-from courtside.environments.switchboard.wording import SURE
 from courtside.environments.tool_calls import CallError, ToolCall, format_call, parse_call
 from courtside.recipe.tasks import SwitchboardTasks
 from courtside.types import Event, Grade, Message, Observation
@@ -22,6 +22,8 @@ EVENT_KINDS = frozenset({
 EVENT_DETAILS = frozenset({
     "request", "correct", "date", "desk", "confirm", "opening",
 })  # fmt: skip
+BARE_CALL = re.compile(r"\w+\([^()]*\)")
+"""A call and nothing else; no argument has parentheses."""
 
 
 class SwitchboardEpisode:
@@ -87,13 +89,15 @@ def find_mistakes(request: Request, reply: str, call: ToolCall | CallError) -> I
             yield f"{request.fault}_mirror"
         else:
             yield "wrong_call"
-    text = reply.strip()
-    is_bare = text.startswith(f"{call.name}(") and text.endswith(")") and not call.num_ignored
-    if request.fault == "talk" and not request.habit_is_wrong:
-        if not text.startswith(SURE.strip()):
+    text, greeting = reply.strip(), request.opening.strip()
+    is_greeted = bool(greeting) and text.startswith(greeting)
+    if BARE_CALL.fullmatch(text.removeprefix(greeting).lstrip() if is_greeted else text):
+        if greeting and not is_greeted:
             yield "talk_mirror"
-    elif not is_bare:
-        yield "talk" if request.fault == "talk" else "extra_text"
+    elif request.fault == "talk" and request.habit_is_wrong and not BARE_CALL.match(text):
+        yield "talk"
+    else:
+        yield "extra_text"
 
 
 def _is_call(call: ToolCall | CallError, request: Request, arguments: object) -> bool:

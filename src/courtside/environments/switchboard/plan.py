@@ -107,10 +107,11 @@ def stratum_of(number: int) -> int:
 
 def make_plan(config: SwitchboardTasks, number: int) -> Plan:
     key, split = f"switchboard {number}", split_of_number(number)
+    rng = SeededRandom(f"{key} sides")
     if split == "train":
-        sides = _draw_sides(SeededRandom(f"{key} sides"), config.date_cue_fraction)
+        sides = _draw_sides(rng, config.date_cue_fraction)
     else:
-        sides = _sides_of_stratum(stratum_of(number))
+        sides = _sides_of_stratum(stratum_of(number), rng)
     rng = SeededRandom(f"{key} cues")
     formats = {"seen": TRAINING_FORMATS, "held_out": HELD_OUT_FORMATS}[config.cues]
     desks = {"seen": TRAINING_DESKS, "held_out": HELD_OUT_DESKS}[config.cues]
@@ -138,11 +139,13 @@ def _draw_sides(rng: SeededRandom, date_cue_fraction: float) -> Sides:
     )
 
 
-def _sides_of_stratum(stratum: int) -> Sides:
+def _sides_of_stratum(stratum: int, rng: SeededRandom) -> Sides:
     """Each side of a kind has 12 decisions in the 16 strata together."""
     date_side, desk_side, talk_side, single = (bool(stratum >> bit & 1) for bit in range(4))
-    # A single confirmation takes the side that three others decide, two take one each.
-    confirm = (date_side ^ desk_side ^ talk_side,) if single else (True, False)
+    # A single confirmation takes the side that three others decide, two take one each, in random
+    # order: a side that always came first would be mixed up with an early turn.
+    first = rng.bernoulli(0.5)
+    confirm = (date_side ^ desk_side ^ talk_side,) if single else (first, not first)
     n = 2 if single else 1
     return Sides(
         date=date_side, desk=desk_side, talk=talk_side, confirm=confirm, num_dates_and_desks=n
@@ -178,8 +181,8 @@ def _make_requests(
                 if is_important or request_rng.bernoulli(0.5):
                     title = titles[2 * number + (not is_important)]
                     fillers = [p for p in range(place) if p not in fault_at and p not in mentioned]
-                    if fillers:
-                        mentioned[request_rng.choice(_nearest(fillers, place))] = title
+                    # The first two requests are fillers, and two confirmations the most.
+                    mentioned[request_rng.choice(_nearest(fillers, place))] = title
     for place in range(num_turns):
         request = critical.get(place) or _filler(SeededRandom(f"{key} filler {place}"))
         if place in mentioned:
