@@ -6,7 +6,8 @@ A study is a folder with a `study.toml`: its arms (recipes that differ in one th
 rates to try, the seeds, optionally variants of all arms (lengths, sizes) and recipes that make the
 models the arms start from. Each arm's learning rate is chosen on validation tasks with the first
 seed, on one variant; the test tasks are looked at once per final run. Writes `results.json` into
-the study's folder.
+the study's folder. Contrasts and outcomes that the plan fixes get verdicts, all else is labelled
+exploratory; `--plan` prints what differences the seeds can show.
 
 It can be cut off at any time and started again: runs that are finished are not run again, and
 `--summarise` writes the results of those alone. What a run measured is in OUT/STUDY/outcomes/, and
@@ -23,8 +24,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study_plan import ONLY, Plan, best_rate, final, planned_jobs, prepare_jobs, read_plan, sweep
-from study_results import Outcome, compared, readable, summarize
+from study_arms import compared, summarize
+from study_contrasts import judge
+from study_plan import (
+    ONLY,
+    Plan,
+    best_rate,
+    describe_design,
+    final,
+    planned_jobs,
+    prepare_jobs,
+    read_plan,
+    sweep,
+)
+from study_results import Outcome, readable
 from study_workers import Job, run_all, write_failure
 
 
@@ -113,9 +126,11 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
             if variant in plan.arms[name].variants
         }
         if measured := {name: rows for name, rows in runs.items() if rows}:
-            sections[variant] = compared(measured, plan.goals)
+            sections[variant] = compared(measured, plan.goals, plan.design)
             for name, row in sections[variant]["arms"].items():
                 row["learning_rate"] = rates[name]
+    contrasts = [row for section in sections.values() for row in section["contrasts"]]
+    judge(contrasts, plan.design, plan.num_tests)
     environment = dict(next((o["environment"] for o in through.values()), {}))
     environment.pop("command", None)  # of a worker
     return {
@@ -123,6 +138,13 @@ def summary(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         "chosen_on": plan.choose_by,
         **({"swept_on": plan.sweep_on} if plan.sweep_on else {}),
         "learning_rates": rates,
+        "design": {
+            "contrasts": [list(pair) for pair in plan.design.pairs],
+            "outcomes": dict(plan.design.outcomes or {}),
+            "margin": plan.design.margin,
+            "unpaired": list(plan.design.unpaired),
+            "num_tests": plan.num_tests,
+        },
         **(sections.get(ONLY, {}) if ONLY in plan.variants else {"variants": sections}),
         "sweep": [
             {"arm": name, "learning_rate": rate, "validation": through[job.name]["validation"][-1]}
@@ -146,8 +168,14 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="of ARM or ARM-VARIANT")
     parser.add_argument("--minutes", type=float, help="begin no further run after so many")
     parser.add_argument("--summarise", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="run nothing: print contrasts and what they can detect"
+    )
     options = parser.parse_args()
     plan = read_plan(options.study, options.out, options.extra)
+    if options.plan:
+        print(*describe_design(plan), sep="\n")
+        return
     well = True
     if not options.summarise:
         try:

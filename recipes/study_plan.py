@@ -8,6 +8,13 @@ first = ["one"]                 # arms that are run before the others
 goals = [0.5]                   # trained tokens until validation reaches these are reported
 keep = false                    # delete a run's checkpoints once it is measured
 with = ["evaluate.every=5"]     # overrides for all runs, as on the command line
+contrasts = [["one", "two"]]    # fixed before the runs: the first arm against the second
+unpaired = ["three"]            # arms with other tasks in the same seed: compared by Welch
+margin = 0.03                   # a difference within it counts as none in a test of equivalence
+
+[outcomes]                      # fixed, too: measure → standard deviation that is expected of a
+"error_rate" = 0.04             # difference paired by seed; `score` is the mean score, `training/…`
+"training/error_rate" = 0.008   # the mean over training steps
 
 [prepare]                       # OUT/STUDY/base is made by base.toml before anything else
 base = "base.toml"
@@ -37,7 +44,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from study_contrasts import Design
 from study_results import LESS_IS_BETTER, Outcome, merit
+from study_statistics import detectable_effect
 from study_workers import Job
 
 ONLY = ""
@@ -77,11 +86,18 @@ class Plan:
     """Of the plan, for all runs; an arm's and a variant's go over them."""
     extra: tuple[str, ...]
     """Of the command line; they go over everything."""
+    design: Design
+
+    @property
+    def num_tests(self) -> int:
+        """Contrasts × outcomes × variants, over which Holm's correction goes."""
+        return self.design.num_tests({name: arm.variants for name, arm in self.arms.items()})
 
 
 KEYS = {
     "learning_rates", "seeds", "goals", "choose_by", "sweep_on", "first", "keep", "with", "prepare",
-    "variants", "arms",
+    "variants", "arms", "contrasts", "outcomes", "margin",
+    "unpaired",
 }  # fmt: skip
 ARM_KEYS = {"recipe", "with", "in", "learning_rates", "seeds", "variants", "rate_of"}
 
@@ -118,6 +134,12 @@ def read_plan(study: Path, out: Path, extra: Sequence[str]) -> Plan:
         keep=tree.get("keep", True),
         overrides=tuple(tree.get("with", ())),
         extra=tuple(extra),
+        design=Design(
+            pairs=tuple((first, other) for first, other in tree.get("contrasts", ())),
+            outcomes=tree.get("outcomes", {}),
+            margin=tree.get("margin", 0.03),
+            unpaired=tuple(tree.get("unpaired", ())),
+        ),
     )
     _check(plan)
     return plan
@@ -133,7 +155,14 @@ def _refuse_unknown(tree: Mapping[str, Any], allowed: set[str], where: str) -> N
 def _check(plan: Plan) -> None:
     if plan.choose_by not in ("rate", *LESS_IS_BETTER):
         sys.exit(f"choose_by = {plan.choose_by!r}: use rate, {' or '.join(LESS_IS_BETTER)}")
-    references = {"sweep_on": ((plan.sweep_on,), plan.variants), "first": (plan.first, plan.arms)}
+    references: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+        "sweep_on": ((plan.sweep_on,), plan.variants),
+        "first": (plan.first, plan.arms),
+        "unpaired": (plan.design.unpaired, plan.arms),
+        "contrasts": (tuple(name for pair in plan.design.pairs for name in pair), plan.arms),
+    }
+    if plan.design.pairs and not plan.design.outcomes:
+        sys.exit("contrasts without outcomes decide nothing; name the measures under [outcomes]")
     for arm in plan.arms.values():
         references[f"arms.{arm.name}.variants"] = arm.variants, plan.variants
         references[f"arms.{arm.name}.in"] = tuple(arm.overrides_in), plan.variants
@@ -146,6 +175,22 @@ def _check(plan: Plan) -> None:
         for name in names:
             if name not in allowed:
                 sys.exit(f"{field}: there is no {name!r}, only {', '.join(allowed)}")
+
+
+def describe_design(plan: Plan) -> Iterator[str]:
+    """For each contrast and outcome: the effect that four of five such studies would find where
+    differences vary as expected."""
+    yield f"{plan.num_tests} tests under Holm's correction, margin {plan.design.margin:g}"
+    for first, other in plan.design.pairs:
+        seeds = set(plan.arms[first].seeds) & set(plan.arms[other].seeds)
+        for outcome, sd in (plan.design.outcomes or {}).items():
+            strict, alone = (
+                detectable_effect(sd, len(seeds), tests) for tests in (plan.num_tests, 1)
+            )
+            yield (
+                f"{first} minus {other}, {outcome}: {len(seeds)} seeds, expected SD {sd:g}, "
+                f"detectable {strict:.4f} (without correction {alone:.4f})"
+            )
 
 
 # ── what is to be run, in which order ────────────────────────────────────────────────────────────

@@ -57,10 +57,8 @@ class Column:
 def errors_after(results: Mapping[str, Any]) -> str:
     """(a) Errors on test episodes after training: every arm, every length, every seed."""
 
-    def points_of(measure: str, values_of: Callable[[Any], Any]) -> Any:
-        return lambda row: [
-            (row[f"{measure}_after"], [values_of(run)["error_rate"] for run in row["runs"]], True)
-        ]
+    def points_of(measure: str) -> Any:
+        return lambda row: [(row[f"{measure}_after"], row[f"{measure}_after"]["values"], True)]
 
     def before(measure: str) -> Callable[[Mapping[str, Any]], float]:
         return lambda section: _mean(
@@ -74,16 +72,14 @@ def errors_after(results: Mapping[str, Any]) -> str:
                 title="names seen in training",
                 low=0.0,
                 high=0.25,
-                points_of=points_of("error_rate", lambda run: run["metrics_after"]),
+                points_of=points_of("error_rate"),
                 level=before("error_rate"),
             ),
             Column(
                 title="held-out names",
                 low=0.0,
                 high=0.8,
-                points_of=points_of(
-                    "held_out/error_rate", lambda run: run["suites"]["held_out"]["metrics_after"]
-                ),
+                points_of=points_of("held_out/error_rate"),
                 level=before("held_out/error_rate"),
             ),
         ],
@@ -97,7 +93,7 @@ def what_moved(results: Mapping[str, Any]) -> str:
 
     def points_of(row: Mapping[str, Any]) -> Any:
         return [
-            (row[f"{name}_after"], [run["metrics_after"][name] for run in row["runs"]], filled)
+            (row[f"{name}_after"], row[f"{name}_after"]["values"], filled)
             for name, filled in (("logp_drop/error_turns", False), ("logp_drop/clean_turns", True))
             if f"{name}_after" in row  # if all went well before, there are no others
         ]

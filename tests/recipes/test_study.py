@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import study  # noqa: E402
+from study_arms import over_seeds  # noqa: E402
+from study_episodes import resampled_rates  # noqa: E402
 from study_plan import Plan, best_rate, job, planned_jobs, read_plan  # noqa: E402
-from study_results import difference, measures, over_seeds, readable  # noqa: E402
+from study_results import measures, readable  # noqa: E402
 
 Tree = dict[str, Any]
 
@@ -179,18 +182,6 @@ def test_an_event_that_no_longer_occurs_counts_as_zero() -> None:
     )
 
 
-def test_intervals_over_seeds_are_students_and_welchs() -> None:
-    first, second = [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]
-    # Standard deviation √2.5; t of 4 and of 8 degrees of freedom.
-    mean = over_seeds(first)
-    assert mean["high"] - 3 == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
-    gap = difference(first, second)
-    assert gap["mean"] == -2 and gap["high"] + 2 == pytest.approx(2.306 * (2.5 / 5 * 2) ** 0.5)
-    # One side does not vary: its degrees of freedom do not count.
-    gap = difference([1.0, 2.0], [0.0, 0.0])
-    assert gap["high"] - 1.5 == pytest.approx(12.71 * (0.5 / 2) ** 0.5)
-
-
 def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
     outcomes: Tree = {}
@@ -211,12 +202,13 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     curve = long["noisy"]["error_rate_curve"]
     finals = [outcomes[f"noisy-long-lr1e-05-seed{seed}"] for seed in (0, 1)]
     last = [run["validation"][-1][4] for run in finals]
-    assert curve[1] == {"step": 5, **over_seeds(last)} and curve[0]["mean"] == 0.4
-    gap = results["variants"]["long"]["differences"]["main minus noisy"]["held_out/error_rate"]
-    assert gap["mean"] == pytest.approx(0.0)
-    assert gap["paired"] == over_seeds([0.0, 0.0]), "of the same seeds"
-    one_seed = results["variants"]["long"]["differences"]
-    assert all("other" not in name for name in one_seed), "one run says nothing of a difference"
+    interval = {name: over_seeds(last)[name] for name in ("mean", "low", "high", "seeds")}
+    assert curve[1] == {"step": 5, **interval} and curve[0]["mean"] == 0.4
+    exploratory = results["variants"]["long"]["exploratory"]
+    gap = exploratory["main minus noisy"]["held_out/error_rate"]
+    assert (gap["mean"], gap["low"], gap["high"]) == (0.0, 0.0, 0.0)
+    assert (gap["method"], gap["seeds"]) == ("paired", 2), "of the same seeds"
+    assert all("other" not in name for name in exploratory), "one run says nothing of a difference"
     finals[1]["metrics_after"]["events/wrong_tool"] = 0.2
     row = study.summary(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
     assert row["events/wrong_tool_after"]["mean"] == 0.1, "the other seed had none"
@@ -339,6 +331,15 @@ def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
         assert row["tokens_until"] == {"0": [0, 0], "1.1": [None, None]}
         assert [point["step"] for point in row["error_rate_curve"]] == [0, 2]
     assert not list(runs.glob("good-*/checkpoints")) and list(runs.glob("good-*/report.html"))
+
+    # The counts of test episodes are those that the evaluation's rates were made of.
+    first_outcome = json.loads((runs / "outcomes" / f"good-A-lr{rate:g}-seed0.json").read_text())
+    for suite, part in {"": first_outcome, **first_outcome["suites"]}.items():
+        counts = first_outcome["episodes"][suite]
+        for name, value in {"score": part["after"], **part["metrics_after"]}.items():
+            if name in ("score", "error_rate"):
+                rates = resampled_rates(counts, name, np.ones((1, 2)))
+                assert rates[0] == pytest.approx(value), name
 
     # Cut off: one outcome is missing, and its run with it. A worker of its own makes the same.
     missing = runs / "outcomes" / f"good-A-lr{rate:g}-seed1.json"
