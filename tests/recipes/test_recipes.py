@@ -37,8 +37,11 @@ def test_recipe_trains(
     if recipe.tasks.kind == "toolbox":
         overrides += ["tasks.turns=2", "evaluate.num_tasks=2", f"student.model={roomy_folder}"]
         overrides += [f"evaluate.suites.{n}.turns=2" for n in recipe.evaluate.suites]
+    if recipe.tasks.kind == "switchboard":
+        overrides += ["tasks.turns=8", "evaluate.num_tasks=2", f"student.model={roomy_folder}"]
+        overrides += [f"evaluate.suites.{n}.turns=8" for n in recipe.evaluate.suites]
     if recipe.reader is not None:  # random words are no call at all
-        overrides.append("reader.rules=[{detect='no_call'}]")
+        overrides.append("reader.rules=[{detect='no_call', hint='Call a tool.'}]")
     run = train(load_recipe(file, overrides), tmp_path / "run")
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1]

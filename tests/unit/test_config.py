@@ -40,6 +40,22 @@ def loss(kind: str = "divergence", **changes: Any) -> dict[str, Any]:
     return {"losses": [{"kind": kind, **changes}]}
 
 
+RECORDED = {
+    "tasks": {"kind": "conversations", "path": "logs.jsonl"},
+    "rollout": {"student_fraction": 0},
+}
+RULE = {"detect": "event", "event": "date", "hint": "Look."}
+
+
+def hinting(tasks: str, **reader: Any) -> dict[str, Any]:
+    return {
+        "tasks": {"kind": tasks},
+        "teacher": {"kind": "self", "weights": "live"},
+        "reader": {"kind": "rules", **reader},
+        "losses": [DIVERGENCE | {"on": "hinted_turns"}],
+    }
+
+
 def problems(changes: dict[str, Any]) -> list[str]:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(tree(**changes), name="mine.toml")
@@ -277,6 +293,12 @@ def test_a_long_value_is_shortened() -> None:
             "truncate and clip exclude each other",
             "choose one",
         ),
+        (
+            loss("policy_gradient", advantage="reward", penalized_events=["bad"]),
+            "losses[0]",
+            "penalized_events belongs to turn_penalty",
+            "set that, too",
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused_with_the_fix(
@@ -402,6 +424,30 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
             "remove the section",
         ),
         (
+            {"evaluate": {"collateral": True, "temperature": 0.0}},
+            "evaluate.collateral",
+            "evaluate.temperature = 0 samples nothing",
+            "Use a temperature above 0",
+        ),
+        (
+            RECORDED | {"evaluate": {"collateral": True}},
+            "evaluate.collateral",
+            "nothing answers the student with tasks.kind = 'conversations'",
+            "remove it",
+        ),
+        (
+            hinting("toolbox", control="mirror_turn"),
+            "reader.control = 'mirror_turn'",
+            "tasks.kind = 'toolbox' does not",
+            "Use tasks.kind = 'switchboard'",
+        ),
+        (
+            hinting("switchboard", control="other_kind", rules=[RULE]),
+            "reader.control = 'other_kind'",
+            "this reader has one kind of hint",
+            "Add a rule",
+        ),
+        (
             {"train": {"steps": 5, "warmup_steps": 5}},
             "train.warmup_steps",
             "must be smaller than train.steps",
@@ -416,6 +462,19 @@ def test_parts_that_do_not_fit_are_refused_with_the_fix(
     assert line.startswith(place)
     assert reason in line
     assert fix in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        hinting("switchboard", control="mirror_turn"),
+        hinting("switchboard", control="other_kind", rules=[RULE, RULE | {"event": "desk"}]),
+        hinting("toolbox", control="other_kind"),
+        hinting("toolbox", kind="custom", path="mine:read", control="other_kind"),
+    ],
+)  # fmt: skip
+def test_controls_that_can_place_a_hint_are_accepted(changes: dict[str, Any]) -> None:
+    parse_recipe(tree(**changes))
 
 
 def test_all_misfits_are_listed_at_once() -> None:

@@ -180,6 +180,34 @@ def test_a_rule_that_can_give_no_hint_is_refused(roomy_bare: Path, tmp_path: Pat
     assert not check_inputs(rule_recipe(roomy_bare, reader={"kind": "rules"})).notes
 
 
+PENALTY: dict[str, Any] = {
+    "losses": [{"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 1.0,
+                "penalized_events": ["date", "dsk"]}],
+    "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
+}  # fmt: skip
+
+
+def test_a_penalty_on_events_that_never_occur_is_refused(roomy_bare: Path) -> None:
+    for kind, unknown in (
+        ("switchboard", "'dsk'; they are confirm, "),
+        ("toolbox", "'date'; they"),
+    ):
+        recipe = small_recipe(roomy_bare, **PENALTY, tasks={"kind": kind})
+        with pytest.raises(RecipeError, match=rf"losses\[0\].penalized_events.*{kind}.*{unknown}"):
+            load_inputs(recipe)
+
+
+def test_rules_of_the_switchboard_know_its_events(roomy_bare: Path) -> None:
+    tasks = {"kind": "switchboard", "turns": 8}
+    good = {"detect": "event", "event": "date", "hint": "Write {date}."}
+    bad = {"detect": "event", "event": "dates", "hint": "Write {date}."}
+    unfilled = {"detect": "event", "event": "desk", "hint": "Use {dsk}."}
+    assert not check_inputs(rule_recipe(roomy_bare, good, tasks=tasks)).notes
+    first, second = check_inputs(rule_recipe(roomy_bare, good, bad, unfilled, tasks=tasks)).notes
+    assert "no event is of kind 'dates'" in first and "Did you mean 'date'" in first
+    assert "nothing fills {dsk}" in second and "Did you mean 'desk'" in second
+
+
 def test_slots_that_an_event_may_fill_are_noted(
     roomy_bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,12 @@ STEPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: event(x=np.int64(3)), "is no JSON value (Object of type int64"),
     (lambda: event(x=recursive), "is no JSON value (Circular reference"),
     (lambda: event(x="\udfff"), "events[0].details['x'] has half of a surrogate pair"),
+    (lambda: observe(decision=3), "Observation.decision = 3; use letters, digits and _, with /"),
+    (lambda: observe(decision=""), "Observation.decision = ''; use letters"),
+    (lambda: observe(decision="a b"), "Observation.decision = 'a b'; use letters"),
+    (lambda: observe(decision="a/"), "Observation.decision = 'a/'; use letters"),
+    (lambda: observe(decision="/".join("abcde")), "Observation.decision = 'a/b/c/d/e'; use"),
+    (lambda: observe(decision="é"), "use letters, digits and _, with / between parts, or None"),
     (lambda: Message("user", "x"),  # type: ignore[misc]
      "; name the fields: Message(role='user', content='…')"),
     (lambda: Event("bad"), "name the fields: Event(kind='…', details={…})"),  # type: ignore[misc]
@@ -166,6 +172,12 @@ def test_slips_in_step(result: Callable[[], Any], message: str) -> None:
     episode = guard(step=result).start(TASK)
     message_of_fault = fault_of(lambda: episode.step("Hi."))
     assert message_of_fault.startswith("world: step(reply)") and message in message_of_fault
+
+
+@pytest.mark.parametrize("decision", [None, "filler", "date/habit_wrong", "a/b_2/C/4"])
+def test_decisions_arrive_as_they_were_told(decision: str | None) -> None:
+    episode = guard(step=lambda: observe(decision=decision)).start(TASK)
+    assert episode.step("Hi.").decision == decision
 
 
 @pytest.mark.parametrize(("result", "message"), GRADES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from courtside.engines.base import ScoreRequest
 from courtside.evaluate.episodes import episode_metrics, logp_drop
+from courtside.report.metrics import event_metrics
 from courtside.types import Event, Message, Task, Trajectory, Turn
 
 TASK = Task(id="t", split="test", messages=(Message(role="user", content="Go."),))
@@ -93,3 +95,27 @@ def test_a_last_observation_that_nobody_answers_is_not_scored() -> None:
     logp_drop([played(make_turn([-0.5]), unanswered)], engine)
     assert [request.token_ids for request in engine.requests] == [(1, 2, 7)]
     assert [request.scored for request in engine.requests] == [(False, False, True)]
+
+
+def test_decisions_have_an_error_rate_each_over_all_turns_that_made_them() -> None:
+    """Whatever episode they are in; turns without a decision are in none of them."""
+    date = partial(replace, decision="date/habit_wrong")
+    episodes = [
+        played(date(make_turn([-1.0], "date")), date(make_turn([-1.0])), make_turn([-1.0], "x")),
+        played(date(make_turn([-1.0], "wrong_call", "talk"))),
+        played(replace(make_turn([-1.0]), decision="filler")),
+        replace(played(date(make_turn([-1.0], "date"))), stop="fault", fault="raised"),
+    ]
+    metrics = episode_metrics(episodes)
+    decisions = {name: value for name, value in metrics.items() if name.startswith("decisions/")}
+    assert decisions == {
+        "decisions/date/habit_wrong": pytest.approx(2 / 3),
+        "decisions/filler": 0.0,
+    }
+    row = event_metrics(episodes[:3])
+    assert {name: row[name] for name in decisions} == decisions, "a step counts as they do"
+
+
+def test_environments_without_decisions_have_no_such_metric() -> None:
+    metrics = episode_metrics([played(make_turn([-1.0], "bad"))])
+    assert not any(name.startswith("decisions/") for name in metrics)

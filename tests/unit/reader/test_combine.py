@@ -218,7 +218,79 @@ def test_controls_follow_the_seed_and_nothing_else(control: str) -> None:
 
 
 def test_without_hints_controls_do_nothing() -> None:
-    for control in ("random_turn", "random_hint", "all_turns"):
+    for control in CONTROLS:
         assert composed(Says(), trajectories=BATCH, control=control) == ReaderOutput(
             hints=(), counts={}
         )
+
+
+def test_other_kind() -> None:
+    hints = [hint("a", 1, "A", "rules:x"), hint("b", 3, "B", "rules:x"), hint("d", 5, "D", "r:y")]
+    for seed in range(20):
+        output = composed(Says(*hints), trajectories=BATCH, control="other_kind", seed=seed)
+        assert [(h.trajectory, h.turn, h.source) for h in output.hints] == [
+            (h.trajectory, h.turn, h.source) for h in hints
+        ]
+        first, second, third = (h.text for h in output.hints)
+        assert first == second == "D" and third in "AB"
+        assert all(h.bad_span is None and "other_kind" in h.reason for h in output.hints)
+
+
+def test_other_kind_where_all_hints_are_of_one() -> None:
+    output = composed(Says(*PROPOSED), trajectories=BATCH, control="other_kind")
+    assert output.counts == {"rules/test": len(PROPOSED), "dropped/no_other_kind": len(PROPOSED)}
+
+
+def deciding(id: str, *decisions: str | None, wrong: Sequence[int] = ()) -> Trajectory:
+    """Turns 1, 3, 5, … with these decisions; those in `wrong` have an event."""
+    turns = []
+    for n, decision in enumerate(decisions):
+        events = [tool_missing()] if 2 * n + 1 in wrong else []
+        turns += [replace(assistant(f"say {n}", *events), decision=decision), OK]
+    return play(*turns[:-1], id=id)
+
+
+SIDES = [
+    deciding("a", "date/habit_wrong", "desk/habit_right", None, "filler", wrong=(1,)),
+    deciding("b", "date/habit_right", "date/habit_right", "desk/habit_right", wrong=(3,)),
+    deciding("c", "date/habit_wrong", "desk/habit_wrong", "date/habit_right", wrong=(3,)),
+]
+
+
+def test_mirror_turn() -> None:
+    """Of b's two dates one went wrong itself, and c's first is on the same side."""
+    targets = set()
+    for seed in range(20):
+        said = Says(hint("a", 1, "Date."), hint("c", 3, "Desk."))
+        output = composed(said, trajectories=SIDES, control="mirror_turn", seed=seed)
+        dates, desks = ({(h.trajectory, h.turn) for h in output.hints if h.text == text}
+                        for text in ("Date.", "Desk."))  # fmt: skip
+        assert len(dates) == len(desks) == 1
+        assert dates <= {("b", 1), ("c", 5)} and desks <= {("a", 3), ("b", 5)}
+        targets |= dates | desks
+        reasons = {h.text: h.reason for h in output.hints}
+        assert reasons["Date."] == "control mirror_turn: meant for turn 1 of a"
+        assert all(h.bad_span is None for h in output.hints)
+    assert targets == {("b", 1), ("c", 5), ("a", 3), ("b", 5)}
+
+
+def test_mirror_turn_takes_each_turn_once_and_none_with_a_hint() -> None:
+    said = Says(hint("a", 1), hint("c", 1), hint("b", 1, "Meant for the mirror."), hint("a", 5))
+    output = composed(said, trajectories=SIDES, control="mirror_turn")
+    # a:1 and c:1 both look for a right date: c:5 alone is left. b:1 finds a date on the other
+    # side only where hints stand. a:5 made no decision.
+    assert [(h.trajectory, h.turn) for h in output.hints] == [("c", 5)]
+    assert output.counts == {"rules/test": 4, "dropped/no_mirror_turn": 3, "accepted": 1}
+
+
+@pytest.mark.parametrize("control", ["mirror_turn", "other_kind"])
+def test_controls_of_decisions_follow_the_seed_and_not_the_order(control: str) -> None:
+    batch = [deciding(id, "date/wrong", "date/right", "date/right", wrong=(1,)) for id in "abcdef"]
+    hints = [hint(id, 1, f"{id}1", f"rules:{id}") for id in "abcdef"]
+
+    def controlled(order: int, seed: int) -> set[Hint]:
+        said = Says(*hints[::order])
+        return set(composed(said, trajectories=batch[::order], control=control, seed=seed).hints)
+
+    assert len(controlled(1, 1)) == 6
+    assert controlled(1, 1) == controlled(-1, 1) != controlled(1, 2)

@@ -44,6 +44,7 @@ def turns(draw):
         messages=tuple(draw(messages)),
         num_generation_prompt_tokens=draw(st.integers(0, size)),
         events=tuple(draw(events)),
+        decision=draw(st.none() | texts),
     )
 
 
@@ -114,6 +115,36 @@ def test_episodes_of_evaluations_come_back(turn_list):
     evaluation = replace(make_evaluation(0), samples=(sample,))
     tree = json.loads(encode_json(serialize_evaluation(evaluation)))
     assert parse_evaluation(tree, where="here") == evaluation
+
+
+def test_files_from_before_decisions_can_be_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    episode = make_episode("0-0", num=2)
+    decided = replace(
+        episode, turns=tuple(replace(turn, decision="date/right") for turn in episode.turns)
+    )
+    path = tmp_path / "step-000000.parquet"
+    write_trajectories(path, [Scored(trajectory=decided, target=None)], {})
+    assert read_trajectories(path, 0)[0].trajectory == decided
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    for row in rows:
+        for turn in row["turns"]:
+            del turn["decision"]
+    turn_type = table.schema.field("turns").type.value_type
+    fields = [turn_type.field(i) for i in range(turn_type.num_fields)]
+    earlier = pa.struct([field for field in fields if field.name != "decision"])
+    place = table.schema.get_field_index("turns")
+    schema = table.schema.set(place, pa.field("turns", pa.list_(earlier)))
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    assert read_trajectories(path, 0)[0].trajectory == episode
+    evaluation = replace(make_evaluation(0), samples=(decided,))
+    tree = json.loads(encode_json(serialize_evaluation(evaluation)))
+    for turn in tree["samples"][0]["turns"]:
+        del turn["decision"]
+    assert parse_evaluation(tree, where="here").samples == (episode,)
 
 
 def test_a_teacher_that_spoke_on_some_tokens_is_aligned_with_the_others(tmp_path):

@@ -212,3 +212,34 @@ def test_two_tasks_of_one_id_are_refused() -> None:
     source = GeneratedSource(space, seed=0, limit=None)
     with pytest.raises(TaskError, match=r"task\(\d\) and task\(\d\) have one id, 'same'.*hash of"):
         source.batch(0, 4)
+
+
+def test_held_out_sets_take_the_strata_in_turn() -> None:
+    space = replace(numbers(3000), stratum=lambda index: index % 3, num_strata=3)
+    source = GeneratedSource(space, seed=0, limit=None)
+    number_of = {numbered(n).id: n for n in range(3000)}
+    tasks = source.held_out("test", 60)
+    assert [number_of[task.id] % 3 for task in tasks] == [0, 1, 2] * 20
+    assert len(set(ids(tasks))) == 60 and {task.split for task in tasks} == {"test"}
+    # Smaller sets are the first tasks of larger ones, and no stratum is ahead by more than one.
+    assert source.held_out("test", 20) == tasks[:20]
+    # Within a stratum the order is that of a space without strata.
+    plain = GeneratedSource(numbers(3000), seed=0, limit=None).held_out("test", 400)
+    for stratum in range(3):
+        expected = [task for task in plain if number_of[task.id] % 3 == stratum][:20]
+        assert [task for task in tasks if number_of[task.id] % 3 == stratum] == expected
+
+
+def test_strata_stay_equally_large_where_one_runs_out() -> None:
+    space = replace(numbers(200), stratum=lambda index: int(index < 20), num_strata=2)
+    tasks = GeneratedSource(space, seed=0, limit=None).held_out("test", 100)
+    number_of = {numbered(n).id: n for n in range(200)}
+    num_rare = sum(split_of(f"task {n}") == "test" for n in range(20))
+    assert sum(number_of[task.id] < 20 for task in tasks) == num_rare > 0
+    assert len(tasks) == 2 * num_rare
+
+
+def test_training_batches_know_no_strata() -> None:
+    space = replace(numbers(3000), stratum=lambda index: index % 3, num_strata=3)
+    sources = [GeneratedSource(s, seed=4, limit=None) for s in (space, numbers(3000))]
+    assert sources[0].batch(2, 16) == sources[1].batch(2, 16)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -230,6 +232,35 @@ def test_a_turn_answers_for_its_own_error():
     assert part.advantage["b"] == pytest.approx(
         (-0.5 + wrong,) * 2 + (-0.5 + right,) * 4 + (-0.5 + wrong,) * 3
     )
+
+
+def test_only_penalized_kinds_of_events_are_an_error():
+    batch = [episode("a", wrong=(3,), reward=1.0), episode("b", wrong=(1, 5), reward=0.0)]
+    advantages = {}
+    for kinds in (None, ("bad",), ("bad", "worse"), ("worse",)):
+        loss = PolicyGradientLoss(
+            kind="policy_gradient", advantage="reward", turn_penalty=0.6, penalized_events=kinds
+        )
+        (part,) = make_loss_terms([loss], ["rl"], batch)
+        advantages[kinds] = part.advantage
+    assert advantages[None] == advantages["bad",] == advantages["bad", "worse"]
+    # Without an error anywhere every turn is as good as the mean: the reward alone is left.
+    assert advantages["worse",] == {"a": (0.5,) * 9, "b": (-0.5,) * 9}
+
+
+def test_a_turn_with_a_penalized_and_another_event_is_one_error():
+    batch = [episode("a", wrong=(3,)), episode("b")]
+    turns = list(batch[0].trajectory.turns)
+    turns[3] = replace(turns[3], events=(Event(kind="other"), Event(kind="bad"), Event(kind="bad")))
+    turns[5] = replace(turns[5], events=(Event(kind="other"),))
+    batch[0] = replace(batch[0], trajectory=replace(batch[0].trajectory, turns=tuple(turns)))
+    loss = PolicyGradientLoss(
+        kind="policy_gradient", advantage="reward", turn_penalty=0.6, penalized_events=("bad",)
+    )
+    (part,) = make_loss_terms([loss], ["rl"], batch)
+    right, wrong = 0.6 / 6, -0.6 * 5 / 6  # one of the group's six turns
+    assert part.advantage["a"] == pytest.approx((right,) * 2 + (wrong,) * 4 + (right,) * 3)
+    assert part.advantage["b"] == pytest.approx((right,) * 9)
 
 
 def test_without_a_penalty_events_change_nothing():
