@@ -114,8 +114,8 @@ def test_where_the_habit_is_wrong_there_is_no_mirror_event(fault: str) -> None:
         assert kinds(answer(request, right_reply(request))) == []
         assert kinds(answer(request, habitual_reply(request))) == [fault]
     for request in requests("desk", "wrong"):
-        others = set(DESKS) - {request.arguments["desk"]}
-        for desk in others:
+        other_desks = set(DESKS) - {request.arguments["desk"]}
+        for desk in other_desks:
             assert kinds(answer(request, call_with(request, desk=desk))) == ["wrong_call"]
 
 
@@ -330,10 +330,10 @@ def test_reminders_tell_the_truth_and_are_no_hint_of_the_study() -> None:
 
 def test_demonstrations_are_the_same_again_and_their_calls_parse() -> None:
     board = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
-    again = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
+    second_board = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
     for number in range(20):
         conversation = board.demonstrate(board.task(number))
-        assert conversation == again.demonstrate(again.task(number))
+        assert conversation == second_board.demonstrate(second_board.task(number))
         for message in conversation:
             if message.role == "assistant":
                 assert isinstance(parse_call(message.content, "plain"), ToolCall)
