@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiny_model import tiny_tokenizer
 
+from courtside.chat.chat_log_rendering import trajectory_from_chat_log
+from courtside.chat.hint_splicing import splice_hints_cumulatively
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 from courtside.environments.guard import GuardedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.switchboard.environment import Switchboard
@@ -33,7 +38,7 @@ from courtside.environments.switchboard.wording import (
 )
 from courtside.environments.tool_calls import ToolCall, format_call, parse_call
 from courtside.recipe.tasks import SwitchboardTasks
-from courtside.types import Message, Observation
+from courtside.types import Hint, Message, Observation
 
 numbers = st.integers(0, Switchboard.size - 1)
 
@@ -337,3 +342,36 @@ def test_demonstrations_are_the_same_again_and_their_calls_parse() -> None:
         for message in conversation:
             if message.role == "assistant":
                 assert isinstance(parse_call(message.content, "plain"), ToolCall)
+
+
+def test_a_reminded_call_is_token_for_token_a_hinted_turn() -> None:
+    """The same conversation without its reminders, with each put in again as a hint."""
+    tokenizer = tiny_tokenizer()
+    template = IncrementalTemplate(
+        ChatTemplate(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id])
+    )
+    board = Switchboard(config(turns=10, reminder_fraction=0.4, wrong_reminder_fraction=0.2))
+    num_hints = 0
+    for number in range(8):
+        task = board.task(number)
+        whole = [task.messages[0]]
+        plain = [task.messages[0]]
+        hints: list[Hint] = []
+        for n, (_, before, reply) in enumerate(demonstrated(board, number)):
+            whole += [*before, reply]
+            plain += [before[0], reply]
+            hints += [
+                Hint(trajectory=task.id, turn=2 * n + 1, text=message.content, source="reminder")
+                for message in before[1:]
+            ]
+        trunk, expected = (
+            trajectory_from_chat_log(
+                task, [{"role": m.role, "content": m.content} for m in messages], template,
+                id=task.id,
+            )
+            for messages in (plain, whole)
+        )  # fmt: skip
+        spliced = splice_hints_cumulatively(trunk, hints, template, role="user", max_tokens=400)
+        assert spliced.token_ids == expected.token_ids
+        num_hints += len(hints)
+    assert num_hints > 10
