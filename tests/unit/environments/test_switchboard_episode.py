@@ -279,7 +279,8 @@ def within(count: int, total: int, fraction: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("habit", "reminder", "other"), [(0.97, 0.3, 0.1), (0.6, 0.3, 0.1), (0.0, 0.0, 0.0), (1, 0, 1)]
+    ("habit", "reminder", "other"),
+    [(0.97, 0.3, 0.1), (0.6, 0.3, 0.1), (0.5, 0.6, 0.3), (0, 0, 0), (1, 0, 1)],
 )
 def test_demonstrations_have_habits_and_reminders_as_often_as_asked(
     habit: float, reminder: float, other: float
