@@ -115,7 +115,7 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
 
 def summarize(results: Mapping[str, Any]) -> Iterable[str]:
     """A line for each arm, then one for each fixed contrast."""
-    sections = results["variants"] if "variants" in results else {"": results}
+    sections = results.get("variants", {"": results})
     outcomes = [measure_of(outcome) for outcome in results.get("design", {}).get("outcomes", ())]
     columns = dict.fromkeys(["after", "error_rate_after", "held_out/error_rate_after", *outcomes])
     for variant, section in sections.items():

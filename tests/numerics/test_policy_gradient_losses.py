@@ -124,14 +124,16 @@ def test_teacher_gap_by_hand() -> None:
 def test_pushing_unlikely_tokens_down_has_the_gradient_of_their_mass() -> None:
     student_V, _, sampler_V = three_policies()
     for below in (0.05, 0.2, 0.6):
-        for mu_V, ratio in ((student_V.log_softmax(-1), False), (sampler_V, True)):
+        for mu_V, ratio_mu_V in ((student_V.log_softmax(-1), None), (sampler_V, sampler_V)):
             advantage_V = unlikely_advantage(mu_V, below=below)
             is_unlikely_V = mu_V.exp() < below
             assert advantage_V.tolist() == [-1.0 if low else 0.0 for low in is_unlikely_V]
-
-            def loss(logp_V: Tensor, a: Tensor = advantage_V, mu: Tensor = mu_V) -> Tensor:
-                return policy_gradient(logp_V, a, sampler_logp_T=mu if ratio else None)
-
+            gradient_VV = gradients_by_token(
+                lambda logp_V, a=advantage_V, mu=ratio_mu_V: policy_gradient(
+                    logp_V, a, sampler_logp_T=mu
+                ),
+                student_V,
+            )
             mass_gradient_V = gradient_of(
                 lambda student, low=is_unlikely_V: sum(
                     (p for p, is_low in zip(student, low, strict=True) if is_low),
@@ -139,7 +141,7 @@ def test_pushing_unlikely_tokens_down_has_the_gradient_of_their_mass() -> None:
                 ),
                 student_V,
             )
-            close(expected(gradients_by_token(loss, student_V), mu_V), mass_gradient_V)
+            close(expected(gradient_VV, mu_V), mass_gradient_V)
     assert bool((unlikely_advantage(sampler_V, below=0.2) < 0).any())
 
 

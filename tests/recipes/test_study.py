@@ -21,7 +21,7 @@ import study  # noqa: E402
 from study_arms import over_seeds  # noqa: E402
 from study_episodes import resampled_rates  # noqa: E402
 from study_plan import Plan, best_rate, job, planned_jobs, read_plan  # noqa: E402
-from study_results import measures, readable  # noqa: E402
+from study_results import measures, outcome, readable  # noqa: E402
 
 Tree = dict[str, Any]
 
@@ -180,6 +180,53 @@ def test_an_event_that_no_longer_occurs_counts_as_zero() -> None:
         values["logp_drop/clean_turns_after"] == 0.01
         and "logp_drop/clean_turns_before" not in values
     )
+
+
+def decided(date: float, desk: float, mirror: float, seed: int) -> Tree:
+    """An outcome of an environment that tells decisions apart."""
+    run = measured(0.1)
+    run["metrics_after"] |= {
+        "decisions/date/habit_wrong": date,
+        "decisions/desk/habit_wrong": desk,
+        "decisions/date/habit_right": mirror,
+        "decisions/filler": 0.5,
+        "collateral/turns": 0.25,
+    }
+    steps = {"decisions/habit_wrong": [0.9, 0.5, date], "decisions/filler": [0.0, 0.0, 0.3]}
+    return run | {"training_decisions": steps, "seed": seed}
+
+
+def test_decisions_are_measured_by_side_and_over_the_steps() -> None:
+    values = measures(decided(0.2, 0.6, 0.1, seed=0))
+    assert values["decisions/date/habit_wrong_after"] == 0.2
+    assert values["decisions/habit_wrong_after"] == pytest.approx(0.4), "the mean over kinds"
+    assert values["decisions/habit_right_after"] == 0.1 and values["decisions/filler_after"] == 0.5
+    assert values["collateral/turns_after"] == 0.25 and "collateral/turns_before" not in values
+    assert values["training/decisions/habit_wrong_after"] == pytest.approx((0.9 + 0.5 + 0.2) / 3)
+    assert values["training/decisions/filler_after"] == pytest.approx(0.1)
+    assert "decisions/habit_wrong_before" not in values
+
+
+def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
+    rows = [
+        {"step": n, "error_rate": 0.1, "decisions/date/habit_wrong": date,
+         "decisions/desk/habit_wrong": 0.5, "decisions/filler": 0.0}
+        for n, date in enumerate((0.9, 0.7))
+    ]  # fmt: skip
+    del rows[1]["decisions/desk/habit_wrong"]  # no such turn in that step
+    evaluation = {"step": 0, "policy": "student", "split": "test", "mean_score": 0.5, "metrics": {}}
+    for name, lines in {"metrics": rows, "evaluations": [evaluation]}.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "costs.json").write_text("{}")
+    (tmp_path / "environment.json").write_text("{}")
+    series = outcome(tmp_path)["training_decisions"]
+    assert series == {
+        "decisions/date/habit_wrong": [0.9, 0.7],
+        "decisions/desk/habit_wrong": [0.5],
+        "decisions/filler": [0.0, 0.0],
+        "decisions/habit_wrong": [pytest.approx(0.7), 0.7],
+    }
 
 
 def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: Path) -> None:

@@ -72,8 +72,11 @@ def _board_tasks(recipe: Recipe) -> SwitchboardTasks:
 
 
 def test_arms_that_only_move_or_reword_take_the_rate_of_the_hint(plan: study_plan.Plan) -> None:
-    moved = {"random_turn", "wrong_kind", "careful", "hint_rule", "mirror_turn", "bit_hint"}
-    assert {name for name, arm in plan.arms.items() if arm.rate_of == "hint"} == {"hint", *moved}
+    variations = {"random_turn", "wrong_kind", "careful", "hint_rule", "mirror_turn", "bit_hint"}
+    assert {name for name, arm in plan.arms.items() if arm.rate_of == "hint"} == {
+        "hint",
+        *variations,
+    }
 
 
 def test_the_penalty_is_on_the_turns_that_hints_are_for(recipes: dict[str, Recipe]) -> None:
@@ -202,7 +205,10 @@ def test_the_command_writes_its_numbers(
                  "--replies", "1", "--with", *overrides]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     gate.main()
-    written = json.loads(result.read_text())
-    assert written["hints"]["desk"] == "Use desk {desk} here."
-    assert (written["episodes"], written["overrides"]) == (2, overrides)
-    assert written["gate"] and set(written["evaluation"]) >= {"error_rate", "decisions/filler"}
+    result_tree = json.loads(result.read_text())
+    assert result_tree["hints"]["desk"] == "Use desk {desk} here."
+    assert (result_tree["episodes"], result_tree["overrides"]) == (2, overrides)
+    assert result_tree["gate"] and set(result_tree["evaluation"]) >= {
+        "error_rate",
+        "decisions/filler",
+    }

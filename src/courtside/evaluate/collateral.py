@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -79,13 +80,19 @@ def collateral_kl(
     `collateral/DECISION` over those that made that kind of decision."""
     sampled = [t for t in before if t.num_completion_tokens]
     requests = [ScoreRequest.of_trajectory(t) for t in sampled]
-    values: dict[str, list[float]] = {}
+    values: list[float] = []
+    by_decision: dict[str, list[float]] = {}
     for trajectory, kl_T in zip(sampled, kl_by_token(requests, untrained, trained), strict=True):
+        values += kl_T.tolist()
         for turn, kl in zip(trajectory.turn_of, kl_T.tolist(), strict=True):
-            values.setdefault("collateral/turns", []).append(kl)
             if (decision := trajectory.turns[turn].decision) is not None:
-                values.setdefault(f"collateral/{decision}", []).append(kl)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+                by_decision.setdefault(decision, []).append(kl)
+    if not values:
+        return {}
+    return {
+        **{f"collateral/{name}": fmean(by_decision[name]) for name in sorted(by_decision)},
+        "collateral/turns": fmean(values),
+    }
 
 
 def collateral_kl_on_prompts(

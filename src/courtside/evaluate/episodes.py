@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from courtside.engines.base import Engine, ScoreRequest
 from courtside.evaluate.intervals import mean_interval
-from courtside.report.metrics import decision_metrics
+from courtside.report.metrics import error_by_decision
 from courtside.types import Trajectory, Turn
 
 
@@ -34,7 +34,10 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             / len(episodes)
             for kind in kinds
         },
-        **decision_metrics([turn for turns in episodes for turn in turns]),
+        **{
+            f"decisions/{name}": rate
+            for name, rate in error_by_decision([t for turns in episodes for t in turns]).items()
+        },
     }
 
 

@@ -73,17 +73,17 @@ def event_metrics(trajectories: Sequence[Trajectory]) -> Row:
         "turns": len(turns) / len(sampled),
         "error_rate": sum(bool(turn.events) for turn in turns) / len(turns),
         **{f"events/{kind}": kinds[kind] / len(turns) for kind in sorted(kinds)},
-        **decision_metrics(turns),
+        **{f"decisions/{name}": rate for name, rate in error_by_decision(turns).items()},
     }
 
 
-def decision_metrics(turns: Sequence[Turn]) -> dict[str, float]:
+def error_by_decision(turns: Sequence[Turn]) -> dict[str, float]:
     """Of the turns that the environment told apart, the fraction with any event, by decision."""
     wrong: dict[str, list[bool]] = {}
     for turn in turns:
         if turn.decision is not None:
             wrong.setdefault(turn.decision, []).append(bool(turn.events))
-    return {f"decisions/{kind}": sum(wrong[kind]) / len(wrong[kind]) for kind in sorted(wrong)}
+    return {decision: sum(wrong[decision]) / len(wrong[decision]) for decision in sorted(wrong)}
 
 
 def is_multi_turn(trajectory: Trajectory) -> bool:

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiny_model import tiny_tokenizer
 
+from courtside.chat.chat_log_rendering import trajectory_from_chat_log
+from courtside.chat.hint_splicing import splice_hints_cumulatively
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.template import ChatTemplate
 from courtside.environments.guard import GuardedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.switchboard.environment import Switchboard
@@ -33,7 +38,7 @@ from courtside.environments.switchboard.wording import (
 )
 from courtside.environments.tool_calls import ToolCall, format_call, parse_call
 from courtside.recipe.tasks import SwitchboardTasks
-from courtside.types import Message, Observation
+from courtside.types import Hint, Message, Observation
 
 numbers = st.integers(0, Switchboard.size - 1)
 
@@ -114,8 +119,8 @@ def test_where_the_habit_is_wrong_there_is_no_mirror_event(fault: str) -> None:
         assert kinds(answer(request, right_reply(request))) == []
         assert kinds(answer(request, habitual_reply(request))) == [fault]
     for request in requests("desk", "wrong"):
-        others = set(DESKS) - {request.arguments["desk"]}
-        for desk in others:
+        other_desks = set(DESKS) - {request.arguments["desk"]}
+        for desk in other_desks:
             assert kinds(answer(request, call_with(request, desk=desk))) == ["wrong_call"]
 
 
@@ -274,7 +279,8 @@ def within(count: int, total: int, fraction: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("habit", "reminder", "other"), [(0.97, 0.3, 0.1), (0.6, 0.3, 0.1), (0.0, 0.0, 0.0), (1, 0, 1)]
+    ("habit", "reminder", "other"),
+    [(0.97, 0.3, 0.1), (0.6, 0.3, 0.1), (0.5, 0.6, 0.3), (0, 0, 0), (1, 0, 1)],
 )
 def test_demonstrations_have_habits_and_reminders_as_often_as_asked(
     habit: float, reminder: float, other: float
@@ -330,10 +336,43 @@ def test_reminders_tell_the_truth_and_are_no_hint_of_the_study() -> None:
 
 def test_demonstrations_are_the_same_again_and_their_calls_parse() -> None:
     board = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
-    again = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
+    second_board = Switchboard(config(habit_fraction=0.5, reminder_fraction=0.3))
     for number in range(20):
         conversation = board.demonstrate(board.task(number))
-        assert conversation == again.demonstrate(again.task(number))
+        assert conversation == second_board.demonstrate(second_board.task(number))
         for message in conversation:
             if message.role == "assistant":
                 assert isinstance(parse_call(message.content, "plain"), ToolCall)
+
+
+def test_a_reminded_call_is_token_for_token_a_hinted_turn() -> None:
+    """The same conversation without its reminders, with each put in again as a hint."""
+    tokenizer = tiny_tokenizer()
+    template = IncrementalTemplate(
+        ChatTemplate(tokenizer, name="tiny", eos_ids=[tokenizer.eos_token_id])
+    )
+    board = Switchboard(config(turns=10, reminder_fraction=0.4, wrong_reminder_fraction=0.2))
+    num_hints = 0
+    for number in range(8):
+        task = board.task(number)
+        whole = [task.messages[0]]
+        plain = [task.messages[0]]
+        hints: list[Hint] = []
+        for n, (_, before, reply) in enumerate(demonstrated(board, number)):
+            whole += [*before, reply]
+            plain += [before[0], reply]
+            hints += [
+                Hint(trajectory=task.id, turn=2 * n + 1, text=message.content, source="reminder")
+                for message in before[1:]
+            ]
+        trunk, expected = (
+            trajectory_from_chat_log(
+                task, [{"role": m.role, "content": m.content} for m in messages], template,
+                id=task.id,
+            )
+            for messages in (plain, whole)
+        )  # fmt: skip
+        spliced = splice_hints_cumulatively(trunk, hints, template, role="user", max_tokens=400)
+        assert spliced.token_ids == expected.token_ids
+        num_hints += len(hints)
+    assert num_hints > 10

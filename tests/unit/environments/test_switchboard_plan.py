@@ -86,7 +86,7 @@ def test_a_plan_follows_from_its_number_and_has_six_critical_requests(
 def test_every_fault_has_its_cue_in_the_context_and_is_right_without_it(number: int) -> None:
     plan = make_plan(config(), number)
     manner, date_format, desk = notes_of(plan)
-    said: list[str] = []
+    earlier_texts: list[str] = []
     for place, request in enumerate(plan.requests):
         match request.fault:
             case "date":
@@ -104,7 +104,7 @@ def test_every_fault_has_its_cue_in_the_context_and_is_right_without_it(number: 
                 assert request.opening == ("" if request.habit_is_wrong else "Sure! ")
             case "confirm":
                 mention = f"My {request.arguments['title']} note is important."
-                places = [n for n, text in enumerate(said) if text.startswith(mention)]
+                places = [n for n, text in enumerate(earlier_texts) if text.startswith(mention)]
                 assert len(places) == request.habit_is_wrong
                 assert all(
                     place - n <= MAX_MENTION_DISTANCE or place - n <= NUM_CRITICAL for n in places
@@ -113,7 +113,7 @@ def test_every_fault_has_its_cue_in_the_context_and_is_right_without_it(number: 
         is_habit_right = request.arguments == request.habitual_arguments
         is_habit_right &= request.opening == request.habitual_opening
         assert is_habit_right == (not request.habit_is_wrong)
-        said.append(request.text)
+        earlier_texts.append(request.text)
 
 
 def test_seen_and_held_out_cues_are_apart() -> None:
@@ -121,16 +121,17 @@ def test_seen_and_held_out_cues_are_apart() -> None:
     assert not {*TRAINING_DESKS, HABITUAL_DESK} & set(HELD_OUT_DESKS)
     sixteen = {HABITUAL_DESK, *TRAINING_DESKS, *HELD_OUT_DESKS}
     assert len(sixteen) == 16 and len({*TRAINING_FORMATS, *HELD_OUT_FORMATS}) == 6
-    seen, held_out = (
+    seen_notes, held_out_notes = (
         [notes_of(make_plan(config(cues=cues), number)) for number in range(400)]
         for cues in ("seen", "held_out")
     )
-    assert {date_format for _, date_format, _ in seen} == {*TRAINING_FORMATS, ISO}
-    assert {desk for _, _, desk in seen} == {*TRAINING_DESKS, HABITUAL_DESK}
-    assert {date_format for _, date_format, _ in held_out} == {*HELD_OUT_FORMATS, ISO}
-    assert {desk for _, _, desk in held_out} == {*HELD_OUT_DESKS, HABITUAL_DESK}
+    assert {date_format for _, date_format, _ in seen_notes} == {*TRAINING_FORMATS, ISO}
+    assert {desk for _, _, desk in seen_notes} == {*TRAINING_DESKS, HABITUAL_DESK}
+    assert {date_format for _, date_format, _ in held_out_notes} == {*HELD_OUT_FORMATS, ISO}
+    assert {desk for _, _, desk in held_out_notes} == {*HELD_OUT_DESKS, HABITUAL_DESK}
     assert all(
-        (a == ISO) == (b == ISO) for (_, a, _), (_, b, _) in zip(seen, held_out, strict=True)
+        (a == ISO) == (b == ISO)
+        for (_, a, _), (_, b, _) in zip(seen_notes, held_out_notes, strict=True)
     ), "the same decisions are on the same sides"
 
 

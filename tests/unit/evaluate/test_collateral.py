@@ -146,12 +146,12 @@ def test_answers_to_prompts_are_those_of_the_untrained_student() -> None:
     """Whatever the trained one is; they follow the seed."""
     template = ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids=frozenset({1}))
     untrained, trained = engine(tiny_model()), engine(perturbed())
-    asked: list[ScoreRequest] = []
+    requests: list[ScoreRequest] = []
 
     def recording(score: Callable[..., Any]) -> Callable[..., Any]:
-        def score_and_record(requests: Any, **options: Any) -> Any:
-            asked.extend(requests)
-            return score(requests, **options)
+        def score_and_record(batch: Any, **options: Any) -> Any:
+            requests.extend(batch)
+            return score(batch, **options)
 
         return score_and_record
 
@@ -161,7 +161,7 @@ def test_answers_to_prompts_are_those_of_the_untrained_student() -> None:
     ]
     assert metrics[0] == metrics[1] != metrics[2]
     values = []
-    for request in asked[: len(PROMPTS)]:
+    for request in requests[: len(PROMPTS)]:
         naive = naive_kl(tiny_model(), perturbed(), request.token_ids, 1.0)
         values += [float(naive[i - 1]) for i, scored in enumerate(request.scored) if scored]
     assert metrics[0]["collateral/prompts"] == pytest.approx(sum(values) / len(values), rel=1e-3)
@@ -197,7 +197,7 @@ BOARD: dict[str, Any] = {
     "train": {"steps": 2, "prompts_per_step": 2, "learning_rate": 1e-2},
     "evaluate": {"num_tasks": 2, "collateral": True, "suites": {"other": {"cues": "held_out"}}},
 }
-WORDS: dict[str, Any] = {
+SINGLE_TURN: dict[str, Any] = {
     "tasks": {"kind": "instructions", "instruction_in_prompt": False},
     "teacher": {"kind": "self", "context": {"kind": "system", "text": "Be brief."}},
     "train": {"steps": 2, "prompts_per_step": 2, "learning_rate": 1e-2},
@@ -258,7 +258,7 @@ def test_a_resumed_run_compares_with_the_student_before_all_steps(
 
 
 def test_tasks_of_one_turn_have_it_as_well(tiny_folder: Path, tmp_path: Path) -> None:
-    metrics = last_metrics(train(small_recipe(tiny_folder, **WORDS), tmp_path / "run"))
+    metrics = last_metrics(train(small_recipe(tiny_folder, **SINGLE_TURN), tmp_path / "run"))
     names = {name for name in metrics if name.startswith("collateral/")}
     assert names == {"collateral/turns", "collateral/prompts"}
 

@@ -261,8 +261,8 @@ def test_mirror_turn() -> None:
     """Of b's two dates one went wrong itself, and c's first is on the same side."""
     targets = set()
     for seed in range(20):
-        said = Says(hint("a", 1, "Date."), hint("c", 3, "Desk."))
-        output = composed(said, trajectories=SIDES, control="mirror_turn", seed=seed)
+        reader = Says(hint("a", 1, "Date."), hint("c", 3, "Desk."))
+        output = composed(reader, trajectories=SIDES, control="mirror_turn", seed=seed)
         dates, desks = ({(h.trajectory, h.turn) for h in output.hints if h.text == text}
                         for text in ("Date.", "Desk."))  # fmt: skip
         assert len(dates) == len(desks) == 1
@@ -275,8 +275,8 @@ def test_mirror_turn() -> None:
 
 
 def test_mirror_turn_takes_each_turn_once_and_none_with_a_hint() -> None:
-    said = Says(hint("a", 1), hint("c", 1), hint("b", 1, "Meant for the mirror."), hint("a", 5))
-    output = composed(said, trajectories=SIDES, control="mirror_turn")
+    reader = Says(hint("a", 1), hint("c", 1), hint("b", 1, "Meant for the mirror."), hint("a", 5))
+    output = composed(reader, trajectories=SIDES, control="mirror_turn")
     # a:1 and c:1 both look for a right date: c:5 alone is left. b:1 finds a date on the other
     # side only where hints stand. a:5 made no decision.
     assert [(h.trajectory, h.turn) for h in output.hints] == [("c", 5)]
@@ -289,8 +289,8 @@ def test_controls_of_decisions_follow_the_seed_and_not_the_order(control: str) -
     hints = [hint(id, 1, f"{id}1", f"rules:{id}") for id in "abcdef"]
 
     def controlled(order: int, seed: int) -> set[Hint]:
-        said = Says(*hints[::order])
-        return set(composed(said, trajectories=batch[::order], control=control, seed=seed).hints)
+        reader = Says(*hints[::order])
+        return set(composed(reader, trajectories=batch[::order], control=control, seed=seed).hints)
 
     assert len(controlled(1, 1)) == 6
     assert controlled(1, 1) == controlled(-1, 1) != controlled(1, 2)

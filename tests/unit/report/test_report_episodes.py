@@ -101,6 +101,33 @@ def test_error_rates_before_and_after_by_suite_and_kind(build):
     assert "student:held_out 8 test 50.0% 40.0% to 60.0% 80.0% 70.0% to 90.0%" in result
 
 
+def test_errors_by_decision_with_what_training_changed_there(build):
+    before = {"decisions/date/habit_wrong": 0.9, "decisions/filler": 0.0}
+    after = {
+        "decisions/date/habit_wrong": 0.25,
+        "decisions/filler": 0.125,
+        "collateral/date/habit_wrong": 0.5,
+        "collateral/turns": 0.0625,
+    }
+    evaluations = [
+        make_episode_evaluation(0, 0.4, **before),
+        make_episode_evaluation(0, 0.5, policy="student:held_out"),
+        make_episode_evaluation(2, 0.1, **after),
+        make_episode_evaluation(2, 0.2, policy="student:held_out"),
+    ]
+    batches = [make_hinted_batch(step) for step in range(2)]
+    _, page = read(write_report(build(batches, evaluations)))
+    errors = part(page, "Errors", "Same tasks before and after")
+    heads = "decision student, turns with an error student:held_out, turns with an error"
+    assert f"{heads} KL(before‖after) a token" in errors
+    assert "date/habit_wrong 90.0% → 25.0% – 0.5 nats" in errors
+    assert re.search(r"filler \w* ?0\.0% → 12\.5% – –", errors), "marked as worse"
+    assert "turns – – 0.0625 nats" in errors
+    plain = [make_episode_evaluation(0, 0.4, **before), make_episode_evaluation(2, 0.1)]
+    _, page = read(write_report(build(batches, plain)))
+    assert "KL(before‖after)" not in page.text and "date/habit_wrong 90.0% → –" in page.text
+
+
 def test_an_error_rate_that_was_measured_once(build):
     _, page = read(write_report(build([], [make_episode_evaluation(0, 0.4)])))
     errors = part(page, "Errors", "Metrics")

@@ -2,7 +2,8 @@
 
 Such an evaluation has the metrics `error_rate` (fraction of assistant turns with any event) with
 the ends of its 95% interval (`error_rate/low`, `error_rate/high`), `turns` per episode and
-`events/KIND`. After training also `logp_drop/clean_turns` and `logp_drop/error_turns`.
+`events/KIND`, and `decisions/DECISION` where the environment tells decisions apart. After training
+also `logp_drop/clean_turns`, `logp_drop/error_turns` and `collateral/…`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from courtside.report.page.tables import (
 from courtside.report.summary import format_number, format_percent
 from courtside.types import Evaluation
 
-EVENTS = "events/"
+EVENTS, DECISIONS, COLLATERAL = "events/", "decisions/", "collateral/"
 LOGP_DROPS = {
     "logp_drop/clean_turns": "log-prob drop, clean turns",
     "logp_drop/error_turns": "turns with errors",
@@ -55,7 +56,7 @@ def render_error_rates(pairs: Mapping[str, Pair], differences: Differences) -> s
     plot = interval_plot(intervals, title=caption) if intervals else ""
     return (
         f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-        f"{_render_suites(pairs, differences)}{_render_kinds(pairs)}"
+        f"{_render_suites(pairs, differences)}{_render_kinds(pairs)}{_render_decisions(pairs)}"
     )
 
 
@@ -126,6 +127,35 @@ def _render_kinds(pairs: Mapping[str, Pair]) -> str:
         ["fraction of turns"] if len(pairs) == 1 else [f"{policy}, of turns" for policy in pairs]
     )
     return render_table(heads, rows) if rows else ""
+
+
+def _render_decisions(pairs: Mapping[str, Pair]) -> str:
+    """Errors by what a turn had to decide, and what training changed there."""
+    names = sorted({
+        name.removeprefix(prefix)
+        for pair in pairs.values()
+        for evaluation in pair
+        if evaluation is not None
+        for name in evaluation.metrics
+        for prefix in (DECISIONS, COLLATERAL)
+        if name.startswith(prefix)
+    })  # fmt: skip
+    last_evaluations = [after for _, after in pairs.values() if after is not None]
+    has_kl = any(name.startswith(COLLATERAL) for e in last_evaluations for name in e.metrics)
+    rows = []
+    for name in names:
+        cells = [_format_decision(pair, f"{DECISIONS}{name}") for pair in pairs.values()]
+        if has_kl:  # of the first policy: suites have none
+            cells.append(_format_drop(last_evaluations[0], f"{COLLATERAL}{name}"))
+        rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+    heads = ["decision", *(f"{policy}, turns with an error" for policy in pairs)]
+    return render_table([*heads, *(["KL(before‖after) a token"] * has_kl)], rows) if rows else ""
+
+
+def _format_decision(pair: Pair, name: str) -> str:
+    """A decision that an evaluation lacks was not made in it."""
+    before, after = (None if e is None else e.metrics.get(name) for e in pair)
+    return "–" if before is None else _format_change(before, after)
 
 
 def _render_kind(pair: Pair, kind: str) -> str:
