@@ -77,13 +77,19 @@ def all_turns(hints: Hints, _proposed: Hints, trajectories: Batch, _seed: int) -
     return ReaderOutput(hints=tuple(spread), counts={"control/added": len(spread) - len(hints)})
 
 
-def other_kind(hints: Hints, _proposed: Hints, _trajectories: Batch, seed: int) -> ReaderOutput:
-    """Each turn gets the text of a hint of the batch that another rule gave. Where there is none,
-    the hint is dropped."""
+def other_kind(hints: Hints, _proposed: Hints, trajectories: Batch, seed: int) -> ReaderOutput:
+    """Each turn gets the text of a hint of the batch that another rule gave, for another kind of
+    decision where the environment tells them apart. Where there is none, the hint is dropped."""
+    turns = {(t.id, turn): t.turns[turn] for t in trajectories for turn in t.hintable_turns}
+
+    def kind_of(hint: Hint) -> str:
+        decision = turns[hint.trajectory, hint.turn].decision
+        return hint.source if decision is None else decision.partition("/")[0]
+
     swapped: list[Hint] = []
     ordered = sorted(hints, key=lambda hint: (hint.trajectory, hint.turn))
     for hint in hints:
-        texts = [other.text for other in ordered if other.source != hint.source]
+        texts = [other.text for other in ordered if kind_of(other) != kind_of(hint)]
         if texts:
             rng = random.Random(seed_for(seed, "other_kind", hint.trajectory, hint.turn))
             swapped.append(_relocate(hint, hint.turn, rng.choice(texts), "other_kind"))

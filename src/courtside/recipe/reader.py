@@ -31,8 +31,8 @@ class ReaderBase(Section):
     """Control experiments. random_turn: each hint before another assistant turn of its trajectory
     that has no hint. random_hint: each hint's text is that of another turn of the batch. all_turns:
     a hint before every assistant turn of a trajectory that has a hint. other_kind: each hint's text
-    is one that another rule gave in the batch. mirror_turn: each hint before a turn without an
-    error that made the same kind of decision on the other side."""
+    is one that another rule gave in the batch, for another kind of decision. mirror_turn: each hint
+    before a turn without an error that made the same kind of decision on the other side."""
 
 
 class SingleReader(ReaderBase):

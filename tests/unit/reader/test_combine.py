@@ -257,6 +257,16 @@ SIDES = [
 ]
 
 
+def test_other_kind_goes_by_decisions_where_turns_have_them() -> None:
+    """A rule for the mistake and one for its mirror are of one kind."""
+    hints = [hint("a", 1, "A", "rules:date"), hint("b", 3, "B", "rules:date_mirror"),
+             hint("c", 3, "C", "rules:desk")]  # fmt: skip
+    for seed in range(10):
+        output = composed(Says(*hints), trajectories=SIDES, control="other_kind", seed=seed)
+        first, second, third = (h.text for h in output.hints)
+        assert first == second == "C" and third in "AB"
+
+
 def test_mirror_turn() -> None:
     """Of b's two dates one went wrong itself, and c's first is on the same side."""
     targets = set()
@@ -285,7 +295,11 @@ def test_mirror_turn_takes_each_turn_once_and_none_with_a_hint() -> None:
 
 @pytest.mark.parametrize("control", ["mirror_turn", "other_kind"])
 def test_controls_of_decisions_follow_the_seed_and_not_the_order(control: str) -> None:
-    batch = [deciding(id, "date/wrong", "date/right", "date/right", wrong=(1,)) for id in "abcdef"]
+    kinds = dict(zip("abcdef", ["date", "desk"] * 3, strict=True))
+    batch = [
+        deciding(id, f"{kind}/wrong", f"{kind}/right", f"{kind}/right", wrong=(1,))
+        for id, kind in kinds.items()
+    ]
     hints = [hint(id, 1, f"{id}1", f"rules:{id}") for id in "abcdef"]
 
     def controlled(order: int, seed: int) -> set[Hint]:
