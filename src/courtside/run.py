@@ -62,7 +62,7 @@ class Run:
         self.meter = CostMeter()
         self.num_steps = 0
         """Optimizer steps done."""
-        parts.progress.watch(console.progress)
+        console.watch(parts.progress)
         self.interrupted_by: int | None = None
         """The number of a signal that asked the run to stop."""
         self._rates: list[float] = []
@@ -131,10 +131,12 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        progress = self.parts.progress
         with self.meter.phase(name):
-            self.parts.progress.clear()
+            progress.phase = None
             self.console.phase(name)
             yield
+        progress.phase = None
         if self.meter.current_phase is not None:
             self.console.phase(self.meter.current_phase)
 

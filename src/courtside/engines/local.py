@@ -45,7 +45,7 @@ from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import prepack_if_faster
 from courtside.engines.probes import probe_kv_cache
 from courtside.errors import ModelError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
 
 
@@ -200,7 +200,7 @@ class LocalEngine:
             SampleBuffer,
             eos=self.eos_ids,
             tokenizer=self.tokenizer,
-            count=self.progress.add_samples,
+            progress=self.progress,
         )
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
@@ -225,13 +225,15 @@ class LocalEngine:
                 self.score_batch_tokens,
                 max_shared_tokens=self.max_batch_tokens,
             )
-            for batch in self.progress.track(batches, "passes"):
+            progress = self.progress.phase = PhaseProgress(total=len(batches), unit="passes")
+            for batch in batches:
                 batch_requests = [requests[i] for i in batch]
                 hidden_ND, spans = passes.forward([r.token_ids for r in batch_requests])
                 scores = score_positions(
                     self.head, hidden_ND, spans, batch_requests, want=want, top_k=top_k
                 )
                 results.update(zip(batch, scores, strict=True))
+                progress.finished += 1
         return [results[i] for i in range(len(requests))]
 
     @cached_property

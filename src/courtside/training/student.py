@@ -25,7 +25,7 @@ from courtside.engines.forward.tree_scoring import make_trunk_cache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.errors import NotFiniteError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
@@ -125,11 +125,14 @@ class Student:
         with self.training(step):
             batch = [s for s in scored if s.trajectory.id in trained]
             micro_batches = self._micro_batches(batch, trained)
-            for micro in self.progress.track(micro_batches, "micro-batches"):
+            progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
+            self.progress.phase = progress
+            for micro in micro_batches:
                 output = self._micro_batch(micro, terms, trained, metrics)
                 student.update(output.student)
                 teacher.update(output.teacher)
                 harmful.update(output.harmful)
+                progress.finished += 1
         return _copy_to_host(student, teacher, harmful, trained)
 
     @contextmanager

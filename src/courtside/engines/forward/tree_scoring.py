@@ -33,7 +33,7 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.errors import ModelError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Branch
 
 PlacedBranch = tuple[SequenceSpan, Branch]
@@ -210,7 +210,10 @@ def score_trees(
     batches = passes.plan_batches(
         [[ids] for ids in trunks], max_tokens, max_shared_tokens=max_shared_tokens
     )
-    for batch in (progress or ProgressMeter()).track(batches, "passes"):
+    counts = PhaseProgress(total=len(batches), unit="passes")
+    if progress is not None:
+        progress.phase = counts
+    for batch in batches:
         cache = make_trunk_cache()
         with eval_mode(passes.model), passes.patch_model():
             trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
@@ -251,6 +254,7 @@ def score_trees(
                 trunk=None if requests[i].scored is None else next(trunk_scores),
                 branches=tuple(next(branch_scores) for _ in requests[i].branches),
             )
+        counts.finished += 1
     return [results[i] for i in range(len(requests))]
 
 
