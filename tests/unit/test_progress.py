@@ -207,8 +207,8 @@ class RecordedProgress(PhaseProgress):
         self.report()
 
     def report(self) -> None:
-        seen = Report(self.finished, self.total, self.unit, self.num_tokens, self.fraction)
-        self.reports.append(seen)
+        report = Report(self.finished, self.total, self.unit, self.num_tokens, self.fraction)
+        self.reports.append(report)
 
 
 class Recorder(RunConsole):

@@ -42,7 +42,7 @@ from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
-from courtside.engines.patches.onednn_prepack import prepack_if_faster
+from courtside.engines.patches.onednn_prepack import make_prepacked_patches
 from courtside.engines.probes import probe_kv_cache
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
@@ -215,11 +215,7 @@ class LocalEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
-        with (
-            self.autocast_context(),
-            prepack_if_faster(self.model, self.head),
-            passes.patch_model(),
-        ):
+        with self.autocast_context(), self._patch_model():
             batches = passes.plan_batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
@@ -243,6 +239,13 @@ class LocalEngine:
             fused_layers = find_fused_layers(self.model, self.head, self.autocast)
             return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=fused_layers)
 
+    def _patch_model(self) -> AbstractContextManager[None]:
+        """For scoring, inside autocast."""
+        is_cpu = self.device.type == "cpu"
+        return self.passes.patch_model(
+            make_prepacked_patches(self.model, self.head) if is_cpu else []
+        )
+
     @cached_property
     def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
@@ -260,7 +263,7 @@ class LocalEngine:
             )
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
-        with self.autocast_context(), prepack_if_faster(self.model, self.head):
+        with self.autocast_context(), self._patch_model():
             return score_trees(
                 self.passes,
                 self.head,

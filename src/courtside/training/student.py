@@ -28,7 +28,7 @@ from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
+from courtside.training.cpu_patches import GradientBuffers, make_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
 from courtside.training.hint_branches import (
     HarmfulHints,
@@ -144,9 +144,8 @@ class Student:
         try:
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-                passes.patch_model(),
                 self._autocast(),  # around all passes: each weight is cast once a step
-                self._reuse_buffers(),
+                self._patch_model(passes),
             ):
                 # Dropout, the only random operation, is a function of the step.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
@@ -171,15 +170,18 @@ class Student:
             )
 
     @contextmanager
-    def _reuse_buffers(self) -> Iterator[None]:
-        """On a CPU: preallocated gradients and shadow weights, which do not fragment the heap. A
-        GPU's caching allocator does without."""
+    def _patch_model(self, passes: ForwardPasses) -> Iterator[None]:
+        """Inside autocast. On a CPU also preallocated gradients and shadow weights, which do not
+        fragment the heap; a GPU's caching allocator does without."""
         if not self.uses_cpu_patches:
-            yield
+            with passes.patch_model():
+                yield
             return
         self._cast_weights = {}
+        buffers = self._gradient_buffers
+        patches = make_cpu_patches(self.weights.model, self.head.module, buffers)
         try:
-            with use_cpu_patches(self.weights.model, self.head.module, self._gradient_buffers):
+            with buffers.collect(), passes.patch_model(patches):
                 yield
         finally:
             self._cast_weights = None

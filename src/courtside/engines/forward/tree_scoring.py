@@ -204,7 +204,7 @@ def score_trees(
     progress: ProgressMeter | None = None,
 ) -> list[BranchScores]:
     """Scores of trunks and branches, within the limits of `ForwardPasses.plan_batches` and
-    `forward_branches`."""
+    `forward_branches`; inside `ForwardPasses.patch_model`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
     results: dict[int, BranchScores] = {}
     batches = passes.plan_batches(
@@ -215,7 +215,7 @@ def score_trees(
         progress.phase = counts
     for batch in batches:
         cache = make_trunk_cache()
-        with eval_mode(passes.model), passes.patch_model():
+        with eval_mode(passes.model):
             trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
             trees = [(requests[i], span) for i, span in zip(batch, spans, strict=True)]
             branches = [(r, span, branch) for r, span in trees for branch in r.branches]
