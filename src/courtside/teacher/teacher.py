@@ -115,13 +115,16 @@ class Teacher:
         with self.weights():
             scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
-        lengths = {t.id: len(ScoreRequest.of_trajectory(t).token_ids) for t in trajectories}
+        plain = {
+            t.id: ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask)
+            for t in trajectories
+        }
         return {
             id: self._target(
                 score,
                 head,
                 context=texts.get(id),
-                num_tokens=len(requests[id].token_ids) - lengths[id],
+                num_tokens=len(requests[id].token_ids) - len(plain[id].token_ids),
             )
             for id, score in zip(requests, scores, strict=True)
         }
@@ -236,13 +239,12 @@ class Teacher:
             prompt_ids = self.renderer.prompt_ids(messages)
         elif not self.shares_prompts:
             prompt_ids = self.renderer.prompt_ids(trajectory.task.messages)
-        request = ScoreRequest(
+        return ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
             scored=(False,) * len(prompt_ids)
             + tuple(c for turn in turns for c in turn.completion_mask),
             temperature=trajectory.temperature,
         )
-        return request.trim()
 
     def _fits(self, trajectory: Trajectory, length: int) -> bool:
         if length <= self.engine.context_length:
