@@ -174,7 +174,8 @@ class Run:
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
-        if hints := [outcome for s in scored for outcome in s.hints]:
+        hints = [outcome for s in scored for outcome in s.hints]
+        if any(outcome.is_harmful for outcome in hints):
             self.alarms.check_hints(step, hints)
         self._note_slowdown(row)
         if last:

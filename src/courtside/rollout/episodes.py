@@ -17,8 +17,7 @@ from time import monotonic
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
-from courtside.environments.faults import FaultMonitor
-from courtside.environments.guard import EnvironmentFault, call_all
+from courtside.environments.guard import EnvironmentFault, FaultMonitor, call_all
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling

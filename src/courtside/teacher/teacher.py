@@ -29,7 +29,6 @@ from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.judging import join_texts
 from courtside.types import (
     DeferredTarget,
     Hint,
@@ -138,23 +137,20 @@ class Teacher:
         with self.weights():
             results = self.hints.score(trajectories, hints, want=self.want, top_k=self.top_k)
             head = self._head()
-        return {
-            trajectory.id: Scored(
-                trajectory=trajectory,
-                hints=result.outcomes,
-                target=None
-                if result.scores is None
-                else self._target(
-                    result.scores,
-                    head,
-                    context=join_texts(result.outcomes),
-                    num_tokens=result.num_tokens,
-                    token_indices=_indices_of_turns(trajectory, result.turns),
-                ),
-            )
-            for trajectory in trajectories
-            if (result := results.get(trajectory.id)) is not None
-        }
+        scored = {}
+        for trajectory in trajectories:
+            if (result := results.get(trajectory.id)) is None:
+                continue
+            s = Scored(trajectory=trajectory, hints=result.outcomes, target=None)
+            if result.scores is not None:
+                indices = _indices_of_turns(trajectory, result.turns)
+                target = self._target(
+                    result.scores, head, context=s.hint_context,
+                    num_tokens=result.num_tokens, token_indices=indices,
+                )  # fmt: skip
+                s = replace(s, target=target)
+            scored[trajectory.id] = s
+        return scored
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
@@ -186,7 +182,6 @@ class Teacher:
             turns = [branch.turn for branch in branches]
             deferred = DeferredTarget(
                 teacher=self.name,
-                context=join_texts(outcomes),
                 branches=branches,
                 token_indices=_indices_of_turns(trajectory, turns),
                 bad_tokens={t: scorer.bad_tokens(trajectory, inserted[t][0]) for t in turns},

@@ -21,7 +21,7 @@ from courtside.engines.forward.forward import (
     default_chunk_size,
     probe_forward_passes,
 )
-from courtside.engines.forward.tree_scoring import make_trunk_cache
+from courtside.engines.forward.tree_scoring import TrunkCache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.errors import NotFiniteError
@@ -287,7 +287,7 @@ class Student:
 
     def _forward(self, micro: Sequence[Scored], trained: TrainedTokens) -> MicroBatchForward:
         """Deferred hints are scored over the pass's KV cache."""
-        trunks = make_trunk_cache() if any(s.deferred for s in micro) else None
+        trunks = TrunkCache() if any(s.deferred for s in micro) else None
         ids = [forward_ids(s, trained) for s in micro]
         hidden_ND, spans = self.passes.forward(ids, cache=trunks)
         harmful: dict[str, HarmfulHints] = {}

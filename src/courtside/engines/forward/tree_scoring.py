@@ -65,9 +65,11 @@ class _TrunkLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
 
-def make_trunk_cache() -> Cache:
+class TrunkCache(Cache):  # type: ignore[misc]
     """A cache for one `ForwardPasses.forward`, which retains its keys and values without a copy."""
-    return Cache(layer_class_to_replicate=_TrunkLayer)
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_TrunkLayer)
 
 
 # ── branches ─────────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +135,8 @@ def forward_branches(
     max_keys: int | None = None,
     by_index: bool | None = None,
 ) -> list[Tensor]:
-    """Last hidden states [|branch|, D] of every branch, inside `ForwardPasses.patch_model`.
+    """Last hidden states [|branch|, D] of every branch, inside `ForwardPasses.patch_model`, without
+    dropout.
 
     Hidden state i predicts token i + 1 of the branch. Limits and `by_index` (see `BranchKeys`)
     default to what suits the device.
@@ -147,27 +150,26 @@ def forward_branches(
     max_tokens = max_tokens or default_pass_tokens(device)
     max_keys = max_keys or default_max_keys(device)
     hidden: list[Tensor] = []
-    with eval_mode(passes.model):
-        for batch in _split_branches(branches, max_tokens, max_keys):
-            keys = BranchKeys(batch, device=device, by_index=by_index)
-            assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
-            layout = make_varlen_layout(
-                keys.lengths,
-                [branch.splice + len(branch.token_ids) for _, branch in batch],
-                device=device,
-                backend=passes.backend,
-            )
-            ids_N, position_N = tensor_on(
-                [
-                    [token for _, branch in batch for token in branch.token_ids],
-                    [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
-                ],
-                dtype=torch.long,
-                device=device,
-            )
-            branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
-            hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
-            hidden += hidden_ND.split(keys.lengths)
+    for batch in _split_branches(branches, max_tokens, max_keys):
+        keys = BranchKeys(batch, device=device, by_index=by_index)
+        assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
+        layout = make_varlen_layout(
+            keys.lengths,
+            [branch.splice + len(branch.token_ids) for _, branch in batch],
+            device=device,
+            backend=passes.backend,
+        )
+        ids_N, position_N = tensor_on(
+            [
+                [token for _, branch in batch for token in branch.token_ids],
+                [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
+            ],
+            dtype=torch.long,
+            device=device,
+        )
+        branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
+        hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
+        hidden += hidden_ND.split(keys.lengths)
     return hidden
 
 
@@ -214,7 +216,7 @@ def score_trees(
     if progress is not None:
         progress.phase = counts
     for batch in batches:
-        cache = make_trunk_cache()
+        cache = TrunkCache()
         with eval_mode(passes.model):
             trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
             trees = [(requests[i], span) for i, span in zip(batch, spans, strict=True)]
@@ -281,7 +283,7 @@ def _tree_scoring_error(passes: ForwardPasses) -> float:
                        scored=(False,) * size))
         for trunk, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
-    cache = make_trunk_cache()
+    cache = TrunkCache()
     with passes.patch_model():
         _, spans = passes.forward(sequences, cache=cache)
         placed = [(spans[trunk], branch) for trunk, branch in branches]
