@@ -135,8 +135,7 @@ def forward_branches(
     max_keys: int | None = None,
     by_index: bool | None = None,
 ) -> list[Tensor]:
-    """Last hidden states [|branch|, D] of every branch, inside `ForwardPasses.patch_model`, without
-    dropout.
+    """Last hidden states [|branch|, D] of every branch, inside `ForwardPasses.patch_model`.
 
     Hidden state i predicts token i + 1 of the branch. Limits and `by_index` (see `BranchKeys`)
     default to what suits the device.
@@ -150,26 +149,27 @@ def forward_branches(
     max_tokens = max_tokens or default_pass_tokens(device)
     max_keys = max_keys or default_max_keys(device)
     hidden: list[Tensor] = []
-    for batch in _split_branches(branches, max_tokens, max_keys):
-        keys = BranchKeys(batch, device=device, by_index=by_index)
-        assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
-        layout = make_varlen_layout(
-            keys.lengths,
-            [branch.splice + len(branch.token_ids) for _, branch in batch],
-            device=device,
-            backend=passes.backend,
-        )
-        ids_N, position_N = tensor_on(
-            [
-                [token for _, branch in batch for token in branch.token_ids],
-                [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
-            ],
-            dtype=torch.long,
-            device=device,
-        )
-        branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
-        hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
-        hidden += hidden_ND.split(keys.lengths)
+    with eval_mode(passes.model):
+        for batch in _split_branches(branches, max_tokens, max_keys):
+            keys = BranchKeys(batch, device=device, by_index=by_index)
+            assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
+            layout = make_varlen_layout(
+                keys.lengths,
+                [branch.splice + len(branch.token_ids) for _, branch in batch],
+                device=device,
+                backend=passes.backend,
+            )
+            ids_N, position_N = tensor_on(
+                [
+                    [token for _, branch in batch for token in branch.token_ids],
+                    [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
+                ],
+                dtype=torch.long,
+                device=device,
+            )
+            branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
+            hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
+            hidden += hidden_ND.split(keys.lengths)
     return hidden
 
 
