@@ -132,9 +132,7 @@ class LocalEngine:
             return self.session(num_rows).sample(range(num_rows), requests, sampling)
         prompts = [request.prompt_ids for request in requests]
         with self.autocast_context():
-            batch = LeftPaddedBatch(
-                self.model, prompts, pad_id=self.pad_id, max_new_tokens=sampling.max_new_tokens
-            )
+            batch = LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
             return decode(
                 batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
                 head=self.head, buffer=self._make_buffer(num_rows, sampling),

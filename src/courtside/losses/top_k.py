@@ -34,15 +34,6 @@ from courtside.losses.full_vocabulary import sum_terms
 SupportOf = Literal["teacher", "student", "joint"]
 
 
-def top_k_ids(
-    student_logp_TV: Tensor, teacher_logp_TV: Tensor, *, k: int, of: SupportOf
-) -> tuple[Tensor, Tensor]:
-    """The support at each position: (ids_TK, keep_TK). K = k, or 2k for the joint support."""
-    check_top_k(k, student_logp_TV.shape[-1])
-    student_TK, teacher_TK = (x.topk(k, dim=-1).indices for x in (student_logp_TV, teacher_logp_TV))
-    return combine_top_k(student_TK, teacher_TK, of)[:2]
-
-
 def combine_top_k(
     student_ids_TK: Tensor, teacher_ids_TK: Tensor, of: SupportOf
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,12 +96,6 @@ def top_k_divergence(
 def support_mass(logp_TK: Tensor, keep_TK: Tensor) -> Tensor:
     """Σ_S p at each position. A student's that is 1/e of the teacher's shows the naive bias."""
     return logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
-
-
-def overlap(student_logp_TV: Tensor, teacher_logp_TV: Tensor, k: int) -> Tensor:
-    """|S_π ∩ S_q| / k: the share of the teacher's k most likely tokens that the student shares."""
-    student_TK, teacher_TK = (x.topk(k, dim=-1).indices for x in (student_logp_TV, teacher_logp_TV))
-    return combine_top_k(student_TK, teacher_TK, "joint")[2].to(student_logp_TV.dtype)
 
 
 def tail_floor(dtype: torch.dtype) -> float:

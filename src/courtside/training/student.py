@@ -87,7 +87,7 @@ class Student:
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = self.recipe.learning_rate_at(step)
-        metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={}, harmful={})
+        metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)
             terms = [drop_harmful_turns(term, scored, logps.harmful) for term in terms]
@@ -118,9 +118,7 @@ class Student:
         Trajectories without a trained token take no part, nor does what follows the last one.
         Log-probs of completion tokens that take no part are NaN.
         """
-        student: dict[str, Tensor] = {}
-        teacher: dict[str, Tensor] = {}
-        harmful: dict[str, frozenset[int]] = {}
+        logps = DeviceLogProbs({}, {}, {})
         trained = find_trained_tokens(terms)
         with self.training(step):
             batch = [s for s in scored if s.trajectory.id in trained]
@@ -128,12 +126,9 @@ class Student:
             progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
             self.progress.phase = progress
             for micro in micro_batches:
-                output = self._micro_batch(micro, terms, trained, metrics)
-                student.update(output.student)
-                teacher.update(output.teacher)
-                harmful.update(output.harmful)
+                self._micro_batch(micro, terms, trained, metrics, logps)
                 progress.finished += 1
-        return _copy_to_host(student, teacher, harmful, trained)
+        return _copy_to_host(logps, trained)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -225,30 +220,28 @@ class Student:
         terms: Sequence[LossTerm],
         trained: TrainedTokens,
         metrics: MetricAccumulator,
-    ) -> MicroBatchOutput:
-        """One forward and backward pass."""
+        logps: DeviceLogProbs,
+    ) -> None:
+        """One forward and backward pass; adds its log-probs to `logps`."""
         hidden_ND, micro, spans, harmful = self._forward(micro, trained)
-        teacher_logp = {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
-        student_logp: dict[str, Tensor] = {}
+        logps.teacher.update(
+            {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
+        )
         remaining = trained
         if harmful:  # positions are selected before a loss, not masked after it
             turns = {id: hints.turns for id, hints in harmful.items()}
+            logps.harmful.update(turns)
             terms = [drop_harmful_turns(term, micro, turns) for term in terms]
             remaining = find_trained_tokens(terms)
             on = [s.trajectory.id in remaining for s in micro]
             micro = [drop_turns(s, turns) for s in compress(micro, on)]
             spans = list(compress(spans, on))
         if micro:
-            student_logp = self._backward(hidden_ND, micro, spans, terms, remaining, metrics)
+            logps.student.update(self._backward(hidden_ND, micro, spans, terms, remaining, metrics))
         for id, hints in harmful.items():
-            student_logp[id] = _merge_logps(
-                hints, student_logp.get(id), remaining.get(id), trained[id]
+            logps.student[id] = _merge_logps(
+                hints, logps.student.get(id), remaining.get(id), trained[id]
             )
-        return MicroBatchOutput(
-            student=student_logp,
-            teacher=teacher_logp,
-            harmful={id: hints.turns for id, hints in harmful.items()},
-        )
 
     def _backward(
         self,
@@ -328,13 +321,12 @@ class MicroBatchForward(NamedTuple):
     harmful: Mapping[str, HarmfulHints]
 
 
-class MicroBatchOutput(NamedTuple):
+class DeviceLogProbs(NamedTuple):
     """By trajectory id."""
 
     student: dict[str, Tensor]
-    """Log-probs of the tokens that a loss term selected before the pass."""
+    """Of the tokens that a loss term selected before their pass."""
     teacher: dict[str, Tensor]
-    """Of the targets that the pass scored itself."""
     harmful: dict[str, frozenset[int]]
 
 
@@ -366,23 +358,16 @@ def _merge_logps(
     return logp_T
 
 
-def _copy_to_host(
-    student: Mapping[str, Tensor],
-    teacher: Mapping[str, Tensor],
-    harmful: dict[str, frozenset[int]],
-    trained: TrainedTokens,
-) -> LogProbs:
+def _copy_to_host(logps: DeviceLogProbs, trained: TrainedTokens) -> LogProbs:
     """In one copy at the end of a step: one synchronization with a GPU, not one a pass."""
-    parts = [*student.values(), *teacher.values()]
+    parts = [*logps.student.values(), *logps.teacher.values()]
     values = iter(torch.cat(parts).tolist() if parts else [])
-    return LogProbs(
-        student={
-            id: tuple(next(values) if trains else math.nan for trains in trained[id])
-            for id in student
-        },
-        teacher={id: tuple(islice(values, len(logp_T))) for id, logp_T in teacher.items()},
-        harmful=harmful,
-    )
+    student = {
+        id: tuple(next(values) if trains else math.nan for trains in trained[id])
+        for id in logps.student
+    }
+    teacher = {id: tuple(islice(values, len(logp_T))) for id, logp_T in logps.teacher.items()}
+    return LogProbs(student, teacher, logps.harmful)
 
 
 def _head_key(s: Scored) -> int:
