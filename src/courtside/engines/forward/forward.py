@@ -88,7 +88,7 @@ class ForwardPasses:
         addition to those of packed attention and fused layers."""
         patches = [*patches]
         if self.fused_layers is not None:
-            patches += self.fused_layers.patches()
+            patches += self.fused_layers.patches
         if self.padding_reason is None:
             patches.append(patch_attention(self.model, VARLEN_ATTENTION))
         with apply_patches(patches):
