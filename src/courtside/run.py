@@ -250,9 +250,9 @@ class Run:
         self.folder.record_evaluation(evaluation, trajectories)
         self.alarms.check_faults(evaluation)
         self.folder.write_costs(self.meter.totals())
-        name = f"evaluate/{evaluation.split}/{evaluation.policy}"
+        policy, split = evaluation.policy, evaluation.split
         for tracker in self.trackers:
-            tracker.log({name: evaluation.mean_score}, self.num_steps)
+            tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
         self.console.print_line(describe_evaluation(evaluation))
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from references import sampled_reverse_kl
-from support.top_k_supports import top_k_ids
 from torch import Tensor
 
 from courtside.losses.full_vocabulary import divergence
 from courtside.losses.policy_gradient import policy_gradient, teacher_gap
-from courtside.losses.top_k import top_k_divergence
+from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 

@@ -11,11 +11,10 @@ from functools import cache
 
 import pytest
 import torch
-from support.top_k_supports import top_k_ids
 from torch import Tensor
 
 from courtside.losses.full_vocabulary import divergence
-from courtside.losses.top_k import top_k_divergence
+from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 VOCAB_SIZE, K, MASS = 200, 20, 0.773
 STARTS = 3

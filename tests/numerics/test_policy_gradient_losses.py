@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import logit_pairs
-from support.top_k_supports import top_k_ids
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,7 +23,7 @@ from courtside.losses.policy_gradient import (
     sampled_token_coefficients,
     teacher_gap,
 )
-from courtside.losses.top_k import top_k_divergence
+from courtside.losses.top_k import top_k_divergence, top_k_ids
 
 close = partial(assert_close, rtol=1e-9, atol=1e-12)
 

@@ -34,6 +34,15 @@ from courtside.losses.full_vocabulary import sum_terms
 SupportOf = Literal["teacher", "student", "joint"]
 
 
+def top_k_ids(
+    student_logp_TV: Tensor, teacher_logp_TV: Tensor, *, k: int, of: SupportOf
+) -> tuple[Tensor, Tensor]:
+    """The support at each position: (ids_TK, keep_TK). K = k, or 2k for the joint support."""
+    check_top_k(k, student_logp_TV.shape[-1])
+    student_TK, teacher_TK = (x.topk(k, dim=-1).indices for x in (student_logp_TV, teacher_logp_TV))
+    return combine_top_k(student_TK, teacher_TK, of)[:2]
+
+
 def combine_top_k(
     student_ids_TK: Tensor, teacher_ids_TK: Tensor, of: SupportOf
 ) -> tuple[Tensor, Tensor, Tensor]:
