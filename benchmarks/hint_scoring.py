@@ -36,7 +36,7 @@ from workload import SEED, store
 from courtside.engines.base import BranchRequest, ScoreRequest, score_branches_separately
 from courtside.engines.forward.batching import SequenceSpan
 from courtside.engines.forward.forward import score_positions
-from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
+from courtside.engines.forward.tree_scoring import TrunkCache, forward_branches
 from courtside.types import Branch
 
 
@@ -82,7 +82,7 @@ class Job:
     @torch.no_grad()
     def trunk(self) -> Cache:
         """The KV cache of a training pass."""
-        cache = make_trunk_cache()
+        cache = TrunkCache()
         with self.engine.autocast_context(), self.engine.passes.patch_model():
             self.engine.passes.forward([self.request.token_ids], cache=cache)
         return cache

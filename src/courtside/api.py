@@ -153,7 +153,7 @@ def _evaluate(
             console.print_line(f"{run}: not writable, so the results are not stored in it")
     if teacher and (recipe.teacher is None or not parts.evaluator.teacher_can_answer()):
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
-    parts.progress.watch(console.progress)
+    console.watch(parts.progress)
     evaluations = []
     for policy in ("student", "teacher") if teacher else ("student",):
         console.print_line(f"evaluating the {policy}")

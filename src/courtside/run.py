@@ -6,12 +6,8 @@ The loop asks it for the next step and reports the outcome; it never changes wha
 from __future__ import annotations
 
 import signal
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -25,33 +21,22 @@ from courtside.errors import (
     RunError,
     UserError,
 )
-from courtside.evaluate.collateral import measure_collateral
 from courtside.evaluate.comparisons import compare_evaluations
-from courtside.evaluate.episodes import logp_drop
 from courtside.evaluate.evaluator import GradedAnswers
 from courtside.interrupts import StopSignal, handle_signals, signal_name
-from courtside.recipe import Recipe
+from courtside.report.alarms import RunAlarms, check_empty_update, check_missing_metrics
 from courtside.report.console import RunConsole
-from courtside.report.costs import CostMeter, forward_flops, training_flops
+from courtside.report.costs import CostMeter, ModelSizes, check_slowdown
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import write_trajectories
-from courtside.report.metrics import (
-    check_harmful_hints,
-    check_missing_metrics,
-    check_nothing_trained,
-    check_slowdown,
-)
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
+from courtside.run_evaluation import RunEvaluation, describe_evaluation
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
-from courtside.types import Evaluation, Scored, Split, Trajectory, Update
+from courtside.types import Scored, Update
 
-HARMFUL_HINTS = "harmful_hints"
-"""Kind of alarm."""
-STEPS_BETWEEN_ALARMS = 10
-"""Of one kind."""
 INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
 """In these the student's weights are those of the last whole step."""
 
@@ -60,10 +45,19 @@ class Run:
     def __init__(self, parts: Runtime, folder: RunFolder, console: RunConsole):
         self.parts, self.folder, self.console = parts, folder, console
         self.recipe = parts.recipe
+        self.alarms = RunAlarms(folder, console)
+        self.evaluation = RunEvaluation(parts, folder, console, self.alarms)
         self.meter = CostMeter()
+        size = parts.engine.num_parameters
+        self.sizes = ModelSizes(
+            student=size,
+            trained=sum(p.numel() for p in parts.student.weights.trained.values()),
+            teachers=parts.teacher_sizes,
+            reader=size if parts.reader_is_student else 0,
+        )
         self.num_steps = 0
         """Optimizer steps done."""
-        parts.progress.watch(console.progress)
+        console.watch(parts.progress)
         self.interrupted_by: int | None = None
         """The number of a signal that asked the run to stop."""
         self._rates: list[float] = []
@@ -132,10 +126,12 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        progress = self.parts.progress
         with self.meter.phase(name):
-            self.parts.progress.clear()
+            progress.phase = None
             self.console.phase(name)
             yield
+        progress.phase = None
         if self.meter.current_phase is not None:
             self.console.phase(self.meter.current_phase)
 
@@ -162,7 +158,9 @@ class Run:
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        self._add_step_costs(scored, update, counts)
+        self.meter.add_step(
+            scored, update, counts, sizes=self.sizes, is_recorded=self.recipe.tasks.is_recorded
+        )
         last = self.num_steps == self.recipe.train.steps
         row = self.folder.record(
             step,
@@ -176,36 +174,22 @@ class Run:
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
-        self._check_hints(step, scored)
+        hints = [outcome for s in scored for outcome in s.hints]
+        if any(outcome.is_harmful for outcome in hints):
+            self.alarms.check_hints(step, hints)
         self._note_slowdown(row)
         if last:
-            self._record_alarms()
+            self.alarms.check_finished(self.num_steps)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
 
-    def _check_hints(self, step: int, scored: Sequence[Scored]) -> None:
-        """Alarm where most hints do harm, and again after some steps where they still do."""
-        alarm = check_harmful_hints([outcome for s in scored for outcome in s.hints])
-        if alarm is None:
-            return
-        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == HARMFUL_HINTS]
-        if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
-            self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
-            self.console.print_line(f"step {step + 1}: {alarm}")
-
     def _note_slowdown(self, row: Mapping[str, Any]) -> None:
         self._rates.append(row.get("tokens_per_second") or 0.0)
-        note = check_slowdown(self._rates, torch.get_num_threads())
-        if note is not None and self.parts.student.weights.device.type == "cpu":
-            self.console.print_line(note)
-
-    def _record_alarms(self) -> None:
-        rows = self.folder.metrics()
-        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, self.num_steps))
-        for alarm in filter(None, alarms):
-            self.folder.record_alarm({"step": self.num_steps - 1, "message": alarm})
-            self.console.print_line(alarm)
+        if self.parts.student.weights.device.type == "cpu":
+            note = check_slowdown(self._rates, torch.get_num_threads())
+            if note is not None:
+                self.console.print_line(note)
 
     def write_report(self) -> Path:
         differences = compare_evaluations(self.folder)
@@ -240,158 +224,36 @@ class Run:
         path = checkpoints.latest(self.folder.checkpoints)
         return checkpoints.num_steps_of(path) if path else 0
 
-    # ── evaluations and costs ─────────────────────────────────────────────────────────────────────
+    # ── evaluations ───────────────────────────────────────────────────────────────────────────────
 
     def _evaluate_if_due(self) -> None:
-        skipped: set[Split] = set()
-        for policies, split in self._due_evaluations():
-            done = {(e.step, e.policy, e.split) for e in self.folder.evaluations()}
-            policies = [p for p in policies if (self.num_steps, p, split) not in done]
-            if not policies:
-                continue
-            reason = self.parts.evaluator.reason_not_to(split)
-            if reason is not None:
-                if self.num_steps == 0 and split not in skipped:
-                    self.console.print_line(f"not evaluated on {split} tasks: {reason}")
-                skipped.add(split)
+        for policies, split in self.recipe.due_evaluations(self.num_steps):
+            remaining = self.evaluation.select(policies, split, step=self.num_steps)
+            if not remaining:
                 continue
             self._stop_if_interrupted()
             try:
                 with self.phase("evaluate"):
-                    results = self._evaluate(policies, split)
+                    results = self.evaluation.measure(remaining, split, step=self.num_steps)
             except Exception as error:  # whatever fails after training must not cost the report
-                if not self._is_trained:
+                if self.num_steps < self.recipe.train.steps:
                     raise
-                self._report_unmeasured(f"{', '.join(policies)} on {split} tasks", error)
+                what = f"{', '.join(remaining)} on {split} tasks"
+                self.alarms.report_unmeasured(what, error, step=self.num_steps)
                 continue
             for answers in results:
                 self._record_evaluation(answers)
 
     def _record_evaluation(self, answers: GradedAnswers) -> None:
         evaluation, trajectories = answers
-        policy, split = evaluation.policy, evaluation.split
-        self._add_evaluation_costs(evaluation)
+        self.meter.add_evaluation(evaluation, self.sizes)
         self.folder.record_evaluation(evaluation, trajectories)
-        if faults := evaluation.metrics.get("environment_faults", 0):
-            message = (
-                f"{policy} on {split} tasks: {faults:g} episodes were ended by bugs in the "
-                "environment and are not in the score"
-            )
-            self.folder.record_alarm({"step": self.num_steps, "message": message})
+        self.alarms.check_faults(evaluation)
         self.folder.write_costs(self.meter.totals())
+        policy, split = evaluation.policy, evaluation.split
         for tracker in self.trackers:
             tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
-        self.console.print_line(
-            f"{policy} on {len(evaluation.scores)} {split} tasks after {self.num_steps} steps: "
-            f"{evaluation.mean_score:.1%} (95% interval {evaluation.ci_low:.1%} to "
-            f"{evaluation.ci_high:.1%}){_describe_errors(evaluation)}"
-        )
-
-    def _evaluate(self, policies: Sequence[str], split: Split) -> list[GradedAnswers]:
-        evaluator, step = self.parts.evaluator, self.num_steps
-        if policies == ["teacher"]:
-            return [evaluator.evaluate(split, step=step, policy="teacher")]
-        results = evaluator.evaluate_suites(split, policies, step=step)
-        if step > 0 and split == "test" and "student" in results:
-            answers = results["student"]
-            metrics = {**answers.evaluation.metrics, **self._measure_changes(answers.evaluation)}
-            results["student"] = answers._replace(
-                evaluation=replace(answers.evaluation, metrics=metrics)
-            )
-        return list(results.values())
-
-    def _measure_changes(self, evaluation: Evaluation) -> dict[str, float]:
-        """What training did to the answers that the student gave before it. Whatever cannot be
-        measured must not cost the evaluation."""
-        measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
-        if self.recipe.tasks.is_environment:
-            measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
-        if self.recipe.evaluate.collateral and self._is_trained:
-            measures["collateral"] = partial(
-                measure_collateral,
-                load_untrained=self.parts.load_untrained,
-                trained=self.parts.local_engine,
-                template=self.parts.renderer,
-                seed=self.recipe.seed,
-            )
-        metrics: dict[str, float] = {}
-        for name, measure in measures.items():
-            try:
-                before = self.folder.evaluation_trajectories(replace(evaluation, step=0))
-                metrics |= measure(before)
-            except (UserError, RuntimeError) as error:  # as too little memory is
-                self._report_unmeasured(name, error)
-        return metrics
-
-    @property
-    def _is_trained(self) -> bool:
-        return self.num_steps == self.recipe.train.steps
-
-    def _report_unmeasured(self, what: str, error: Exception) -> None:
-        """On the console and in the report; the evaluation is tried again by the next command."""
-        reason = str(error)
-        if not isinstance(error, UserError | RunError):
-            reason = f"{type(error).__name__}: {error}"
-            warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
-        message = f"not measured after training: {what} ({reason})"
-        self.folder.record_alarm({"step": self.num_steps, "message": message})
-        self.console.print_line(message)
-
-    def _due_evaluations(self) -> Iterator[tuple[list[str], Split]]:
-        """Test tasks before and after training, validation tasks in between. Policies that come
-        together are evaluated together."""
-        config = self.recipe.evaluate
-        if self.num_steps in (0, self.recipe.train.steps):
-            yield ["student", *(f"student:{suite}" for suite in config.suites)], "test"
-        gate = config.teacher and self.recipe.teacher is not None
-        if self.num_steps == 0 and gate and self.parts.evaluator.teacher_can_answer():
-            yield ["teacher"], "test"
-        if config.every and self.num_steps % config.every == 0:
-            yield ["student"], "validation"
-
-    def _add_step_costs(
-        self, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
-    ) -> None:
-        trained = sum(p.numel() for p in self.parts.student.weights.trained.values())
-        size = self.parts.engine.num_parameters
-        for s in scored:
-            length = len(s.trajectory.token_ids)
-            teacher_size = self.parts.teacher_sizes[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not self.recipe.tasks.is_recorded:
-                writer_size = size if s.trajectory.source == "student" else teacher_size
-                self.meter.add("rollout", input_tokens=length - s.trajectory.num_completion_tokens,
-                               output_tokens=s.trajectory.num_completion_tokens,
-                               flops=forward_flops(writer_size, length))  # fmt: skip
-            if s.target is not None or any(hint.shift is not None for hint in s.hints):
-                # The update's own pass is the trunk of deferred hints.
-                trunk = 0 if s.deferred else length
-                total = trunk + (s.target.num_context_tokens if s.target else 0)
-                self.meter.add(
-                    "teacher", input_tokens=total, flops=forward_flops(teacher_size, total)
-                )
-            if s.reference is not None:
-                self.meter.add("teacher", input_tokens=length, flops=forward_flops(size, length))
-            num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
-            if num:
-                flops = training_flops(size, num, trained)
-                self.meter.add("update", input_tokens=num, flops=flops)
-        reader_tokens = {
-            name: counts.get(f"model/{name}", 0) for name in ("input_tokens", "output_tokens")
-        }
-        if any(reader_tokens.values()):
-            is_student = self.parts.reader_is_student
-            flops = forward_flops(size, sum(reader_tokens.values())) if is_student else 0.0
-            self.meter.add("reader", **reader_tokens, flops=flops)
-
-    def _add_evaluation_costs(self, evaluation: Evaluation) -> None:
-        num_tokens = round(
-            evaluation.metrics["length"] * len(evaluation.scores) * evaluation.metrics["samples"]
-        )
-        size = self.parts.engine.num_parameters
-        if evaluation.policy == "teacher":  # several teachers share the tasks: about equally
-            sizes = self.parts.teacher_sizes.values()
-            size = round(sum(sizes) / len(sizes))
-        self.meter.add("evaluate", output_tokens=num_tokens, flops=forward_flops(size, num_tokens))
+        self.console.print_line(describe_evaluation(evaluation))
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 
@@ -422,52 +284,6 @@ class Run:
             "command goes on from there",
             number,
         )
-
-
-def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
-    """An empty batch is not a zero loss: raise unless the student made no mistake to correct."""
-    if recipe.reader is not None:
-        hints = [hint for s in scored for hint in s.hints]
-        # A threshold that drops every hint of the first step is a mistake in the recipe; later the
-        # student may no longer need any of them. Harmful hints have an alarm of their own.
-        if not hints or any(hint.drop_reason == "harmful" for hint in hints):
-            return
-        if update.step > 0 and all(hint.drop_reason is not None for hint in hints):
-            return
-    elif scored and recipe.rollout.corrections and all(x.on == "dataset" for x in recipe.losses):
-        num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
-        if not num_wrong:
-            return
-        raise RunError(
-            f"step {update.step}: {num_wrong} turns went wrong, and the environment says of none "
-            "what would have been right, so rollout.corrections has nothing to imitate. Put it "
-            "into the events' details as `correct`, or remove rollout.corrections"
-        )
-    raise RunError(
-        f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
-        f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "
-        "loss. Look at the tasks, the teacher's context and each loss's `on`"
-    )
-
-
-def _describe_errors(evaluation: Evaluation) -> str:
-    """Of episodes: the share of turns with an error."""
-    metrics = evaluation.metrics
-    if "error_rate" not in metrics:
-        return ""
-    low, high = metrics["error_rate/low"], metrics["error_rate/high"]
-    faults = metrics.get("environment_faults", 0)
-    left_out = f"; {faults:g} episodes left out (bugs in the environment)" if faults else ""
-    return f"{left_out}; errors in {metrics['error_rate']:.1%} ({low:.1%} to {high:.1%}) of turns"
-
-
-def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
-    """Length of the prefix in the update's forward pass: up to the last trained token."""
-    trained = [i for i, logp in enumerate(logps or ()) if logp == logp]
-    if not trained:
-        return 0
-    positions = [i for i, is_completion in enumerate(trajectory.completion_mask) if is_completion]
-    return positions[trained[-1]]
 
 
 # ── state of a checkpoint ────────────────────────────────────────────────────────────────────────

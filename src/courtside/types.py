@@ -325,7 +325,6 @@ class DeferredTarget:
     `judge_hints` then completes the outcomes of the hints."""
 
     teacher: str
-    context: str
     branches: tuple[Branch, ...]
     """One for each hinted turn, in order."""
     token_indices: tuple[int, ...]
@@ -359,6 +358,11 @@ class Scored:
     """The student before training, where a loss needs it (extrapolation, preference)."""
     hints: tuple[HintOutcome, ...] = ()
     """Hints for this trajectory, also those that were dropped."""
+
+    @property
+    def hint_context(self) -> str:
+        """The hints that train, as the context of a target."""
+        return "\n\n".join(o.hint.text for o in self.hints if o.drop_reason is None)
 
     @property
     def harmful_turns(self) -> frozenset[int]:

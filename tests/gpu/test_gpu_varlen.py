@@ -15,8 +15,8 @@ from torch import Tensor
 
 from courtside.engines.forward.forward import ForwardPasses, probe_packing, probe_prefix_sharing
 from courtside.engines.forward.tree_scoring import (
+    TrunkCache,
     forward_branches,
-    make_trunk_cache,
     probe_tree_scoring,
 )
 from courtside.engines.forward.varlen import VarlenBackend, supports_varlen_kernel
@@ -186,7 +186,7 @@ def test_branches_equal_separate_passes(precision: str, device: torch.device) ->
     results: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
     hidden: list[Tensor] = []
     for with_branches in (False, True):
-        cache = make_trunk_cache() if with_branches else None
+        cache = TrunkCache() if with_branches else None
         with passes.patch_model(), casting(device, cast):
             trunk_ND, spans = passes.forward(sequences(), cache=cache)
             if cache is not None:

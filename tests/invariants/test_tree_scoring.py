@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from courtside.engines.base import BranchRequest, score_branches_separately
 from courtside.engines.forward.forward import ForwardPasses
-from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
+from courtside.engines.forward.tree_scoring import TrunkCache, forward_branches
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.errors import ModelError
@@ -55,7 +55,7 @@ def training_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of a loss on the trunks, whose cache is used before the backward pass."""
     passes.model.zero_grad()
-    cache = make_trunk_cache()
+    cache = TrunkCache()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), passes.patch_model():
         hidden_ND, spans = passes.forward(SEQUENCES, cache=cache)
         before_backward(cache, spans)
@@ -71,7 +71,7 @@ def test_the_pass_of_a_training_step_serves_the_teacher_and_still_trains(
 ) -> None:
     passes = make_passes(make())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        cache = make_trunk_cache()
+        cache = TrunkCache()
         with passes.patch_model():
             _, spans = passes.forward(SEQUENCES, cache=cache)
             expected = score_branches(passes, cache, spans)
@@ -109,7 +109,7 @@ def test_the_cache_does_not_hold_the_graph() -> None:
         graph.append(weakref.ref(saved))
         return saved
 
-    cache = make_trunk_cache()
+    cache = TrunkCache()
     with passes.patch_model():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             hidden_ND, spans = passes.forward(SEQUENCES, cache=cache)
@@ -127,7 +127,7 @@ def test_neither_dropout_nor_checkpointing_reaches_the_branches() -> None:
     for layer in model.base_model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    passes, cache = make_passes(model), make_trunk_cache()
+    passes, cache = make_passes(model), TrunkCache()
     with passes.patch_model():
         with torch.no_grad():
             _, spans = passes.forward(SEQUENCES, cache=cache)
@@ -141,7 +141,7 @@ def test_neither_dropout_nor_checkpointing_reaches_the_branches() -> None:
     assert modes == [module.training for module in model.modules()]
     assert all(torch.equal(x_ND, y_ND) for x_ND, y_ND in zip(hidden, expected, strict=True))
     model.train()
-    empty = make_trunk_cache()
+    empty = TrunkCache()
     with passes.patch_model():
         _, spans = passes.forward(SEQUENCES, cache=empty)
         with pytest.raises(ModelError, match="gradient checkpointing"):

@@ -136,7 +136,7 @@ def measure_pass(parts: Runtime, scored: list[Scored]) -> tuple[int, int, set[st
     ids = [s.trajectory.token_ids for s in scored]
     assert student.passes is not None
     student.weights.model.train()
-    with student.passes.patch_model(), student._autocast(), student._reuse_buffers():
+    with student._autocast(), student._patch_model(student.passes):
         student.passes.forward(ids)  # shadow weights are no part of a pass
         with Allocations() as saved, without_collector():
             hidden_ND, _ = student.passes.forward(ids)

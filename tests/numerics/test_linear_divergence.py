@@ -23,6 +23,7 @@ from support.linear_divergence_reference import (
     run_case,
     zero_gradient,
 )
+from support.top_k_supports import overlap
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -37,7 +38,7 @@ from courtside.losses.fused.types import (
     TopKTarget,
 )
 from courtside.losses.policy_gradient import SampledTokenLoss, policy_gradient, teacher_gap
-from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
+from courtside.losses.top_k import support_mass, top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 EVERY = [*FULL, *ENDS, *ON_SUPPORT, *WITHOUT_CLOSED_FORM, *TOTAL_VARIATION_ON_SUPPORT]

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import by_position, of_ours
 from strategies import logit_pairs
+from support.top_k_supports import overlap
 from torch import Tensor
 from torch.testing import assert_close
 
 from courtside.losses import top_k
 from courtside.losses.full_vocabulary import divergence
-from courtside.losses.top_k import overlap, support_mass, top_k_divergence, top_k_ids
+from courtside.losses.top_k import support_mass, top_k_divergence, top_k_ids
 
 close = partial(assert_close, rtol=1e-8, atol=1e-11)
 OPTIONS = [("reverse_kl", {}), ("forward_kl", {}), ("jsd", {"beta": 0.3}),

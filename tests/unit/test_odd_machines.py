@@ -26,10 +26,11 @@ from courtside.cli.app import app
 from courtside.cli.machine import limit_spinning
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
+from courtside.report.alarms import check_missing_metrics
 from courtside.report.console import RunConsole
+from courtside.report.costs import check_slowdown
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
-from courtside.report.metrics import check_missing_metrics, check_slowdown
 
 
 class Lines(RunConsole):

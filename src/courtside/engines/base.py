@@ -8,7 +8,7 @@ and branch scoring come from `sample` and `score` alone where an engine has noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from courtside.types import Branch, Sample, Trajectory
@@ -50,26 +50,27 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
+    """What follows the last scored token is left out: the last observation of an episode, which
+    nobody answers, may not fit the context."""
+
     token_ids: tuple[int, ...]
     scored: tuple[bool, ...]
     """True for T tokens; never for the first, which nothing predicts."""
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        end = max((i for i, scored in enumerate(self.scored) if scored), default=0) + 1
+        object.__setattr__(self, "token_ids", self.token_ids[:end])
+        object.__setattr__(self, "scored", self.scored[:end])
+
     @classmethod
     def of_trajectory(cls, trajectory: Trajectory) -> ScoreRequest:
         """All completion tokens of a trajectory."""
-        request = cls(
+        return cls(
             token_ids=trajectory.token_ids,
             scored=trajectory.completion_mask,
             temperature=trajectory.temperature,
         )
-        return request.trim()
-
-    def trim(self) -> ScoreRequest:
-        """Without what follows the last scored token. The last observation of an episode, which
-        nobody answers, may not fit the context."""
-        end = max((i for i, scored in enumerate(self.scored) if scored), default=0) + 1
-        return replace(self, token_ids=self.token_ids[:end], scored=self.scored[:end])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,10 +42,10 @@ from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
-from courtside.engines.patches.onednn_prepack import prepack_if_faster
+from courtside.engines.patches.onednn_prepack import make_prepacked_patches
 from courtside.engines.probes import probe_kv_cache
 from courtside.errors import ModelError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
 
 
@@ -132,9 +132,7 @@ class LocalEngine:
             return self.session(num_rows).sample(range(num_rows), requests, sampling)
         prompts = [request.prompt_ids for request in requests]
         with self.autocast_context():
-            batch = LeftPaddedBatch(
-                self.model, prompts, pad_id=self.pad_id, max_new_tokens=sampling.max_new_tokens
-            )
+            batch = LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
             return decode(
                 batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
                 head=self.head, buffer=self._make_buffer(num_rows, sampling),
@@ -200,7 +198,7 @@ class LocalEngine:
             SampleBuffer,
             eos=self.eos_ids,
             tokenizer=self.tokenizer,
-            count=self.progress.add_samples,
+            progress=self.progress,
         )
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────
@@ -215,23 +213,21 @@ class LocalEngine:
             self._check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
-        with (
-            self.autocast_context(),
-            prepack_if_faster(self.model, self.head),
-            passes.patch_model(),
-        ):
+        with self.autocast_context(), self._patch_model():
             batches = passes.plan_batches(
                 [[request.token_ids] for request in requests],
                 self.score_batch_tokens,
                 max_shared_tokens=self.max_batch_tokens,
             )
-            for batch in self.progress.track(batches, "passes"):
+            progress = self.progress.phase = PhaseProgress(total=len(batches), unit="passes")
+            for batch in batches:
                 batch_requests = [requests[i] for i in batch]
                 hidden_ND, spans = passes.forward([r.token_ids for r in batch_requests])
                 scores = score_positions(
                     self.head, hidden_ND, spans, batch_requests, want=want, top_k=top_k
                 )
                 results.update(zip(batch, scores, strict=True))
+                progress.finished += 1
         return [results[i] for i in range(len(requests))]
 
     @cached_property
@@ -240,6 +236,13 @@ class LocalEngine:
         with self.autocast_context():
             fused_layers = find_fused_layers(self.model, self.head, self.autocast)
             return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=fused_layers)
+
+    def _patch_model(self) -> AbstractContextManager[None]:
+        """For scoring, inside autocast."""
+        is_cpu = self.device.type == "cpu"
+        return self.passes.patch_model(
+            make_prepacked_patches(self.model, self.head) if is_cpu else []
+        )
 
     @cached_property
     def separate_branches_reason(self) -> str | None:
@@ -258,7 +261,7 @@ class LocalEngine:
             )
         for r in requests:
             self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
-        with self.autocast_context(), prepack_if_faster(self.model, self.head):
+        with self.autocast_context(), self._patch_model():
             return score_trees(
                 self.passes,
                 self.head,

@@ -11,7 +11,7 @@ from courtside.environments.base import EpisodeRequest, HostedEnvironment
 from courtside.errors import RunError, TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.intervals import mean_interval
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.seeds import seed_for
@@ -186,8 +186,9 @@ class Evaluator:
     ) -> list[Trajectory]:
         """`policy_version`: of the student; None: the teacher samples."""
         tasks, seeds = [a.task for a in attempts], [a.seed for a in attempts]
-        max_tokens = self.sampling.max_new_tokens
-        self.progress.begin(len(attempts), "answers", max_tokens=max_tokens)
+        self.progress.phase = PhaseProgress(
+            total=len(attempts), unit="answers", max_tokens=self.sampling.max_new_tokens
+        )
         samples = sample_answers(tasks, self.sampling, seeds)
         return [
             make_trajectory(

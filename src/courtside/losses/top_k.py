@@ -107,12 +107,6 @@ def support_mass(logp_TK: Tensor, keep_TK: Tensor) -> Tensor:
     return logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
 
 
-def overlap(student_logp_TV: Tensor, teacher_logp_TV: Tensor, k: int) -> Tensor:
-    """|S_π ∩ S_q| / k: the share of the teacher's k most likely tokens that the student shares."""
-    student_TK, teacher_TK = (x.topk(k, dim=-1).indices for x in (student_logp_TV, teacher_logp_TV))
-    return combine_top_k(student_TK, teacher_TK, "joint")[2].to(student_logp_TV.dtype)
-
-
 def tail_floor(dtype: torch.dtype) -> float:
     """Least tail mass: 1 − Σ_S p is rounding noise below it, and may be negative."""
     return 8 * torch.finfo(dtype).eps

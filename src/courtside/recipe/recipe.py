@@ -24,6 +24,7 @@ from courtside.recipe.teacher import (
     TeacherConfig,
 )
 from courtside.recipe.train import TrainConfig
+from courtside.types import Split
 
 
 class Recipe(Section):
@@ -66,6 +67,18 @@ class Recipe(Section):
             "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
         }[train.lr_schedule]
         return self.learning_rate * factor
+
+    def due_evaluations(self, num_steps: int) -> list[tuple[tuple[str, ...], Split]]:
+        """Policies and tasks that are evaluated after so many steps: test tasks before and after
+        training, validation tasks in between. Those that come together run together."""
+        config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
+        if num_steps in (0, self.train.steps):
+            due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
+        if num_steps == 0 and config.teacher and self.teacher is not None:
+            due.append((("teacher",), "test"))
+        if config.every and num_steps % config.every == 0:
+            due.append((("student",), "validation"))
+        return due
 
     @property
     def needs_reference(self) -> bool:

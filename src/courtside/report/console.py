@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from courtside.errors import UserError
-from courtside.progress import PhaseProgress
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.report.summary import format_duration, format_number, summarize_recipe
 
@@ -27,6 +28,8 @@ Numbers = Mapping[str, float | int | None]
 
 FIRST_PROGRESS, PROGRESS_EVERY = 10.0, 30.0
 """Seconds until a phase has a line of its own in a log, and between further ones."""
+LOOK_EVERY = 1.0
+"""Seconds between looks at the progress of a phase."""
 MEDIUM, WIDE = 100, 140
 """Columns that hold a bar, and the numbers of a phase and of the run side by side."""
 
@@ -40,8 +43,8 @@ class RunConsole:
     def phase(self, name: str) -> None:
         """A phase starts, or continues after a nested one."""
 
-    def progress(self, progress: PhaseProgress) -> None:
-        """Counts inside the phase; called many times a second."""
+    def watch(self, progress: ProgressMeter) -> None:
+        """The counts of the phases to come, which change while they are displayed."""
 
     def step(self, row: Numbers) -> None:
         """`row` are the metrics of a step that is done."""
@@ -126,12 +129,28 @@ class PlainConsole(RunConsole):
         self._progress = Progress(0, 0, clock)
         self._phase = ""
         self._next_line = clock() + FIRST_PROGRESS
+        self._watched = ProgressMeter()
+        self._finished = threading.Event()
 
     def phase(self, name: str) -> None:
         self._phase, self._next_line = name, self._clock() + FIRST_PROGRESS
 
-    def progress(self, progress: PhaseProgress) -> None:
-        if self._clock() >= self._next_line:
+    def watch(self, progress: ProgressMeter) -> None:
+        self.finish()
+        self._watched, self._finished = progress, threading.Event()
+        threading.Thread(target=self._look, args=(self._finished,), daemon=True).start()
+
+    def finish(self) -> None:
+        self._finished.set()
+
+    def _look(self, finished: threading.Event) -> None:
+        while not finished.wait(LOOK_EVERY):
+            self.print_progress()
+
+    def print_progress(self) -> None:
+        """A line on the phase that is running, if it is due."""
+        progress = self._watched.phase
+        if progress is not None and self._clock() >= self._next_line:
             self._next_line = self._clock() + PROGRESS_EVERY
             self.print_line(f"{self._phase}: {format_progress(progress)}")
 
@@ -154,7 +173,8 @@ class PlainConsole(RunConsole):
         # An accent in a model's name must not end a run whose log file has another encoding.
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
-        print(text, file=self._stream, flush=True)
+        self._stream.write(f"{text}\n")  # in one call: two threads print
+        self._stream.flush()
 
 
 class RichConsole(RunConsole):
@@ -169,7 +189,7 @@ class RichConsole(RunConsole):
         self._progress = Progress(0, 0, clock)
         self._phase = "starting"
         self._phase_start = clock()
-        self._phase_progress: PhaseProgress | None = None
+        self._watched = ProgressMeter()
         self._speed: float | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
@@ -188,14 +208,13 @@ class RichConsole(RunConsole):
 
     def phase(self, name: str) -> None:
         self._phase, self._phase_start = name, self._clock()
-        self._phase_progress = None
         if self._live.is_started:
             self._live.refresh()
         else:
             self._live.start(refresh=True)
 
-    def progress(self, progress: PhaseProgress) -> None:
-        self._phase_progress = progress  # the live line is redrawn by itself
+    def watch(self, progress: ProgressMeter) -> None:
+        self._watched = progress  # the live line is redrawn by itself
 
     def step(self, row: Numbers) -> None:
         from rich.text import Text
@@ -228,7 +247,7 @@ class RichConsole(RunConsole):
 
         cells: list[RenderableType] = [self._spinner, self._status()]
         # The numbers of a phase take the place of the run's where there is none for both.
-        if self._progress.total and (self._phase_progress is None or self._console.width >= WIDE):
+        if self._progress.total and (self._watched.phase is None or self._console.width >= WIDE):
             cells += [self._bar()] if self._console.width >= MEDIUM else []
             cells.append(self._rates())
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -246,8 +265,8 @@ class RichConsole(RunConsole):
             status.append(f"step {step}/{progress.total}  ", style="bold")
         status.append(self._phase, style="cyan")
         status.append(f" {format_duration(self._clock() - self._phase_start)}", style="dim")
-        if self._phase_progress is not None:
-            status.append(f"  {format_progress(self._phase_progress)}")
+        if (phase := self._watched.phase) is not None:
+            status.append(f"  {format_progress(phase)}")
         return status
 
     def _bar(self) -> RenderableType:
@@ -265,7 +284,7 @@ class RichConsole(RunConsole):
         """Of the whole run."""
         from rich.text import Text
 
-        progress, has_own_numbers = self._progress, self._phase_progress is not None
+        progress, has_own_numbers = self._progress, self._watched.phase is not None
         rates = []
         if self._speed is not None and not has_own_numbers:
             rates.append(f"{format_number(self._speed)} tok/s")

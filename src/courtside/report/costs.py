@@ -1,11 +1,19 @@
-"""Costs of each phase of a run: wall-clock seconds, tokens and estimated FLOPs."""
+"""Costs of each phase of a run: wall-clock seconds, tokens and estimated FLOPs; slow steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
+
+from courtside.types import Evaluation, Scored, Trajectory, Update
+
+SLOWDOWN_FACTOR = 3
+"""How much slower than the run's median a step must be to count as slow."""
+SLOWDOWN_STEPS = 2
+"""Slow steps in a row: one may just have had long prompts."""
 
 
 def forward_flops(num_parameters: int, num_tokens: int) -> float:
@@ -29,6 +37,19 @@ class PhaseCost:
     """Sampled tokens."""
     flops: float = 0.0
     """2 · parameters · tokens for a forward pass, three times that for a trained one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Parameters of the models of a run."""
+
+    student: int
+    trained: int
+    """Those of the student that train."""
+    teachers: Mapping[str, int]
+    """By name."""
+    reader: int
+    """0: unknown, as that of an endpoint."""
 
 
 class CostMeter:
@@ -70,6 +91,50 @@ class CostMeter:
             flops=so_far.flops + flops,
         )
 
+    def add_step(
+        self,
+        scored: Sequence[Scored],
+        update: Update,
+        reader_counts: Mapping[str, int],
+        *,
+        sizes: ModelSizes,
+        is_recorded: bool,
+    ) -> None:
+        """`is_recorded`: the trajectories were not sampled in this step."""
+        size = sizes.student
+        for s in scored:
+            length = len(s.trajectory.token_ids)
+            teacher_size = sizes.teachers[s.target.teacher] if s.target else size
+            if s.trajectory.source != "dataset" and not is_recorded:
+                num_sampled = s.trajectory.num_completion_tokens
+                writer_size = size if s.trajectory.source == "student" else teacher_size
+                self.add("rollout", input_tokens=length - num_sampled, output_tokens=num_sampled,
+                         flops=forward_flops(writer_size, length))  # fmt: skip
+            if s.target is not None or any(hint.shift is not None for hint in s.hints):
+                # The update's own pass is the trunk of deferred hints.
+                trunk = 0 if s.deferred else length
+                total = trunk + (s.target.num_context_tokens if s.target else 0)
+                self.add("teacher", input_tokens=total, flops=forward_flops(teacher_size, total))
+            if s.reference is not None:
+                self.add("teacher", input_tokens=length, flops=forward_flops(size, length))
+            num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
+            if num:
+                flops = training_flops(size, num, sizes.trained)
+                self.add("update", input_tokens=num, flops=flops)
+        num_input, num_output = (
+            reader_counts.get(f"model/{name}", 0) for name in ("input_tokens", "output_tokens")
+        )
+        if num_input or num_output:
+            flops = forward_flops(sizes.reader, num_input + num_output)
+            self.add("reader", input_tokens=num_input, output_tokens=num_output, flops=flops)
+
+    def add_evaluation(self, evaluation: Evaluation, sizes: ModelSizes) -> None:
+        metrics, size = evaluation.metrics, sizes.student
+        num_tokens = round(metrics["length"] * len(evaluation.scores) * metrics["samples"])
+        if evaluation.policy == "teacher":  # several teachers share the tasks: about equally
+            size = round(sum(sizes.teachers.values()) / len(sizes.teachers))
+        self.add("evaluate", output_tokens=num_tokens, flops=forward_flops(size, num_tokens))
+
     def totals(self) -> dict[str, PhaseCost]:
         self._charge()
         return dict(self._totals)
@@ -95,3 +160,33 @@ class CostMeter:
             so_far = self._totals.get(name, PhaseCost())
             self._totals[name] = replace(so_far, seconds=so_far.seconds + now - self._since)
         self._since = now
+
+
+def _num_forward_tokens(trajectory: Trajectory, logps: tuple[float, ...] | None) -> int:
+    """Length of the prefix in the update's forward pass: up to the last trained token."""
+    trained = [i for i, logp in enumerate(logps or ()) if logp == logp]
+    if not trained:
+        return 0
+    positions = [i for i, is_completion in enumerate(trajectory.completion_mask) if is_completion]
+    return positions[trained[-1]]
+
+
+def check_slowdown(rates: Sequence[float], num_threads: int) -> str | None:
+    """The note on a run whose tokens per second collapsed in the last two steps; None: no.
+
+    `rates` are those of all steps of this process. It is compared with the run's own median, and
+    noted once: when the second slow step in a row follows one that was not slow.
+    """
+    if len(rates) < SLOWDOWN_STEPS + 3:
+        return None
+    usual = median(rates[:-SLOWDOWN_STEPS])
+    slow = [rate < usual / SLOWDOWN_FACTOR for rate in rates[-SLOWDOWN_STEPS - 1 :]]
+    if slow[0] or not all(slow[1:]):
+        return None
+    note = (
+        f"{rates[-1]:.3g} tokens/s, where this run's median is {usual:.3g}: are other processes on "
+        "its cores?"
+    )
+    if num_threads > 1:
+        note += " Stop it (Ctrl-C saves) and go on with OMP_NUM_THREADS=1, which often helps then"
+    return note

@@ -1,20 +1,15 @@
-"""The metrics of one step as a flat row of numbers, and alarms."""
+"""The metrics of one step as a flat row of numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
-SLOWDOWN_FACTOR = 3
-"""How much slower than the run's median a step must be to count as slow."""
-SLOWDOWN_STEPS = 2
-"""Slow steps in a row: one may just have had long prompts."""
 
 
 def compute_metrics(
@@ -107,82 +102,3 @@ def hint_metrics(hints: Sequence[HintOutcome]) -> Row:
     if pass_rates:
         row["hints/pass_rate"] = sum(pass_rates) / len(pass_rates)
     return row
-
-
-def check_harmful_hints(hints: Sequence[HintOutcome]) -> str | None:
-    """The alarm of a step in which at least half of the measured hints make their turn more likely;
-    None: fewer do."""
-    measured = [outcome.shift for outcome in hints if outcome.shift is not None]
-    harmful = [outcome for outcome in hints if outcome.is_harmful]
-    if not harmful or 2 * len(harmful) < len(measured):
-        return None
-    num_trained = sum(outcome.drop_reason is None for outcome in harmful)
-    consequence = (
-        f"{num_trained} of these trained, as hints.harmful = 'train' says: they teach the mistake"
-        if num_trained
-        else "they would teach the mistake, and did not train"
-    )
-    mean = sum(measured) / len(measured)
-    return (
-        f"{len(harmful)} of {len(measured)} hints make their turn more likely (mean shift "
-        f"{mean:+.2f} nats); {consequence}. Say what is right instead of quoting what went wrong, "
-        "check that each hint is for the turn it names, and see the hints in the report"
-    )
-
-
-def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The alarm of a run in which no step trained a token; None: some did."""
-    if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
-        return None
-    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
-    if not any("hints/trained" in row for row in rows):
-        return f"{result}. No loss applies to any token; see `on` of the losses."
-    counts: Counter[str] = Counter()
-    for row in rows:
-        names = (key for key in row if key.startswith((READER, "hints/dropped/")))
-        counts.update({name.removeprefix(READER): row[name] for name in names if row[name]})
-    if counts:
-        text = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-        return f"{result}. The reader counted over all steps: {text}."
-    kinds = sorted({key.removeprefix("events/") for row in rows for key in row
-                    if key.startswith("events/")})  # fmt: skip
-    events = (
-        f"the environment reported events of kind {', '.join(kinds)}, and no rule detects one of "
-        "them; add a rule for it to reader.rules"
-        if kinds
-        else "no event was reported and no text matched; look at some turns with `courtside view`"
-    )
-    return f"{result}. The reader proposed no hint in any step: {events}."
-
-
-def check_missing_metrics(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str | None:
-    """The alarm of a run whose metrics.jsonl lost steps that were trained; None: all are there."""
-    missing = sorted(set(range(num_steps)) - {row["step"] for row in rows})
-    if not missing:
-        return None
-    return (
-        f"metrics.jsonl has no row of {len(missing)} of {num_steps} steps (from {missing[0]} to "
-        f"{missing[-1]}): the file was deleted or changed under the run. The weights are complete; "
-        "the curves of the report have a hole"
-    )
-
-
-def check_slowdown(rates: Sequence[float], num_threads: int) -> str | None:
-    """The note on a run whose tokens per second collapsed in the last two steps; None: no.
-
-    `rates` are those of all steps of this process. It is compared with the run's own median, and
-    noted once: when the second slow step in a row follows one that was not slow.
-    """
-    if len(rates) < SLOWDOWN_STEPS + 3:
-        return None
-    usual = median(rates[:-SLOWDOWN_STEPS])
-    slow = [rate < usual / SLOWDOWN_FACTOR for rate in rates[-SLOWDOWN_STEPS - 1 :]]
-    if slow[0] or not all(slow[1:]):
-        return None
-    note = (
-        f"{rates[-1]:.3g} tokens/s, where this run's median is {usual:.3g}: are other processes on "
-        "its cores?"
-    )
-    if num_threads > 1:
-        note += " Stop it (Ctrl-C saves) and go on with OMP_NUM_THREADS=1, which often helps then"
-    return note

@@ -17,9 +17,8 @@ from time import monotonic
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
-from courtside.environments.faults import FaultMonitor
-from courtside.environments.guard import EnvironmentFault, call_all
-from courtside.progress import ProgressMeter
+from courtside.environments.guard import EnvironmentFault, FaultMonitor, call_all
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
@@ -89,7 +88,7 @@ class EpisodeRollout:
         running: dict[int, EpisodeState] = {}
         """By row of the session."""
         finished: dict[int, Trajectory] = {}
-        self.progress.begin(len(requests), "episodes")
+        progress = self.progress.phase = PhaseProgress(total=len(requests), unit="episodes")
         while waiting or running:
             starting: dict[int, EpisodeState] = {}
             while waiting and free_rows:
@@ -113,7 +112,7 @@ class EpisodeRollout:
                 del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
-                self._report_progress(len(requests), finished.values(), running.values())
+                self._count(progress, finished.values(), running.values())
         trajectories = [finished[index] for index in range(len(requests))]
         self.faults.check([trajectory.fault for trajectory in trajectories])
         return trajectories
@@ -165,19 +164,20 @@ class EpisodeRollout:
             else:
                 state.add_turn(sample, result, self.template, self.limits)
 
-    def _report_progress(
-        self, total: int, finished: Collection[Trajectory], running: Collection[EpisodeState]
+    def _count(
+        self,
+        progress: PhaseProgress,
+        finished: Collection[Trajectory],
+        running: Collection[EpisodeState],
     ) -> None:
         """Episodes under way count by their turns, once it is known how many there may be."""
-        num_ended = len(finished) + sum(state.stop is not None for state in running)
-        fraction = num_ended / total
+        progress.finished = len(finished) + sum(state.stop is not None for state in running)
         if finished:
             turns = [t.role == "assistant" for episode in finished for t in episode.turns]
             self._expected_turns = sum(turns) / len(finished)
         if limit := self.limits.turns or self._expected_turns:
             shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
-            fraction += sum(shares) / total
-        self.progress.set_finished(num_ended, fraction)
+            progress.partial = sum(shares)
 
     def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
         """Expected tokens of the longest episode, within the context length."""

@@ -16,7 +16,7 @@ from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
 from courtside.chat.template import ChatTemplate, make_trajectory, message_tree
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for, trajectory_id
@@ -111,7 +111,9 @@ class TeacherCompletions:
             return []
         seeds = [seed_for(self.seed, "teacher", step, index, n) for index, n in keys]
         sampling = make_sampling(self.config)
-        self.progress.begin(len(keys), "answers", max_tokens=sampling.max_new_tokens)
+        self.progress.phase = PhaseProgress(
+            total=len(keys), unit="answers", max_tokens=sampling.max_new_tokens
+        )
         samples = self.write([tasks[index] for index, _ in keys], sampling, seeds)
         return [
             make_trajectory(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from courtside.chat.template import ChatTemplate, make_trajectory
 from courtside.engines.base import Engine, SampleRequest, Sampling
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import Grade, Task, Trajectory
@@ -49,8 +49,9 @@ class SingleTurnRollout:
             )
             for index, n in keys
         ]
-        max_tokens = self.sampling.max_new_tokens
-        self.progress.begin(len(requests), "answers", max_tokens=max_tokens)
+        self.progress.phase = PhaseProgress(
+            total=len(requests), unit="answers", max_tokens=self.sampling.max_new_tokens
+        )
         samples = self.engine.sample(requests, self.sampling) if requests else []
         return [
             make_trajectory(

@@ -71,22 +71,17 @@ def _judge_deferred(scored: Scored, update: Update) -> Scored:
         judged = judge_hint(outcome.hint, *by_turn[turn], bad_tokens=bad_tokens)
         return replace(judged, drop_reason="harmful" if turn in harmful else None)
 
-    outcomes = tuple(map(judge, scored.hints))
+    scored = replace(scored, hints=tuple(map(judge, scored.hints)))
     branches = [branch for branch in deferred.branches if branch.turn not in harmful]
     target = Target(
         teacher=deferred.teacher,
-        context=join_texts(outcomes),
+        context=scored.hint_context,
         logp_T=hinted_T.float(),
         num_context_tokens=sum(len(branch.token_ids) for branch in branches),
         token_indices=deferred.token_indices,
     )
     # As if harmful hints had been dropped before the update.
-    return replace(scored, target=target.without_turns(trajectory, harmful), hints=outcomes)
-
-
-def join_texts(outcomes: Sequence[HintOutcome]) -> str:
-    """The hints that train, as the context of a target."""
-    return "\n\n".join(outcome.hint.text for outcome in outcomes if outcome.drop_reason is None)
+    return replace(scored, target=target.without_turns(trajectory, harmful))
 
 
 def tokens_of_span(pieces: Sequence[str], span: str) -> tuple[int, ...]:

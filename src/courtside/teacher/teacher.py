@@ -29,7 +29,6 @@ from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
 from courtside.teacher.hint_scoring import HintScorer
-from courtside.teacher.judging import join_texts
 from courtside.types import (
     DeferredTarget,
     Hint,
@@ -115,13 +114,16 @@ class Teacher:
         with self.weights():
             scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
-        lengths = {t.id: len(ScoreRequest.of_trajectory(t).token_ids) for t in trajectories}
+        plain = {
+            t.id: ScoreRequest(token_ids=t.token_ids, scored=t.completion_mask)
+            for t in trajectories
+        }
         return {
             id: self._target(
                 score,
                 head,
                 context=texts.get(id),
-                num_tokens=len(requests[id].token_ids) - lengths[id],
+                num_tokens=len(requests[id].token_ids) - len(plain[id].token_ids),
             )
             for id, score in zip(requests, scores, strict=True)
         }
@@ -135,23 +137,20 @@ class Teacher:
         with self.weights():
             results = self.hints.score(trajectories, hints, want=self.want, top_k=self.top_k)
             head = self._head()
-        return {
-            trajectory.id: Scored(
-                trajectory=trajectory,
-                hints=result.outcomes,
-                target=None
-                if result.scores is None
-                else self._target(
-                    result.scores,
-                    head,
-                    context=join_texts(result.outcomes),
-                    num_tokens=result.num_tokens,
-                    token_indices=_indices_of_turns(trajectory, result.turns),
-                ),
-            )
-            for trajectory in trajectories
-            if (result := results.get(trajectory.id)) is not None
-        }
+        scored = {}
+        for trajectory in trajectories:
+            if (result := results.get(trajectory.id)) is None:
+                continue
+            s = Scored(trajectory=trajectory, hints=result.outcomes, target=None)
+            if result.scores is not None:
+                indices = _indices_of_turns(trajectory, result.turns)
+                target = self._target(
+                    result.scores, head, context=s.hint_context,
+                    num_tokens=result.num_tokens, token_indices=indices,
+                )  # fmt: skip
+                s = replace(s, target=target)
+            scored[trajectory.id] = s
+        return scored
 
     def write(
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
@@ -183,7 +182,6 @@ class Teacher:
             turns = [branch.turn for branch in branches]
             deferred = DeferredTarget(
                 teacher=self.name,
-                context=join_texts(outcomes),
                 branches=branches,
                 token_indices=_indices_of_turns(trajectory, turns),
                 bad_tokens={t: scorer.bad_tokens(trajectory, inserted[t][0]) for t in turns},
@@ -236,13 +234,12 @@ class Teacher:
             prompt_ids = self.renderer.prompt_ids(messages)
         elif not self.shares_prompts:
             prompt_ids = self.renderer.prompt_ids(trajectory.task.messages)
-        request = ScoreRequest(
+        return ScoreRequest(
             token_ids=prompt_ids + tuple(i for turn in turns for i in turn.token_ids),
             scored=(False,) * len(prompt_ids)
             + tuple(c for turn in turns for c in turn.completion_mask),
             temperature=trajectory.temperature,
         )
-        return request.trim()
 
     def _fits(self, trajectory: Trajectory, length: int) -> bool:
         if length <= self.engine.context_length:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.patch import Patch, apply_patches, has_class_forward
+from courtside.engines.patches.patch import Patch
 
 MMAP_BYTES = 2**25
 """Larger tensors do not fragment the heap: it is the largest value of glibc's mmap threshold."""
@@ -32,17 +32,9 @@ ALIGNMENT = 64
 """Bytes: a cache line."""
 
 
-@contextmanager
-def use_cpu_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> Iterator[None]:
-    """Around all passes of a step, inside autocast. The gradients stay in the buffers afterwards;
-    the LM head has its own matmuls."""
-    hooks = [p.register_post_accumulate_grad_hook(buffers.move) for p in buffers.parameters]
-    try:
-        with apply_patches([*_embedding_patches(model), *_linear_patches(model, head, buffers)]):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def make_cpu_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> list[Patch]:
+    """For all passes of a step, inside autocast; the LM head has its own matmuls."""
+    return [*_embedding_patches(model), *_linear_patches(model, head, buffers)]
 
 
 class GradientBuffers:
@@ -73,6 +65,16 @@ class GradientBuffers:
         else:
             parameter.grad = gradient.to(parameter.dtype)
 
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Around the passes of a step. The gradients stay in the buffers afterwards."""
+        hooks = [p.register_post_accumulate_grad_hook(self.move) for p in self.parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def move(self, parameter: Tensor) -> None:
         """Move a gradient that autograd allocated; from then on autograd adds to the buffer."""
         buffer = self._gradients.get(id(parameter))
@@ -98,7 +100,7 @@ def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None
 
 def _embedding_patches(model: Any) -> list[Patch]:
     module = model.get_input_embeddings()
-    if type(module) is not nn.Embedding or not has_class_forward(module):
+    if type(module) is not nn.Embedding or "forward" in vars(module):  # patched already
         return []
     is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     if not is_plain or not module.weight.requires_grad:
@@ -161,7 +163,7 @@ def _linear_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> li
 
 
 def _is_plain_linear(module: Any) -> bool:
-    if type(module) is not nn.Linear or module.bias is not None or not has_class_forward(module):
+    if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     return module.weight.requires_grad and module.weight.dtype == torch.float32
 

@@ -83,7 +83,7 @@ def _complete(s: Scored, head: LMHead, scores: Sequence[Scores]) -> Scored:
     hidden = [score.hidden_TD for score in scores if score.hidden_TD is not None]
     target = Target(
         teacher=deferred.teacher,
-        context=deferred.context,
+        context=s.hint_context,
         logp_T=torch.cat([score.logp_T for score in scores]),
         hidden_TD=torch.cat(hidden) if deferred.needs_hidden else None,
         head=head if deferred.needs_hidden else None,

@@ -21,14 +21,14 @@ from courtside.engines.forward.forward import (
     default_chunk_size,
     probe_forward_passes,
 )
-from courtside.engines.forward.tree_scoring import make_trunk_cache
+from courtside.engines.forward.tree_scoring import TrunkCache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.errors import NotFiniteError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu_patches import GradientBuffers, use_cpu_patches
+from courtside.training.cpu_patches import GradientBuffers, make_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
 from courtside.training.hint_branches import (
     HarmfulHints,
@@ -87,7 +87,7 @@ class Student:
         """
         terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
         rate = self.recipe.learning_rate_at(step)
-        metrics, logps = MetricAccumulator(), LogProbs(student={}, teacher={}, harmful={})
+        metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)
             terms = [drop_harmful_turns(term, scored, logps.harmful) for term in terms]
@@ -118,19 +118,17 @@ class Student:
         Trajectories without a trained token take no part, nor does what follows the last one.
         Log-probs of completion tokens that take no part are NaN.
         """
-        student: dict[str, Tensor] = {}
-        teacher: dict[str, Tensor] = {}
-        harmful: dict[str, frozenset[int]] = {}
+        logps = DeviceLogProbs({}, {}, {})
         trained = find_trained_tokens(terms)
         with self.training(step):
             batch = [s for s in scored if s.trajectory.id in trained]
             micro_batches = self._micro_batches(batch, trained)
-            for micro in self.progress.track(micro_batches, "micro-batches"):
-                output = self._micro_batch(micro, terms, trained, metrics)
-                student.update(output.student)
-                teacher.update(output.teacher)
-                harmful.update(output.harmful)
-        return _copy_to_host(student, teacher, harmful, trained)
+            progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
+            self.progress.phase = progress
+            for micro in micro_batches:
+                self._micro_batch(micro, terms, trained, metrics, logps)
+                progress.finished += 1
+        return _copy_to_host(logps, trained)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -141,9 +139,8 @@ class Student:
         try:
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-                passes.patch_model(),
                 self._autocast(),  # around all passes: each weight is cast once a step
-                self._reuse_buffers(),
+                self._patch_model(passes),
             ):
                 # Dropout, the only random operation, is a function of the step.
                 torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
@@ -168,15 +165,18 @@ class Student:
             )
 
     @contextmanager
-    def _reuse_buffers(self) -> Iterator[None]:
-        """On a CPU: preallocated gradients and shadow weights, which do not fragment the heap. A
-        GPU's caching allocator does without."""
+    def _patch_model(self, passes: ForwardPasses) -> Iterator[None]:
+        """Inside autocast. On a CPU also preallocated gradients and shadow weights, which do not
+        fragment the heap; a GPU's caching allocator does without."""
         if not self.uses_cpu_patches:
-            yield
+            with passes.patch_model():
+                yield
             return
         self._cast_weights = {}
+        buffers = self._gradient_buffers
+        patches = make_cpu_patches(self.weights.model, self.head.module, buffers)
         try:
-            with use_cpu_patches(self.weights.model, self.head.module, self._gradient_buffers):
+            with buffers.collect(), passes.patch_model(patches):
                 yield
         finally:
             self._cast_weights = None
@@ -220,30 +220,28 @@ class Student:
         terms: Sequence[LossTerm],
         trained: TrainedTokens,
         metrics: MetricAccumulator,
-    ) -> MicroBatchOutput:
-        """One forward and backward pass."""
+        logps: DeviceLogProbs,
+    ) -> None:
+        """One forward and backward pass; adds its log-probs to `logps`."""
         hidden_ND, micro, spans, harmful = self._forward(micro, trained)
-        teacher_logp = {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
-        student_logp: dict[str, Tensor] = {}
+        logps.teacher.update(
+            {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
+        )
         remaining = trained
         if harmful:  # positions are selected before a loss, not masked after it
             turns = {id: hints.turns for id, hints in harmful.items()}
+            logps.harmful.update(turns)
             terms = [drop_harmful_turns(term, micro, turns) for term in terms]
             remaining = find_trained_tokens(terms)
             on = [s.trajectory.id in remaining for s in micro]
             micro = [drop_turns(s, turns) for s in compress(micro, on)]
             spans = list(compress(spans, on))
         if micro:
-            student_logp = self._backward(hidden_ND, micro, spans, terms, remaining, metrics)
+            logps.student.update(self._backward(hidden_ND, micro, spans, terms, remaining, metrics))
         for id, hints in harmful.items():
-            student_logp[id] = _merge_logps(
-                hints, student_logp.get(id), remaining.get(id), trained[id]
+            logps.student[id] = _merge_logps(
+                hints, logps.student.get(id), remaining.get(id), trained[id]
             )
-        return MicroBatchOutput(
-            student=student_logp,
-            teacher=teacher_logp,
-            harmful={id: hints.turns for id, hints in harmful.items()},
-        )
 
     def _backward(
         self,
@@ -282,7 +280,7 @@ class Student:
 
     def _forward(self, micro: Sequence[Scored], trained: TrainedTokens) -> MicroBatchForward:
         """Deferred hints are scored over the pass's KV cache."""
-        trunks = make_trunk_cache() if any(s.deferred for s in micro) else None
+        trunks = TrunkCache() if any(s.deferred for s in micro) else None
         ids = [forward_ids(s, trained) for s in micro]
         hidden_ND, spans = self.passes.forward(ids, cache=trunks)
         harmful: dict[str, HarmfulHints] = {}
@@ -323,13 +321,12 @@ class MicroBatchForward(NamedTuple):
     harmful: Mapping[str, HarmfulHints]
 
 
-class MicroBatchOutput(NamedTuple):
+class DeviceLogProbs(NamedTuple):
     """By trajectory id."""
 
     student: dict[str, Tensor]
-    """Log-probs of the tokens that a loss term selected before the pass."""
+    """Of the tokens that a loss term selected before their pass."""
     teacher: dict[str, Tensor]
-    """Of the targets that the pass scored itself."""
     harmful: dict[str, frozenset[int]]
 
 
@@ -361,23 +358,16 @@ def _merge_logps(
     return logp_T
 
 
-def _copy_to_host(
-    student: Mapping[str, Tensor],
-    teacher: Mapping[str, Tensor],
-    harmful: dict[str, frozenset[int]],
-    trained: TrainedTokens,
-) -> LogProbs:
+def _copy_to_host(logps: DeviceLogProbs, trained: TrainedTokens) -> LogProbs:
     """In one copy at the end of a step: one synchronization with a GPU, not one a pass."""
-    parts = [*student.values(), *teacher.values()]
+    parts = [*logps.student.values(), *logps.teacher.values()]
     values = iter(torch.cat(parts).tolist() if parts else [])
-    return LogProbs(
-        student={
-            id: tuple(next(values) if trains else math.nan for trains in trained[id])
-            for id in student
-        },
-        teacher={id: tuple(islice(values, len(logp_T))) for id, logp_T in teacher.items()},
-        harmful=harmful,
-    )
+    student = {
+        id: tuple(next(values) if trains else math.nan for trains in trained[id])
+        for id in logps.student
+    }
+    teacher = {id: tuple(islice(values, len(logp_T))) for id, logp_T in logps.teacher.items()}
+    return LogProbs(student, teacher, logps.harmful)
 
 
 def _head_key(s: Scored) -> int:

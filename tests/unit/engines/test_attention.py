@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.tiny_model import tiny_model
 
-from courtside.engines.patches.attention import GQA_ATTENTION, use_gqa_attention
+from courtside.engines.patches.attention import GQA_ATTENTION, gains_from_gqa
+from courtside.engines.patches.patch import apply_patches, patch_attention
 
 
 def masked_logits(model, ids, mask):
@@ -21,7 +22,7 @@ def test_values_are_those_of_sdpa() -> None:
     visible[7:, 2:5] = False
     mask = visible[None, None].expand(2, 1, 12, 12)
     plain = masked_logits(model, ids, mask)
-    with use_gqa_attention(model):
+    with apply_patches([patch_attention(model, GQA_ATTENTION)]):
         assert model.config._attn_implementation == GQA_ATTENTION
         torch.testing.assert_close(masked_logits(model, ids, mask), plain, rtol=1e-10, atol=1e-12)
         # Without a mask, and with a padding mask, attention is causal as before.
@@ -34,13 +35,14 @@ def test_values_are_those_of_sdpa() -> None:
 
 def test_an_error_restores_the_implementation() -> None:
     model = tiny_model()
-    with pytest.raises(RuntimeError), use_gqa_attention(model):
+    patches = [patch_attention(model, GQA_ATTENTION)]
+    with pytest.raises(RuntimeError), apply_patches(patches):
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_another_attention_is_left_alone() -> None:
     model = tiny_model()
+    assert gains_from_gqa(model)
     model.set_attn_implementation("eager")
-    with use_gqa_attention(model):
-        assert model.config._attn_implementation == "eager"
+    assert not gains_from_gqa(model)

@@ -30,7 +30,7 @@ from courtside.engines.forward.forward import (
     probe_forward_passes,
     probe_prefix_sharing,
 )
-from courtside.engines.forward.tree_scoring import forward_branches, make_trunk_cache
+from courtside.engines.forward.tree_scoring import TrunkCache, forward_branches
 from courtside.engines.forward.varlen import (
     VarlenBackend,
     VarlenLayout,
@@ -306,7 +306,7 @@ def test_branches_leave_a_shared_trunk_anywhere(name: str) -> None:
             (1, 0, 3), (3, 9, 2),
         )
     ]  # fmt: skip
-    passes, cache = make_passes(model), make_trunk_cache()
+    passes, cache = make_passes(model), TrunkCache()
     with passes.patch_model():
         hidden_ND, spans = passes.forward(sequences, cache=cache)
         assert len(hidden_ND) == NUM_SHARED

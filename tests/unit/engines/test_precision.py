@@ -20,6 +20,7 @@ from courtside.engines import precision as module
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.engines.patches import onednn_prepack
+from courtside.engines.patches.patch import apply_patches
 from courtside.engines.precision import has_bf16_flag, resolve_dtype
 from courtside.runtime import Runtime
 from courtside.types import Scored
@@ -122,7 +123,8 @@ def test_prepacked_weights_are_what_autocast_casts(native_bf16: None) -> None:
     for _ in range(2):
         with engine.autocast_context():
             expected = logits()
-            with onednn_prepack.prepack_if_faster(engine.model, engine.head):
+            patches = onednn_prepack.make_prepacked_patches(engine.model, engine.head)
+            with apply_patches(patches):
                 assert "forward" in engine.model.model.layers[0].mlp.up_proj.__dict__
                 prepacked = logits()
         assert prepacked.dtype == torch.float32

@@ -150,16 +150,17 @@ def test_any_tree(
         )
         for length, branches in trees
     ]
-    tree_scores = score_trees(
-        engine.passes,
-        engine.head,
-        requests,
-        want="hidden",
-        top_k=0,
-        max_tokens=engine.score_batch_tokens,
-        max_shared_tokens=budget,
-        max_keys=max_keys,
-    )
+    with engine.passes.patch_model():
+        tree_scores = score_trees(
+            engine.passes,
+            engine.head,
+            requests,
+            want="hidden",
+            top_k=0,
+            max_tokens=engine.score_batch_tokens,
+            max_shared_tokens=budget,
+            max_keys=max_keys,
+        )
     separate_scores = score_branches_separately(engine, requests, want="hidden")
     for ours, reference in zip(tree_scores, separate_scores, strict=True):
         for x, y in zip(ours.branches, reference.branches, strict=True):

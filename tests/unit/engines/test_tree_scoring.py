@@ -19,8 +19,8 @@ from torch import Tensor
 
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, probe_packing
 from courtside.engines.forward.tree_scoring import (
+    TrunkCache,
     forward_branches,
-    make_trunk_cache,
     probe_tree_scoring,
 )
 from courtside.engines.forward.varlen import VarlenBackend
@@ -46,7 +46,7 @@ def make_branches() -> list[tuple[int, Branch]]:
 
 def forward_tree(passes: ForwardPasses, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Hidden states of the trunks with their graph, and of every branch."""
-    cache = make_trunk_cache()
+    cache = TrunkCache()
     with passes.patch_model():
         trunk_ND, spans = passes.forward(SEQUENCES, cache=cache)
         branches = [(spans[trunk], branch) for trunk, branch in make_branches()]
@@ -122,7 +122,7 @@ def test_gradients_of_the_trunk_are_unchanged() -> None:
 
 def test_the_cache_has_the_dtype_of_the_attention() -> None:
     """Under autocast values are bfloat16 and rotated keys float32; a CPU attends in float32."""
-    passes, cache = packed_passes(qwen3()), make_trunk_cache()
+    passes, cache = packed_passes(qwen3()), TrunkCache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert probe_tree_scoring(passes) is None
         with passes.patch_model():

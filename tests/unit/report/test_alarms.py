@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from courtside.report.metrics import check_harmful_hints, check_nothing_trained
+from courtside.report.alarms import check_harmful_hints, check_nothing_trained
 from courtside.types import Hint, HintOutcome
 
 

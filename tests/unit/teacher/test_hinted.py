@@ -208,7 +208,7 @@ def test_hints_can_be_deferred_to_the_update(want: Want, monkeypatch: pytest.Mon
     result, target = results["e"], targets["e"]
     deferred = result.deferred
     assert deferred is not None and result.target is None
-    assert (deferred.token_indices, deferred.context, deferred.num_context_tokens) == (
+    assert (deferred.token_indices, result.hint_context, deferred.num_context_tokens) == (
         target.token_indices, target.context, target.num_context_tokens
     )  # fmt: skip
     assert deferred.teacher == target.teacher and deferred.needs_hidden == (want == "hidden")

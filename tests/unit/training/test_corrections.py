@@ -13,7 +13,7 @@ from support.small_runs import small_recipe
 from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RunError
-from courtside.run import check_empty_update
+from courtside.report.alarms import check_empty_update
 from courtside.runtime import Runtime
 
 WORLD = '''

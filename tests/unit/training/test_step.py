@@ -12,7 +12,7 @@ from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
-from courtside.run import check_empty_update
+from courtside.report.alarms import check_empty_update
 from courtside.runtime import Runtime
 from courtside.types import Scored
 

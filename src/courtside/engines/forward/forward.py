@@ -8,7 +8,7 @@ last hidden states, one chunk of logits at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -39,7 +39,7 @@ from courtside.engines.forward.varlen import (
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.fused_layers import FusedLayers
-from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.patches.patch import Patch, apply_patches, patch_attention
 from courtside.engines.probes import (
     distance_from_plain_forward,
     find_unsupported_attention,
@@ -83,9 +83,12 @@ class ForwardPasses:
         )
 
     @contextmanager
-    def patch_model(self) -> Iterator[None]:
-        """Must enclose `forward` and the backward pass through its result."""
-        patches = [] if self.fused_layers is None else list(self.fused_layers.patches())
+    def patch_model(self, patches: Iterable[Patch] = ()) -> Iterator[None]:
+        """Must enclose `forward` and the backward pass through its result. `patches`: in
+        addition to those of packed attention and fused layers."""
+        patches = [*patches]
+        if self.fused_layers is not None:
+            patches += self.fused_layers.patches
         if self.padding_reason is None:
             patches.append(patch_attention(self.model, VARLEN_ATTENTION))
         with apply_patches(patches):

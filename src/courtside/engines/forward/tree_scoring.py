@@ -33,7 +33,7 @@ from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
 from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
 from courtside.errors import ModelError
-from courtside.progress import ProgressMeter
+from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Branch
 
 PlacedBranch = tuple[SequenceSpan, Branch]
@@ -65,9 +65,11 @@ class _TrunkLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
 
-def make_trunk_cache() -> Cache:
+class TrunkCache(Cache):  # type: ignore[misc]
     """A cache for one `ForwardPasses.forward`, which retains its keys and values without a copy."""
-    return Cache(layer_class_to_replicate=_TrunkLayer)
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_TrunkLayer)
 
 
 # ── branches ─────────────────────────────────────────────────────────────────────────────────────
@@ -204,15 +206,18 @@ def score_trees(
     progress: ProgressMeter | None = None,
 ) -> list[BranchScores]:
     """Scores of trunks and branches, within the limits of `ForwardPasses.plan_batches` and
-    `forward_branches`."""
+    `forward_branches`; inside `ForwardPasses.patch_model`."""
     trunks = [request.token_ids[: request.num_read] for request in requests]
     results: dict[int, BranchScores] = {}
     batches = passes.plan_batches(
         [[ids] for ids in trunks], max_tokens, max_shared_tokens=max_shared_tokens
     )
-    for batch in (progress or ProgressMeter()).track(batches, "passes"):
-        cache = make_trunk_cache()
-        with eval_mode(passes.model), passes.patch_model():
+    counts = PhaseProgress(total=len(batches), unit="passes")
+    if progress is not None:
+        progress.phase = counts
+    for batch in batches:
+        cache = TrunkCache()
+        with eval_mode(passes.model):
             trunk_ND, spans = passes.forward([trunks[i] for i in batch], cache=cache)
             trees = [(requests[i], span) for i, span in zip(batch, spans, strict=True)]
             branches = [(r, span, branch) for r, span in trees for branch in r.branches]
@@ -251,6 +256,7 @@ def score_trees(
                 trunk=None if requests[i].scored is None else next(trunk_scores),
                 branches=tuple(next(branch_scores) for _ in requests[i].branches),
             )
+        counts.finished += 1
     return [results[i] for i in range(len(requests))]
 
 
@@ -277,7 +283,7 @@ def _tree_scoring_error(passes: ForwardPasses) -> float:
                        scored=(False,) * size))
         for trunk, splice, size in ((0, 9, 5), (1, 21, 12), (1, 4, 3), (0, 0, 7))
     ]  # fmt: skip
-    cache = make_trunk_cache()
+    cache = TrunkCache()
     with passes.patch_model():
         _, spans = passes.forward(sequences, cache=cache)
         placed = [(spans[trunk], branch) for trunk, branch in branches]

@@ -95,7 +95,7 @@ class DecodeWeights:
             self._num_users -= 1
 
     def _patches(self) -> Iterator[Patch]:
-        yield from self.layers.patches()
+        yield from self.layers.patches
         weights = [(weight.tensor, bias.tensor) for weight, bias in self._weights]
         num_groups = len(self.groups)
         for group, (weight_OI, bias_O) in zip(self.groups, weights[:num_groups], strict=True):

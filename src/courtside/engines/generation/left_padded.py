@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from courtside.engines.forward.batching import pad_left
 
@@ -15,21 +15,13 @@ from courtside.engines.forward.batching import pad_left
 class LeftPaddedBatch:
     """Prompts aligned at their ends, over the KV cache that transformers makes for the model."""
 
-    def __init__(
-        self, model: Any, prompts: Sequence[tuple[int, ...]], *, pad_id: int, max_new_tokens: int
-    ):
+    def __init__(self, model: Any, prompts: Sequence[tuple[int, ...]], *, pad_id: int):
         self.model, self.prompts, self.device = model, prompts, model.device
         self.order = list(range(len(prompts)))
         """The prompt of each row of the batch."""
         unique = list(dict.fromkeys(prompts))
         self._ids_UL, mask_UL = pad_left(unique, pad_id, self.device)
-        capacity = self._ids_UL.shape[1] + max_new_tokens
         self._cache: Any = DynamicCache(config=model.config)
-        # Sliding-window and other special layers stay as they are.
-        self._cache.layers = [
-            _PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer
-            for layer in self._cache.layers
-        ]
         index = {prompt: i for i, prompt in enumerate(unique)}
         self._unique_B = torch.tensor([index[prompt] for prompt in prompts], device=self.device)
         self._mask_UL = mask_UL
@@ -72,39 +64,3 @@ class LeftPaddedBatch:
         )
         hidden_BD: Tensor = out.last_hidden_state[:, -1]
         return hidden_BD
-
-
-class _PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """Writes into buffers of the final size, where the stock layer copies the cache every step."""
-
-    is_initialized: bool
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.buffers = [
-                states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
-                for states in (key_states, value_states)
-            ]
-            self.is_initialized = True
-        start, self.length = self.length, self.length + key_states.shape[2]
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start : self.length] = states
-        return self._slice()
-
-    def _slice(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.buffers = [buffer[indices] for buffer in self.buffers]
-        self._slice()

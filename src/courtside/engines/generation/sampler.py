@@ -4,7 +4,7 @@ collecting them until each row stops."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from courtside.engines.base import Sampling
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.fused_layers import KERNEL_DTYPES
+from courtside.progress import ProgressMeter
 from courtside.types import Sample, StopReason
 
 CPU_CHUNK = 2**19
@@ -136,14 +137,13 @@ class SampleBuffer:
         *,
         eos: frozenset[int],
         tokenizer: Any,
-        count: Callable[[int, int, int], None] | None = None,
+        progress: ProgressMeter | None = None,
     ):
-        """`count` is called with new tokens, finished rows and what these left of their limit."""
         self.ids: list[list[int]] = [[] for _ in range(num_rows)]
         self.logp: list[list[float]] = [[] for _ in range(num_rows)]
         self.stop_reasons: list[StopReason] = ["length"] * num_rows
         self.eos, self.sampling, self.tokenizer = eos, sampling, tokenizer
-        self._count = count
+        self.progress = progress or ProgressMeter()
 
     def append(self, rows: Sequence[int], ids: list[int], logps: list[float]) -> list[int]:
         """One token per row; returns the indices into `rows` of those that go on."""
@@ -157,7 +157,7 @@ class SampleBuffer:
                 self.stop_reasons[row] = "stop_string"
             else:
                 running.append(index)
-        self._report(rows, len(ids))
+        self._count(rows, len(ids))
         return running
 
     def extend(self, row: int, ids: list[int], logps: list[float]) -> None:
@@ -173,18 +173,22 @@ class SampleBuffer:
             ids, logps = ids[: end + 1], logps[: end + 1]
         self.ids[row] += ids
         self.logp[row] += logps
-        self._report([row], len(ids))
+        self._count([row], len(ids))
 
-    def _report(self, rows: Sequence[int], num_tokens: int) -> None:
-        if self._count is None:
+    def _count(self, rows: Sequence[int], num_tokens: int) -> None:
+        progress = self.progress.phase
+        if progress is None:
             return
-        limit = self.sampling.max_new_tokens
-        lengths = [
-            len(self.ids[row])
-            for row in rows
-            if self.stop_reasons[row] != "length" or len(self.ids[row]) >= limit
-        ]
-        self._count(num_tokens, len(lengths), sum(limit - length for length in lengths))
+        progress.num_tokens += num_tokens
+        if progress.max_tokens:
+            limit = self.sampling.max_new_tokens
+            lengths = [
+                len(self.ids[row])
+                for row in rows
+                if self.stop_reasons[row] != "length" or len(self.ids[row]) >= limit
+            ]
+            progress.finished += len(lengths)
+            progress.num_unused += sum(limit - length for length in lengths)
 
     def has_stop_string(self, ids: list[int]) -> bool:
         return bool(self.sampling.stop) and any(s in self._text(ids) for s in self.sampling.stop)

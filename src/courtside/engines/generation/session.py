@@ -27,13 +27,14 @@ from courtside.engines.forward.batching import (
 from courtside.engines.generation.sampler import SampleBuffer, sample_tokens, stack_uniforms
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import (
+    GQA_ATTENTION,
     cache_mask,
     cast_attention_inputs,
+    gains_from_gqa,
     new_positions,
-    use_gqa_attention,
 )
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.patches.patch import Patch, apply_patches, patch_attention
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -182,8 +183,7 @@ class CachedSession:
 
         with (
             self.autocast_context(),
-            self._use_prepacked(num_steps=sampling.max_new_tokens),
-            use_gqa_attention(self.model),
+            apply_patches(self._patches(num_steps=sampling.max_new_tokens)),
         ):
             hidden = self._prefill(prompts)
             return decode(
@@ -199,10 +199,12 @@ class CachedSession:
     def restart(self, row: int) -> None:
         self.length[row] = 0
 
-    def _use_prepacked(self, *, num_steps: int) -> AbstractContextManager[None]:
+    def _patches(self, *, num_steps: int) -> list[Patch]:
         if not self.prepacked:
             self.prepacked = make_prepacked_patches(self.model, self.head, num_steps=num_steps)
-        return apply_patches(self.prepacked)
+        uses_gqa = gains_from_gqa(self.model)
+        gqa = [patch_attention(self.model, GQA_ATTENTION)] if uses_gqa else []
+        return self.prepacked + gqa
 
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """Hidden state of each row's last token. Empty rows with equal prompts share a prefill."""

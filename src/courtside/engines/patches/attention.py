@@ -9,8 +9,8 @@ tests, a mask hides the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from courtside.engines.patches.patch import apply_patches, patch_attention
 from courtside.errors import ModelError
 
 GQA_ATTENTION = "courtside_gqa_cpu"
@@ -123,12 +122,9 @@ AttentionInterface.register(GQA_ATTENTION, gqa_attention)
 AttentionMaskInterface.register(GQA_ATTENTION, sdpa_mask)
 
 
-@contextmanager
-def use_gqa_attention(model: Any) -> Iterator[None]:
-    """On a CPU, and where the model's attention is torch's SDPA; otherwise nothing changes."""
-    applies = model.device.type == "cpu" and attn_implementation(model) == "sdpa"
-    with apply_patches([patch_attention(model, GQA_ATTENTION)] if applies else []):
-        yield
+def gains_from_gqa(model: Any) -> bool:
+    """Whether decoding should run `GQA_ATTENTION`: on a CPU, in the place of torch's SDPA."""
+    return model.device.type == "cpu" and attn_implementation(model) == "sdpa"
 
 
 # ── decode attention ─────────────────────────────────────────────────────────────────────────────

@@ -268,9 +268,10 @@ class FusedLayers:
         """Norms that may output `dtype`: every consumer would cast the output to it."""
         self.mlps = {m: f for m in model.modules() if (f := match_swiglu_mlp(m)) is not None}
         self.rotary = find_rotary_modules(model)
-
-    def patches(self) -> Iterator[Patch]:
+        self.patches = tuple(self._make_patches())
         """They nest: student and engine may each patch the same layers, to the same effect."""
+
+    def _make_patches(self) -> Iterator[Patch]:
         for module, norm in self.norms.items():
             dtype = self.dtype if module in self.autocast_norms else None
             yield Patch(module, "forward", partial(norm.forward, dtype=dtype), nests=True)

@@ -14,8 +14,7 @@ bfloat16 would round most of what they learned away.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.fused_layers import FUSED_PROJECTIONS, FusedLinear
-from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.patches.patch import Patch
 
 MIN_DECODE_STEPS = 12
 """For which prepacking pays."""
@@ -34,15 +33,9 @@ PREPACK_ROWS = 16
 """Batch size that the layout is chosen for. Measured from 1 to 256, it makes no difference."""
 
 
-@contextmanager
-def prepack_if_faster(model: Any, head: LMHead) -> Iterator[None]:
-    """Around prefill and scoring."""
-    with apply_patches(make_prepacked_patches(model, head)):
-        yield
-
-
 def make_prepacked_patches(model: Any, head: LMHead, *, num_steps: int = 0) -> list[Patch]:
-    """Of the current weights, for `num_steps` decoding steps; none where they would not pay."""
+    """Of the current weights, for `num_steps` decoding steps (0: prefill or scoring); none where
+    they would not pay."""
     autocasts = model.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocasts else model.dtype
     if not is_worth_prepacking(model, dtype, num_steps=num_steps):

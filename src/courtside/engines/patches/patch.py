@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 MISSING: Any = object()
 
 
@@ -67,11 +65,6 @@ def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
 def patch_attention(model: Any, name: str) -> Patch:
     """Run the model's attention by the implementation that is registered under `name`."""
     return Patch(model.config.get_text_config(), "_attn_implementation", name, nests=True)
-
-
-def has_class_forward(module: nn.Module) -> bool:
-    """False where the instance has a `forward` of its own: a patch, or some library's."""
-    return "forward" not in vars(module)
 
 
 def _key(patch: Patch) -> tuple[int, str]:

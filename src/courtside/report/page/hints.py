@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -71,36 +71,24 @@ def render_hints(
 
 def largest_shifts(hints: Iterable[StepHint]) -> list[StepHint]:
     """Of trained hints that make their turn less likely."""
-    trained = [
-        h
-        for h in hints
-        if h.outcome.drop_reason is None
-        and _has_finite_shift(h.outcome)
-        and not h.outcome.is_harmful
-    ]
+    trained = [h for h in _measured(hints) if h.outcome.drop_reason is None and _shift(h) >= 0]
     return _unique_texts(sorted(trained, key=lambda hint: -_shift(hint)))[:NUM_LARGEST]
 
 
 def harmful_hints(hints: Iterable[StepHint]) -> list[StepHint]:
     """The most negative shifts, of dropped and of trained hints."""
-    harmful = [h for h in hints if h.outcome.is_harmful and _has_finite_shift(h.outcome)]
+    harmful = [h for h in _measured(hints) if h.outcome.is_harmful]
     return _unique_texts(sorted(harmful, key=_shift))[:NUM_LARGEST]
 
 
 def smallest_shifts(hints: Iterable[StepHint]) -> list[StepHint]:
     """Of hints that were dropped because they do too little, and no harm."""
-    dropped = [
-        h
-        for h in hints
-        if h.outcome.drop_reason == "shift"
-        and _has_finite_shift(h.outcome)
-        and not h.outcome.is_harmful
-    ]
+    dropped = [h for h in _measured(hints) if h.outcome.drop_reason == "shift" and _shift(h) >= 0]
     return _unique_texts(sorted(dropped, key=_shift))[:NUM_SMALLEST]
 
 
-def _has_finite_shift(outcome: HintOutcome) -> bool:
-    return outcome.shift is not None and math.isfinite(outcome.shift)
+def _measured(hints: Iterable[StepHint]) -> Iterator[StepHint]:
+    return (h for h in hints if h.outcome.shift is not None and math.isfinite(h.outcome.shift))
 
 
 def _shift(hint: StepHint) -> float:

@@ -1,0 +1,148 @@
+"""Alarms of a run: what its report shows first, because the numbers alone would not say it."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from courtside.errors import RunError, UserError
+from courtside.recipe import Recipe
+from courtside.report.console import RunConsole
+from courtside.report.folder.folder import RunFolder
+from courtside.report.metrics import READER
+from courtside.types import Evaluation, HintOutcome, Scored, Update
+
+HARMFUL_HINTS = "harmful_hints"
+"""Kind of alarm."""
+STEPS_BETWEEN_ALARMS = 10
+"""Of one kind."""
+
+
+class RunAlarms:
+    """Alarms go to the run folder, and most of them to the console."""
+
+    def __init__(self, folder: RunFolder, console: RunConsole) -> None:
+        self.folder, self.console = folder, console
+
+    def check_hints(self, step: int, hints: Sequence[HintOutcome]) -> None:
+        """Alarm where most hints do harm, and again after some steps where they still do."""
+        alarm = check_harmful_hints(hints)
+        if alarm is None:
+            return
+        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == HARMFUL_HINTS]
+        if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
+            self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
+            self.console.print_line(f"step {step + 1}: {alarm}")
+
+    def check_finished(self, num_steps: int) -> None:
+        """After the last step."""
+        rows = self.folder.metrics()
+        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, num_steps))
+        for alarm in filter(None, alarms):
+            self.folder.record_alarm({"step": num_steps - 1, "message": alarm})
+            self.console.print_line(alarm)
+
+    def check_faults(self, evaluation: Evaluation) -> None:
+        if faults := evaluation.metrics.get("environment_faults", 0):
+            message = (
+                f"{evaluation.policy} on {evaluation.split} tasks: {faults:g} episodes were ended "
+                "by bugs in the environment and are not in the score"
+            )
+            self.folder.record_alarm({"step": evaluation.step, "message": message})
+
+    def report_unmeasured(self, what: str, error: Exception, *, step: int) -> None:
+        """The evaluation is tried again by the next command."""
+        reason = str(error)
+        if not isinstance(error, UserError | RunError):
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
+        message = f"not measured after training: {what} ({reason})"
+        self.folder.record_alarm({"step": step, "message": message})
+        self.console.print_line(message)
+
+
+def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
+    """An empty batch is not a zero loss: raise unless the student made no mistake to correct."""
+    if recipe.reader is not None:
+        hints = [hint for s in scored for hint in s.hints]
+        # A threshold that drops every hint of the first step is a mistake in the recipe; later the
+        # student may no longer need any of them. Harmful hints have an alarm of their own.
+        if not hints or any(hint.drop_reason == "harmful" for hint in hints):
+            return
+        if update.step > 0 and all(hint.drop_reason is not None for hint in hints):
+            return
+    elif scored and recipe.rollout.corrections and all(x.on == "dataset" for x in recipe.losses):
+        num_wrong = sum(bool(turn.events) for s in scored for turn in s.trajectory.turns)
+        if not num_wrong:
+            return
+        raise RunError(
+            f"step {update.step}: {num_wrong} turns went wrong, and the environment says of none "
+            "what would have been right, so rollout.corrections has nothing to imitate. Put it "
+            "into the events' details as `correct`, or remove rollout.corrections"
+        )
+    raise RunError(
+        f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
+        f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "
+        "loss. Look at the tasks, the teacher's context and each loss's `on`"
+    )
+
+
+def check_harmful_hints(hints: Sequence[HintOutcome]) -> str | None:
+    """The alarm of a step in which at least half of the measured hints make their turn more likely;
+    None: fewer do."""
+    measured = [outcome.shift for outcome in hints if outcome.shift is not None]
+    harmful = [outcome for outcome in hints if outcome.is_harmful]
+    if not harmful or 2 * len(harmful) < len(measured):
+        return None
+    num_trained = sum(outcome.drop_reason is None for outcome in harmful)
+    consequence = (
+        f"{num_trained} of these trained, as hints.harmful = 'train' says: they teach the mistake"
+        if num_trained
+        else "they would teach the mistake, and did not train"
+    )
+    mean = sum(measured) / len(measured)
+    return (
+        f"{len(harmful)} of {len(measured)} hints make their turn more likely (mean shift "
+        f"{mean:+.2f} nats); {consequence}. Say what is right instead of quoting what went wrong, "
+        "check that each hint is for the turn it names, and see the hints in the report"
+    )
+
+
+def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The alarm of a run in which no step trained a token; None: some did."""
+    if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
+        return None
+    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
+    if not any("hints/trained" in row for row in rows):
+        return f"{result}. No loss applies to any token; see `on` of the losses."
+    counts: Counter[str] = Counter()
+    for row in rows:
+        names = (key for key in row if key.startswith((READER, "hints/dropped/")))
+        counts.update({name.removeprefix(READER): row[name] for name in names if row[name]})
+    if counts:
+        text = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+        return f"{result}. The reader counted over all steps: {text}."
+    kinds = sorted({key.removeprefix("events/") for row in rows for key in row
+                    if key.startswith("events/")})  # fmt: skip
+    events = (
+        f"the environment reported events of kind {', '.join(kinds)}, and no rule detects one of "
+        "them; add a rule for it to reader.rules"
+        if kinds
+        else "no event was reported and no text matched; look at some turns with `courtside view`"
+    )
+    return f"{result}. The reader proposed no hint in any step: {events}."
+
+
+def check_missing_metrics(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str | None:
+    """The alarm of a run whose metrics.jsonl lost steps that were trained; None: all are there."""
+    missing = sorted(set(range(num_steps)) - {row["step"] for row in rows})
+    if not missing:
+        return None
+    return (
+        f"metrics.jsonl has no row of {len(missing)} of {num_steps} steps (from {missing[0]} to "
+        f"{missing[-1]}): the file was deleted or changed under the run. The weights are complete; "
+        "the curves of the report have a hole"
+    )
