@@ -105,6 +105,9 @@ def render_number(spec: str) -> str:
         return format_value(gain_of(arm), *(given_format or ["points"]))
     if measure == "teacher":
         return format_value(over_runs(arm, "teacher"), *(given_format or ["%"]))
+    if measure.startswith("phases/"):
+        _, phase, key = measure.split("/")
+        return format_value(_over_seeds([arm["phases"][phase][key]]), *(given_format or ["k"]))
     if measure.startswith("uncut_"):
         return format_value(uncut_of(arm, measure.removeprefix("uncut_")), "mean %")
     return format_value(arm[measure], *(given_format or ["%"]))
