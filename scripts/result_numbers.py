@@ -63,7 +63,9 @@ def rewrite(text: str) -> str:
 
 
 def find_loose(text: str) -> Iterator[str]:
-    """Measured numbers that stand outside of markers."""
+    """Measured numbers that stand outside of markers, and lines that begin with a marker: there
+    Markdown ends the paragraph."""
+    yield from re.findall(r"^ *<!-- = [^>]+ -->", text, re.M)
     text = CODE.sub("", NUMBER.sub("", TABLE.sub("", text)))
     for block in re.split(r"\n\s*\n", text):
         if ALLOWED not in block:

@@ -40,6 +40,7 @@ def test_numbers_outside_of_markers_are_refused() -> None:
     assert list(find_loose("It ends at 12.5% of turns, 41 points less (4–78), 0.10 nats.")) == [
         "12.5%", "41 points", "(4–78)", "0.10 nats",
     ]  # fmt: skip
+    assert list(find_loose("a\n  <!-- = s; a; x -->3%<!-- /= -->")) == ["  <!-- = s; a; x -->"]
     assert list(find_loose("95% intervals, margin of 3 points")) == []
     assert list(find_loose("```\n3%\n```\n\n<!-- numbers: settings -->\n35% of calls")) == []
     assert list(find_loose("<!-- numbers: settings -->\n35%\n\n36%")) == ["36%"], "one block"
