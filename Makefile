@@ -14,7 +14,7 @@ help:
 	@echo "make demo     train the demo recipe and write its report"
 	@echo "make test     all checks and tests"
 	@echo "make check    lint, format, types, imports, generated reference and pictures"
-	@echo "make docs     write docs/reference and the pictures again"
+	@echo "make docs     write docs/reference, the pictures and measured numbers again"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
 	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
 
@@ -31,11 +31,13 @@ check: .venv/.ready
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
+	$(BIN)/python scripts/result_numbers.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
+	$(BIN)/python scripts/result_numbers.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py

@@ -10,10 +10,7 @@ from study_contrasts import ArmRuns, Design, compare_fixed, explore, measure_of
 from study_results import COLUMNS, Outcome, at_tokens, measures, tokens_until
 from study_statistics import estimate_mean
 
-STORED = (
-    "seed", "trained_tokens", "validation", "shift", "training_errors", "teacher", "seconds",
-    "costs", "wall_seconds",
-)  # fmt: skip
+STORED = ("seed", "validation", "shift", "teacher", "wall_seconds")
 """What results.json has of each run; measures are in the rows of arms, a value for each seed."""
 
 
@@ -99,15 +96,38 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
     if errors := [run["training_errors"] for run in runs if run.get("training_errors")]:
         row["training_errors"] = over_steps(errors)
     if decisions := [run["training_decisions"] for run in runs if run.get("training_decisions")]:
-        sides = [name for name in decisions[0] if name.count("/") == 1]
+        # A series is short where a step happened to have no such decision.
+        sides = [
+            name
+            for name in decisions[0]
+            if name.count("/") == 1
+            and len({len(series.get(name, ())) for series in decisions}) == 1
+        ]
         row["training_decisions"] = {
             side: over_steps([series[side] for series in decisions]) for side in sides
         }
     row["trained_tokens"] = over_seeds([run["trained_tokens"] for run in runs])
     row["seconds"] = over_seeds([sum(run.get("seconds", {}).values()) for run in runs])
+    row["phases"] = mean_costs(runs)
     row["tokens_until"] = {f"{goal:g}": [tokens_until(run, goal) for run in runs] for goal in goals}
     row["runs"] = [{key: run[key] for key in STORED if key in run} for run in runs]
     return row
+
+
+def mean_costs(runs: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    """By phase of a run: seconds, tokens and FLOPs, mean over runs."""
+    phases = dict.fromkeys(phase for run in runs for phase in run.get("seconds", {}))
+    rows = {
+        phase: [
+            {"seconds": run["seconds"].get(phase, 0.0), **run.get("costs", {}).get(phase, {})}
+            for run in runs
+        ]
+        for phase in phases
+    }
+    return {
+        phase: {key: statistics.fmean(cost[key] for cost in costs) for key in costs[0]}
+        for phase, costs in rows.items()
+    }
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────

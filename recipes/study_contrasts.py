@@ -22,6 +22,8 @@ from study_statistics import (
 )
 
 ALPHA = 0.05
+MAX_DEPTH = 2
+"""Slashes in a measure that is compared beyond the fixed ones; the rows of arms have all."""
 SCORES = ("score", "rate")
 
 
@@ -180,7 +182,7 @@ def explore(arms: Mapping[str, ArmRuns], design: Design) -> dict[str, dict[str, 
         measures = [
             name
             for name in next(iter(arms[first].measures.values()))
-            if name.endswith("after") and "events/" not in name
+            if name.endswith("after") and "events/" not in name and name.count("/") <= MAX_DEPTH
         ]
         rows = {}
         for name in measures:

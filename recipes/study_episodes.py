@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def resampled_rates(counts: Counts, name: str, weights_RE: Floats) -> Floats:
     return mean_R
 
 
+@cache
 def resample_weights(num_episodes: int, num_resamples: int = NUM_RESAMPLES) -> Floats:
     """How often each episode occurs in a bootstrap sample of the episodes."""
     rng = np.random.default_rng(0)

@@ -128,7 +128,17 @@ def measures(run: Outcome) -> dict[str, float]:
         result["training/error_rate_after"] = statistics.fmean(run["training_errors"])
     for name, series in run.get("training_decisions", {}).items():
         result[f"training/{name}_after"] = statistics.fmean(series)
+        if name.count("/") == 1:
+            side = name.partition("/")[2]
+            result[f"steps_to_half/{side}_after"] = float(steps_to_half(series))
     return result
+
+
+def steps_to_half(series: Sequence[float]) -> int:
+    """Training steps before the first with at most half of the first step's error; all of them
+    where there is none."""
+    halves = (step for step, rate in enumerate(series) if rate <= series[0] / 2)
+    return next(halves, len(series))
 
 
 def error_by_side(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -163,10 +173,13 @@ def merit(run: Outcome, choose_by: str) -> float:
 # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+LINE = 200
+
+
 def readable(tree: Any, indent: str = "") -> str:
     """JSON with five digits, in which what fits into a line is one."""
     line = json.dumps(_rounded(tree), ensure_ascii=False)
-    if len(indent + line) <= 140 or not isinstance(tree, dict | list):
+    if len(indent + line) <= LINE or not isinstance(tree, dict | list):
         return line
     deeper = indent + " "
     if isinstance(tree, dict):

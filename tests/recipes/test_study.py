@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import study  # noqa: E402
-from study_arms import over_seeds  # noqa: E402
+from study_arms import over_seeds, summarize  # noqa: E402
 from study_episodes import resampled_rates  # noqa: E402
 from study_plan import Plan, best_rate, job, planned_jobs, read_plan  # noqa: E402
 from study_results import measures, outcome, readable  # noqa: E402
@@ -260,6 +261,51 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     row = study.summary(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
     assert row["events/wrong_tool_after"]["mean"] == 0.1, "the other seed had none"
     assert results["failed"] == {"other-long-lr0.001-seed0": "ended with 1"}
+
+
+def test_fixed_contrasts_get_verdicts_and_all_else_is_exploratory(tmp_path: Path) -> None:
+    design = """
+contrasts = [["main", "other"], ["main", "noisy"]]
+margin = 0.05
+[outcomes]
+error_rate = 0.01
+"training/error_rate" = 0.01
+[variants.short]
+"""
+    text = PLAN.replace("seeds = [0, 1]", "seeds = [0, 1, 2, 3]").replace(
+        "\n[variants.short]", design
+    )
+    plan = plan_of(tmp_path, text)
+    assert plan.num_tests == 6, "noisy has one variant"
+    outcomes: Tree = {}
+    while new := [p.name for p in planned_jobs(plan, outcomes) if p.name not in outcomes]:
+        for name in new:
+            seed = int(name[-1])
+            errors = 0.5 if name.startswith("other") else 0.1
+            outcomes[name] = measured(errors + 0.01 * seed + 0.001 * (hash_of(name) % 7))
+    del outcomes["other-short-lr0.001-seed3"], outcomes["other-long-lr0.001-seed0"]
+    results = study.summary(plan, outcomes)
+    rows = [row for s in results["variants"].values() for row in s["contrasts"]]
+    assert [(row["contrast"], row["seeds"]) for row in rows if row["outcome"] == "error_rate"] == [
+        ("main minus other", 3), ("main minus other", 3), ("main minus noisy", 4),
+    ]  # fmt: skip
+    assert {row["verdict"] for row in rows if "other" in row["contrast"]} == {"better"}
+    noisy = {row["outcome"]: row for row in rows if "noisy" in row["contrast"]}
+    # Nothing is known of its test episodes; those of training are other ones in every seed.
+    assert noisy["error_rate"]["verdict"] == "not decided"
+    assert noisy["error_rate"]["p_equivalent_holm"] < 0.05
+    assert noisy["training/error_rate"]["verdict"] == "equivalent"
+    assert results["design"]["num_tests"] == 6 and results["design"]["margin"] == 0.05
+    exploratory = results["variants"]["long"]["exploratory"]
+    assert "error_rate" not in exploratory["main minus noisy"]
+    assert {"score", "held_out/error_rate"} <= exploratory["main minus noisy"].keys()
+    lines = list(summarize(results))
+    assert sum(" minus " in line for line in lines) == len(rows) == 6
+    json.loads(readable(results))
+
+
+def hash_of(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:

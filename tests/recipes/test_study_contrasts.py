@@ -32,8 +32,10 @@ from study_episodes import (
     variance_of_test_set,
 )
 from study_plan import describe_design, job, read_plan
+from study_results import error_by_side, measures, outcome, steps_to_half
 from study_statistics import detectable_effect, estimate_paired
 
+from courtside.api import train
 from courtside.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +190,33 @@ def test_intervals_with_episodes_cover_what_those_over_seeds_alone_do_not() -> N
         covered["seeds"] += low < 0.1 < high
     assert covered["seeds"] / num_studies < 0.88
     assert 0.92 < covered["episodes"] / num_studies < 0.985
+
+
+def test_counts_of_a_run_are_those_of_its_rates(tmp_path: Path, roomy_folder: Path) -> None:
+    overrides = [
+        f"student.model={roomy_folder}", "student.adapter=null", "tasks.turns=8", "train.steps=2",
+        "train.prompts_per_step=1", "train.warmup_steps=0", "evaluate.num_tasks=16",
+        "rollout.max_new_tokens=4", "evaluate.suites.held_out.turns=8", "reader=null",
+        "hints=null", "teacher=null", "losses=[{kind='policy_gradient', advantage='reward'}]",
+    ]  # fmt: skip
+    recipe = load_recipe(ROOT / "recipes/switchboard/hint.toml", overrides)
+    run = outcome(train(recipe, tmp_path / "run").path)
+    once = np.ones((1, 16))
+    for suite, part in {"": run, **run["suites"]}.items():
+        rates = {"score": part["after"], **part["metrics_after"]}
+        rates |= error_by_side(part["metrics_after"])
+        compared = [n for n in rates if n in ("score", "error_rate") or n.startswith("decisions/")]
+        assert {"decisions/habit_wrong", "decisions/habit_right", "decisions/talk/habit_wrong"} < {
+            *compared
+        }
+        for name in compared:
+            rate = resampled_rates(run["episodes"][suite], name, once)[0]
+            assert rate == pytest.approx(rates[name], abs=1e-4), name
+    assert len(json.dumps(run["episodes"])) < 4000
+    values = measures(run)
+    series = run["training_decisions"]["decisions/habit_wrong"]
+    assert values["training/decisions/habit_wrong_after"] == pytest.approx(np.mean(series))
+    assert [steps_to_half(s) for s in ([0.8, 0.5, 0.4, 0.1], [0.8, 0.5], [0.0])] == [2, 2, 0]
 
 
 # ── the plans of the repository ──────────────────────────────────────────────────────────────────

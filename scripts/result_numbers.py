@@ -1,0 +1,264 @@
+"""Writes numbers of recipes/*/results.json into README.md, docs/results.md and the recipes' pages.
+
+    <!-- = distil-back; on-policy; after -->95.9% (91.6–100)<!-- /= -->
+    <!-- = targeted-hints/N64; hint minus reward; error_rate; points -->…<!-- /= -->
+    <!-- table: contrasts; pruned; nats -->
+    …
+    <!-- /table -->
+
+The text between the markers is generated. With `--check` nothing is written: it exits with 1 if a
+page is out of date, or has a percentage, a number of points or nats, or an interval outside of such
+markers. A block with `<!-- numbers: WHY -->` is let through: settings, and runs without a JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBER = re.compile(r"<!-- = (?P<spec>[^>]+?) -->.*?<!-- /= -->", re.S)
+TABLE = re.compile(r"<!-- table: (?P<spec>[^>]+?) -->\n.*?<!-- /table -->", re.S)
+CODE = re.compile(r"^```.*?^```$", re.M | re.S)
+ALLOWED = "<!-- numbers: "
+MEASURED = re.compile(
+    r"\d[\d.,]*\s?%|\d[\d.]* (?:points|nats)\b|\(−?\d[\d.]*(?:%?–| to )−?\d[\d.]*%?\)"
+)
+SETTING = re.compile(r"\b9[05]%[ \n]intervals?|margin of 3 points|±3 points")
+
+
+def pages() -> list[Path]:
+    recipes = (ROOT / "recipes").glob("*/README.md")
+    return [ROOT / "README.md", ROOT / "docs/results.md", *sorted(recipes)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only report what is out of date")
+    check = parser.parse_args().check
+    problems = []
+    for page in pages():
+        name, text = page.relative_to(ROOT), page.read_text(encoding="utf-8")
+        new = rewrite(text)
+        problems += [f"{name}: {line!r} is in no JSON" for line in find_loose(new)]
+        if new != text and check:
+            problems.append(f"{name} does not have the numbers of the JSON: run `make docs`")
+        elif new != text:
+            page.write_text(new, encoding="utf-8")
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def rewrite(text: str) -> str:
+    text = TABLE.sub(lambda match: render_table(match["spec"]), text)
+    return NUMBER.sub(
+        lambda match: f"<!-- = {match['spec']} -->{render_number(match['spec'])}<!-- /= -->", text
+    )
+
+
+def find_loose(text: str) -> Iterator[str]:
+    """Measured numbers that stand outside of markers, and lines that begin with a marker: there
+    Markdown ends the paragraph."""
+    yield from re.findall(r"^ *<!-- = [^>]+ -->", text, re.M)
+    text = CODE.sub("", NUMBER.sub("", TABLE.sub("", text)))
+    for block in re.split(r"\n\s*\n", text):
+        if ALLOWED not in block:
+            for match in MEASURED.finditer(SETTING.sub("", block)):
+                yield match[0]
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def read_results(study: str) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((ROOT / f"recipes/{study}/results.json").read_text())
+    return results
+
+
+def read_section(place: str) -> dict[str, Any]:
+    """`place`: STUDY or STUDY/VARIANT."""
+    study, _, variant = place.partition("/")
+    results = read_results(study)
+    section: dict[str, Any] = results["variants"][variant] if variant else results
+    return section
+
+
+def render_number(spec: str) -> str:
+    """STUDY[/VARIANT]; ARM; MEASURE[; FORMAT], STUDY; FIRST minus OTHER; OUTCOME[; FORMAT], STUDY;
+    sweep; ARM RATE COLUMN, or STUDY; cost."""
+    place, row, *more = (part.strip() for part in spec.split(";"))
+    if row == "cost":
+        return f"{count_minutes(read_results(place)):.0f} minutes"
+    measure, *given_format = more
+    section = read_section(place)
+    if " minus " in row:
+        return format_value(find_difference(section, row, measure), *(given_format or ["points"]))
+    if row == "sweep":
+        return format_value(_over_seeds([find_trial(section, measure)]), *(given_format or ["%"]))
+    arm = section["arms"][row]
+    if measure == "gain":  # after minus before, paired by seed
+        return format_value(gain_of(arm), *(given_format or ["points"]))
+    if measure == "teacher":
+        return format_value(over_runs(arm, "teacher"), *(given_format or ["%"]))
+    if measure.startswith("phases/"):
+        _, phase, key = measure.split("/")
+        return format_value(_over_seeds([arm["phases"][phase][key]]), *(given_format or ["k"]))
+    if measure.startswith("uncut_"):
+        return format_value(uncut_of(arm, measure.removeprefix("uncut_")), "mean %")
+    return format_value(arm[measure], *(given_format or ["%"]))
+
+
+def count_minutes(results: Mapping[str, Any]) -> float:
+    """Of all runs, added up; of the final ones where the sweep's are not stored."""
+    if "worker_minutes" in results or "minutes" in results:
+        return float(results.get("worker_minutes") or results["minutes"])
+    return (
+        sum(arm["seconds"]["mean"] * arm["seconds"]["seeds"] for arm in results["arms"].values())
+        / 60
+    )
+
+
+def find_trial(results: Mapping[str, Any], trial: str) -> float:
+    """`trial`: ARM RATE COLUMN; the last validation of that run of the sweep."""
+    arm, rate, column = trial.split()
+    place = {"score": 2, "kl": 3, "errors": 4}[column]
+    runs = [run for run in results["sweep"] if run["arm"] == arm]
+    return float(next(r for r in runs if r["learning_rate"] == float(rate))["validation"][place])
+
+
+def find_difference(section: Mapping[str, Any], row: str, outcome: str) -> Mapping[str, Any]:
+    for contrast in section["contrasts"]:
+        if (contrast["contrast"], contrast["outcome"]) == (row, outcome):
+            return dict(contrast)
+    difference: dict[str, Any] = section["exploratory"][row][outcome]
+    return difference
+
+
+def gain_of(arm: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = zip(arm["after"]["values"], arm["before"]["values"], strict=True)
+    return _over_seeds([after - before for after, before in pairs])
+
+
+def uncut_of(arm: Mapping[str, Any], when: str) -> dict[str, Any]:
+    """Score of the answers that were not cut, where all that were cut failed."""
+    pairs = zip(arm[when]["values"], arm[f"truncated_{when}"]["values"], strict=True)
+    return _over_seeds([score / (1 - cut) for score, cut in pairs])
+
+
+def over_runs(arm: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return _over_seeds([run[key] for run in arm["runs"]])
+
+
+def _over_seeds(values: list[float]) -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from study_arms import over_seeds
+
+    return over_seeds(values)
+
+
+def format_value(value: Mapping[str, Any], style: str) -> str:
+    """Styles: `%`, `nats` and `points` with the interval, `mean %` and `mean nats` without,
+    `k` in thousands, `verdict`; `seed N`: the value of the run at that place."""
+    if style.startswith("seed "):
+        return f"{value['values'][int(style.removeprefix('seed '))]:.1%}"
+    mean, low, high = (value[name] for name in ("mean", "low", "high"))
+    match style:
+        case "%" if value["seeds"] > 1:
+            # A rate outside of 0 and 1 is Student's doing.
+            return f"{mean:.1%} ({_bound(low)}–{_bound(high)})"
+        case "%" | "mean %":
+            return f"{mean:.1%}"
+        case "nats":
+            return f"{mean:.2f} ({low:.2f}–{high:.2f})"
+        case "fine nats":
+            return f"{mean:.3f} ({low:.3f}–{high:.3f})"
+        case "mean nats":
+            return f"{mean:.2f}"
+        case "difference nats":
+            return f"{_signed(mean, 2)} ({_signed(low, 2)} to {_signed(high, 2)})"
+        case "points":
+            return f"{_signed(mean)} ({_signed(low)} to {_signed(high)})"
+        case "opposite points":
+            return f"{_signed(-mean)} ({_signed(-high)} to {_signed(-low)})"
+        case "k":
+            return f"{mean / 1000:.0f}k"
+        case "verdict":
+            return str(value["verdict"])
+    raise ValueError(f"no style {style!r}")
+
+
+def _bound(rate: float) -> str:
+    return f"{100 * min(max(rate, 0), 1):.1f}".replace("100.0", "100")
+
+
+def _signed(value: float, digits: int = 0) -> str:
+    """In points, or in nats with two digits."""
+    text = f"{value:.2f}" if digits else f"{100 * value:.1f}"
+    return "0" + text[2:] if re.fullmatch(r"-0\.?0*", text) else text.replace("-", "−")
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def render_table(spec: str) -> str:
+    kind, *parts = (part.strip() for part in spec.split(";"))
+    rows = {"arms": arm_rows, "contrasts": contrast_rows}[kind](*parts)
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join([f"<!-- table: {spec} -->", *lines, "<!-- /table -->"])
+
+
+def arm_rows(study: str, measure: str, style: str = "%") -> list[list[str]]:
+    """Arms down, variants across: the measure after training."""
+    variants: dict[str, Any] = read_results(study)["variants"]
+    arms = dict.fromkeys(name for section in variants.values() for name in section["arms"])
+    header = ["", *(f"{variant}, before {_before(s, measure)}" for variant, s in variants.items())]
+    return [header] + [
+        [f"`{arm}`"]
+        + [
+            format_value(section["arms"][arm][f"{measure}_after"], style)
+            if arm in section["arms"]
+            else ""
+            for section in variants.values()
+        ]
+        for arm in arms
+    ]
+
+
+def _before(section: Mapping[str, Any], measure: str) -> str:
+    first = next(iter(section["arms"].values()))
+    return f"{first[f'{measure}_before']['mean']:.1%}"
+
+
+def contrast_rows(study: str, style: str = "points", variant: str = "") -> list[list[str]]:
+    """The fixed contrasts of a study, or of one of its variants."""
+    results = read_results(study)
+    sections = results.get("variants") or {"": results}
+    digits = 2 if style == "nats" else 0
+    rows = [["contrast", "outcome", "difference", "by", "Holm's p", "detectable", "verdict"]]
+    for name, section in sections.items():
+        for row in section["contrasts"] if variant in ("", name) else ():
+            rows.append(
+                [
+                    f"{name} {row['contrast']}".strip(),
+                    f"`{row['outcome']}`",
+                    f"{_signed(row['mean'], digits)} "
+                    f"({_signed(row['low'], digits)} to {_signed(row['high'], digits)})",
+                    f"{row['method']}, {row['seeds']} seeds",
+                    f"{row['p_holm']:.3f}",
+                    _signed(row["detectable"], digits),
+                    row["verdict"],
+                ]
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Measured numbers on the pages are those of the JSON files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import result_numbers
+from result_numbers import (
+    ROOT,
+    find_loose,
+    format_value,
+    pages,
+    render_number,
+    render_table,
+    rewrite,
+)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_the_numbers_of_the_json(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == rewrite(text), "run `make docs`"
+    assert list(find_loose(text)) == [], "put them between markers, or say why they have no JSON"
+
+
+def test_a_digit_that_was_changed_is_noticed() -> None:
+    text = "ends at <!-- = distil-back; on-policy; after -->95.9% (91.6–100)<!-- /= -->."
+    assert rewrite(text) == text
+    assert rewrite(text.replace("95.9", "96.9")) == text
+    table = render_table("contrasts; pruned; nats")
+    assert rewrite(table.replace("better", "worse", 1)) == table
+
+
+def test_numbers_outside_of_markers_are_refused() -> None:
+    assert list(find_loose("It ends at 12.5% of turns, 41 points less (4–78), 0.10 nats.")) == [
+        "12.5%", "41 points", "(4–78)", "0.10 nats",
+    ]  # fmt: skip
+    assert list(find_loose("a\n  <!-- = s; a; x -->3%<!-- /= -->")) == ["  <!-- = s; a; x -->"]
+    assert list(find_loose("95% intervals, margin of 3 points")) == []
+    assert list(find_loose("```\n3%\n```\n\n<!-- numbers: settings -->\n35% of calls")) == []
+    assert list(find_loose("<!-- numbers: settings -->\n35%\n\n36%")) == ["36%"], "one block"
+
+
+def test_values_and_styles(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {
+        "arms": {
+            "a": {
+                "before": {"values": [0.1, 0.2]},
+                "after": {"values": [0.3, 0.5]},
+                "runs": [],
+                "x": {"mean": 0.05, "low": -0.2, "high": 1.3, "seeds": 3, "values": [0, 0.1, 0.05]},
+            }
+        },
+        "contrasts": [
+            {"contrast": "a minus b", "outcome": "x", "mean": -0.0004, "low": -0.1, "high": 0.0996,
+             "seeds": 2, "verdict": "not decided"}
+        ],
+        "exploratory": {
+            "a minus b": {"y": {"mean": 0.5, "low": 0.25, "high": 0.75, "seeds": 2}}
+        },
+        "sweep": [{"arm": "a", "learning_rate": 1e-4, "validation": [12, 100, 0.5, None, 0.25]}],
+    }  # fmt: skip
+    monkeypatch.setattr(result_numbers, "read_results", lambda study: results)
+    assert render_number("s; a; x") == "5.0% (0.0–100)"
+    assert render_number("s; a; x; mean %") == "5.0%"
+    assert render_number("s; a; x; seed 1") == "10.0%"
+    assert render_number("s; a minus b; x") == "0.0 (−10.0 to 10.0)"
+    assert render_number("s; a minus b; x; verdict") == "not decided"
+    assert render_number("s; a minus b; y; difference nats") == "0.50 (0.25 to 0.75)"
+    assert render_number("s; sweep; a 1e-4 errors") == "25.0%"
+    # 0.2 and 0.3: mean 0.25, t of one degree of freedom times 0.05.
+    assert render_number("s; a; gain") == "25.0 (−38.5 to 88.5)"
+    with pytest.raises(KeyError):
+        render_number("s; a; unknown")
+    with pytest.raises(ValueError, match="no style"):
+        format_value(results["arms"]["a"]["x"], "percent")  # type: ignore[index]
