@@ -139,6 +139,20 @@ def test_an_evaluation_needs_no_hints(bare_folder: Path, tmp_path: Path) -> None
     assert not load_inputs(hint_recipe(bare_folder, tmp_path)).notes
 
 
+def test_a_suite_that_cannot_work_is_told_before_the_weights(
+    bare_folder: Path, tmp_path: Path
+) -> None:
+    rows = write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": "Hi.", "split": "train"}])
+    recipe = small_recipe(
+        bare_folder,
+        bare_folder,
+        tasks={"kind": "jsonl", "path": str(rows)},
+        evaluate={"num_tasks": 1, "suites": {"other": {"path": str(tmp_path / "none.jsonl")}}},
+    )
+    with pytest.raises(TaskError, match=r"evaluate.suites.other: .*none.jsonl': no such file"):
+        check_inputs(recipe)
+
+
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────
 
 

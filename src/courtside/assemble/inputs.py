@@ -14,8 +14,10 @@ from courtside.engines.loading import ModelSettings, load_settings, load_tokeniz
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.switchboard import episode as switchboard
+from courtside.environments.tool_listing import choose_tool_listing
 from courtside.environments.toolbox import episode as toolbox
-from courtside.errors import RecipeError
+from courtside.errors import RecipeError, TaskError
+from courtside.evaluate.evaluator import TaskSuite
 from courtside.reader.checks import (
     HintTargets,
     find_doubtful_slots,
@@ -25,7 +27,7 @@ from courtside.reader.checks import (
 from courtside.reader.human import HumanReader, hinted_task_ids
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.tasks import SwitchboardTasks, ToolboxTasks
+from courtside.recipe.tasks import SwitchboardTasks, ToolboxTasks, override_tasks
 from courtside.tasks.base import FiniteSource, PromptLimit, TaskSource
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
@@ -43,6 +45,8 @@ class Inputs:
     limit: PromptLimit
     environment: HostedEnvironment | None
     tasks: TaskSource
+    suites: Mapping[str, TaskSuite]
+    """Further held-out tasks, by the name that the recipe gives them."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
 
@@ -55,7 +59,10 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
     template = ChatTemplate(tokenizer, name=student.model, eos_ids=settings.eos_ids(tokenizer))
     limit = make_prompt_limit(recipe, template, settings.context_length)
-    environment = make_environment(recipe.tasks, recipe.rollout.limits)
+    listing = choose_tool_listing(recipe.tasks, template)
+    environment = make_environment(
+        recipe.tasks, recipe.rollout.limits, tools_in_template=listing.uses_template
+    )
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
@@ -67,11 +74,30 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         limit=limit,
         environment=environment,
         tasks=tasks,
+        suites=make_suites(recipe, limit, template),
         notes=(
+            *filter(None, [listing.note]),
             *tasks.notes,
             *(check_readers(recipe, tasks, template, settings) if trains else ()),
         ),
     )
+
+
+def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> dict[str, TaskSuite]:
+    """Further held-out tasks, by the name that the recipe gives them."""
+    suites = {}
+    for name, changes in recipe.evaluate.suites.items():
+        config = override_tasks(recipe.tasks, changes)
+        listing = choose_tool_listing(config, template)
+        try:
+            environment = make_environment(
+                config, recipe.rollout.limits, tools_in_template=listing.uses_template
+            )
+            source = make_task_source(config, recipe.seed, limit, environment)
+        except TaskError as error:
+            raise TaskError(f"evaluate.suites.{name}: {error}") from error
+        suites[name] = TaskSuite(source, environment)
+    return suites
 
 
 def check_sizes(recipe: Recipe, settings: ModelSettings) -> None:

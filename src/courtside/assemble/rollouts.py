@@ -10,10 +10,8 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import HostedEnvironment
-from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import RecipeError, TaskError
-from courtside.evaluate.evaluator import TaskSuite
 from courtside.evaluate.surprise import surprise
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
@@ -31,25 +29,13 @@ from courtside.rollout.off_policy import (
 from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_prompt_difference
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Rollout
-from courtside.tasks.base import PromptLimit, TaskSource
+from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade as grade_response
-from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
-
-
-def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
-    """Further held-out tasks, by the name that the recipe gives them."""
-    suites = {}
-    for name, changes in recipe.evaluate.suites.items():
-        config = override_tasks(recipe.tasks, changes)
-        environment = make_environment(config, recipe.rollout.limits)
-        source = make_task_source(config, recipe.seed, limit, environment)
-        suites[name] = TaskSuite(source, environment)
-    return suites
 
 
 def make_grader(recipe: Recipe) -> Grader:

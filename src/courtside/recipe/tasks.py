@@ -183,7 +183,9 @@ class EnvironmentTasks(TasksBase):
     reward_range: tuple[float, float] | None = None
     """Of such a class: rewards that become the scores 0 and 1. Unset: 0 and 1."""
     tool_call_format: Literal["json", "plain"] | None = None
-    """Of such a class: how the student writes calls. Unset: json."""
+    """Of such a class: how the student writes calls, which a system message says, with the list of
+    tools. Unset: the model's chat template lists the tools where it can; else that message, with
+    json."""
     tool_role: bool | None = None
     """Of such a class; false: for templates with the roles user and assistant only. The list of
     tools precedes the first message, and results are a user's. Unset: true."""

@@ -19,8 +19,10 @@ from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
+from unit.chat.templates import HERMES_TEMPLATE
 
 from courtside.api import train
+from courtside.assemble.inputs import load_inputs
 from courtside.cli.app import app
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import format_call
@@ -123,6 +125,28 @@ def test_a_class_of_trl_as_it_is(folder: Path, student: Path) -> None:
     assert failure.detail("message") == "ValueError: 9 apple cost 27 coins"
     assert episode.step(format_call("buy", {"item": "apple"}, "json")).done
     assert episode.grade().passed
+
+
+def test_the_template_of_the_model_lists_the_tools(folder: Path, student: Path) -> None:
+    """In training, in suites, and in what is stored and read again."""
+    recipe = page_recipe("trl_store:Store", student)
+    assert any("renders no `tools`" in note for note in load_inputs(recipe).notes)
+    (student / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    assert not load_inputs(recipe).notes
+    suite = {"same": {"rows": "trl_store.jsonl", "settings": {}}}
+    recipe = parse_recipe(
+        recipe.model_dump(mode="json", exclude_unset=True)
+        | {"evaluate": {"num_tasks": 2, "suites": suite}}
+    )
+    run = train(recipe, folder / "run")
+    assert all(row["hints/trained"] > 0 for row in run.metrics())
+    [stored, *_] = run.trajectories(0)
+    [message] = stored.trajectory.task.messages
+    assert [tool["function"]["name"] for tool in json.loads(message.tools)] == ["get_price", "buy"]
+    tokenizer = load_inputs(recipe).tokenizer
+    prompt = tokenizer.decode(stored.trajectory.turns[0].token_ids)
+    assert prompt.startswith("<|im_start|>system\n# Tools\n") and '"name": "buy"' in prompt
+    assert stored.trajectory.turns[0].text.startswith("tools: [")
 
 
 # ── Gymnasium ────────────────────────────────────────────────────────────────────────────────────
