@@ -77,7 +77,7 @@ def _make_instance(config: EnvironmentTasks, *, tools_in_template: bool) -> Envi
         raise TaskError(f"{where}: {name}.size {describe_error(error)}") from error
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise TaskError(
-            f"{where}: {name}.size = {size!r}; set it to the number of tasks, at least 1"
+            f"{where}: {name}.size = {size!r}; set it to the number of tasks, an int of at least 1"
         )
     checked: Environment = environment
     return checked

@@ -271,7 +271,8 @@ class GeneratedSource:
     def _empty_split_error(self, split: Split) -> TaskError:
         return TaskError(
             f"{self._space.name}: none of its {self._space.size} tasks falls into the {split} "
-            "split; choose a larger space"
+            f"split. Choose a larger space; tasks of your own need some of split {split!r}, as "
+            "courtside.hashing.split_of gives it"
         )
 
 
