@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,33 @@ def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             "one silently; remove one"
         )
     return tree
+
+
+class JsonLineError(ValueError):
+    """The line, what is wrong with it and the fix."""
+
+
+def parse_json_lines(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with the number of its line, from 1."""
+    # Only \n ends a line: other separators are legal inside JSON texts.
+    for number, line in enumerate(data.removeprefix(BOM).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"line {number}"
+        try:
+            value = json.loads(line.decode(), object_pairs_hook=require_unique_keys)
+        except UnicodeDecodeError as error:
+            raise JsonLineError(
+                f"{where}: not UTF-8: {error.reason}; save the file as UTF-8"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise JsonLineError(
+                f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
+            ) from None
+        except DuplicateKeyError as error:
+            raise JsonLineError(f"{where}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise JsonLineError(f"{where}: not valid JSON: {error}; correct the line") from None
+        if not isinstance(value, dict):
+            raise JsonLineError(f"{where}: must be a JSON object, {{…}}")
+        yield number, value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from courtside.errors import UserError
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""Folders of the standard library and of installed packages."""
 
 PluginKind = Literal["class", "function"]
 CONSTRUCTORS = {
@@ -156,6 +160,8 @@ def _find_place(error: BaseException) -> str:
     package = str(Path(__file__).parent)
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith((package, "<frozen"))]
+    # The user's line, not that of a library which it called.
+    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
     if not frames:
         return ""
     return f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})"

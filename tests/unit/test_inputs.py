@@ -17,7 +17,7 @@ from courtside.assemble.inputs import Inputs, load_inputs
 from courtside.cli.app import app
 from courtside.errors import ModelError, RecipeError, TaskError, UserError
 from courtside.recipe import Recipe
-from courtside.recipe.load import load_recipe, parse_recipe
+from courtside.recipe.load import load_recipe, parse_recipe, parse_tasks_section
 from courtside.report.folder import toml
 
 TALK = [
@@ -96,6 +96,60 @@ def test_a_hint_longer_than_the_context_is_told(bare_folder: Path, tmp_path: Pat
         check_inputs(recipe)
 
 
+@pytest.mark.parametrize("position", ["before_turn", "last_message", "system"])
+def test_a_hint_that_overflows_with_its_conversation_is_told(
+    bare_folder: Path, tmp_path: Path, position: str
+) -> None:
+    """Short enough alone, and for an earlier turn."""
+    reader = {"kind": "human", "path": str(tmp_path / "hints.jsonl"), "max_chars": 10**6}
+    hints = [GOOD | {"turn": 1}, GOOD | {"text": "x" * 432}]
+    where = {"position": position}
+    recipe = hint_recipe(bare_folder, tmp_path, *hints, reader=reader, hints=where)
+    (note,) = check_inputs(recipe).notes
+    assert "hint for turn 3 of 'rome': with it, the conversation has 5" in note
+    assert "tokens up to the end of that turn, and the model's context 512; shorten it" in note
+    with pytest.raises(RecipeError, match=r"no hint could ever train[^$]*with it, the conversatio"):
+        check_inputs(hint_recipe(bare_folder, tmp_path, hints[1], reader=reader))
+    fits = GOOD | {"turn": 1, "text": "x" * 432}
+    assert not check_inputs(hint_recipe(bare_folder, tmp_path, fits, reader=reader)).notes
+
+
+def test_hints_for_stored_trajectories_are_inserted_before_the_weights(
+    tiny_folder: Path, bare_folder: Path, tmp_path: Path
+) -> None:
+    first = small_recipe(tiny_folder, tiny_folder, train={"steps": 1, "prompts_per_step": 2})
+    train(first, tmp_path / "first")
+    reader = {"kind": "human", "path": str(tmp_path / "hints.jsonl"), "max_chars": 10**6}
+    hints = [
+        {"trajectory": f"000000-00{n}-0", "turn": 1, "text": text}
+        for n, text in enumerate(["Short.", "x" * 450])
+    ]
+    tasks = {"kind": "trajectories", "path": str(tmp_path / "first")}
+    recipe = hint_recipe(bare_folder, tmp_path, *hints, tasks=tasks, reader=reader)
+    (note,) = check_inputs(recipe).notes
+    assert "hint for turn 1 of '000000-001-0': with it, the conversation has" in note
+
+
+def test_a_conversation_that_cannot_be_rendered_is_told_before_the_weights(
+    bare_folder: Path, tmp_path: Path
+) -> None:
+    """Also one of a late step; the longest can be left out."""
+    recipe = hint_recipe(bare_folder, tmp_path, GOOD)
+    long = [*TALK, {"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "Oh."}]
+    talks = [{"id": "rome", "messages": TALK}, {"id": "long", "messages": long}]
+    file = write_jsonl(tmp_path / "talks.jsonl", talks)
+    with pytest.raises(TaskError, match=r"Weather in Rome\?'… \(task long\) has 7\d\d tok"):
+        check_inputs(recipe)
+    tasks = {"kind": "conversations", "path": str(file), "overlong_prompts": "drop"}
+    inputs = check_inputs(recipe.model_copy(update={"tasks": parse_tasks_section(tasks, [])}))
+    assert inputs.tasks.num_dropped == 1
+    odd = [*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": "[1]"}}]}]  # fmt: skip
+    write_jsonl(file, [talks[0], {"id": "odd", "messages": odd}])
+    with pytest.raises(TaskError, match="a call of 'f' has arguments that are no JSON object"):
+        check_inputs(recipe)
+
+
 def test_many_useless_hints_are_counted(bare_folder: Path, tmp_path: Path) -> None:
     hints = [GOOD | {"turn": 10 + n} for n in range(9)]
     notes = check_inputs(hint_recipe(bare_folder, tmp_path, GOOD, *hints)).notes
@@ -137,6 +191,20 @@ def test_a_pipe_of_hints_is_refused(bare_folder: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_needs_no_hints(bare_folder: Path, tmp_path: Path) -> None:
     assert not load_inputs(hint_recipe(bare_folder, tmp_path)).notes
+
+
+def test_a_suite_that_cannot_work_is_told_before_the_weights(
+    bare_folder: Path, tmp_path: Path
+) -> None:
+    rows = write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": "Hi.", "split": "train"}])
+    recipe = small_recipe(
+        bare_folder,
+        bare_folder,
+        tasks={"kind": "jsonl", "path": str(rows)},
+        evaluate={"num_tasks": 1, "suites": {"other": {"path": str(tmp_path / "none.jsonl")}}},
+    )
+    with pytest.raises(TaskError, match=r"evaluate.suites.other: .*none.jsonl': no such file"):
+        check_inputs(recipe)
 
 
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,6 @@ from courtside.assemble.rollouts import (
     make_grader,
     make_offline_rollout,
     make_single_turn_rollout,
-    make_suites,
 )
 from courtside.assemble.teachers import (
     Serve,
@@ -53,7 +52,7 @@ def assemble(
 
     inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes
-    tasks, environment, limit = inputs.tasks, inputs.environment, inputs.limit
+    tasks, environment = inputs.tasks, inputs.environment
     template, incremental = inputs.template, inputs.incremental
 
     progress = ProgressMeter()
@@ -126,7 +125,7 @@ def assemble(
         evaluator=Evaluator(
             recipe,
             tasks=TaskSuite(tasks, environment),
-            suites=make_suites(recipe, limit),
+            suites=inputs.suites,
             engine=engine,
             renderer=template,
             grade=make_grader(recipe),

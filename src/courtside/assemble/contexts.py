@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.recordings import make_chat_log_rollout
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.privileged_context import task_context
-from courtside.chat.template import ChatTemplate
 from courtside.recipe import Recipe
+from courtside.recipe.tasks import ConversationTasks
 from courtside.tasks.base import PromptLimit, TaskSource
 
 
-def make_prompt_limit(recipe: Recipe, template: ChatTemplate, context_length: int) -> PromptLimit:
-    """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data."""
+def make_prompt_limit(
+    recipe: Recipe, template: IncrementalTemplate, context_length: int
+) -> PromptLimit:
+    """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data. Of a
+    recorded conversation, the whole counts: what cannot be rendered is told now, not in its step.
+    """
+    if isinstance(recipe.tasks, ConversationTasks):
+        rollout = make_chat_log_rollout(recipe, template, context_length)
+        return PromptLimit(length=rollout.count_tokens, max_tokens=context_length, of_whole=True)
     new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
     length = partial(
-        template.count_prompt_tokens, max_new_tokens=new, with_completions=recipe.trains_on_data
+        template.renderer.count_prompt_tokens,
+        max_new_tokens=new,
+        with_completions=recipe.trains_on_data,
     )
     return PromptLimit(length=length, max_tokens=context_length - new)
 

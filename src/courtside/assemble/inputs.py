@@ -3,35 +3,25 @@ model is loaded, so that a mistake costs seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
+from courtside.assemble.hint_checks import check_penalties, check_readers
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
-from courtside.environments.switchboard import episode as switchboard
-from courtside.environments.toolbox import episode as toolbox
-from courtside.errors import RecipeError
-from courtside.reader.checks import (
-    HintTargets,
-    find_doubtful_slots,
-    find_hint_problems,
-    find_rule_problems,
-)
-from courtside.reader.human import HumanReader, hinted_task_ids
+from courtside.environments.tool_listing import choose_tool_listing
+from courtside.errors import RecipeError, TaskError
+from courtside.evaluate.evaluator import TaskSuite
+from courtside.reader.human import hinted_task_ids
 from courtside.recipe import Recipe
-from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.tasks import SwitchboardTasks, ToolboxTasks
-from courtside.tasks.base import FiniteSource, PromptLimit, TaskSource
+from courtside.recipe.tasks import override_tasks
+from courtside.tasks.base import PromptLimit, TaskSource
 from courtside.tasks.loading import make_task_source
-from courtside.tasks.stored_trajectories import ReplaySource
-
-MAX_NOTES = 5
-"""Hints that are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +33,8 @@ class Inputs:
     limit: PromptLimit
     environment: HostedEnvironment | None
     tasks: TaskSource
+    suites: Mapping[str, TaskSuite]
+    """Further held-out tasks, by the name that the recipe gives them."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
 
@@ -54,8 +46,12 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     check_sizes(recipe, settings)
     tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
     template = ChatTemplate(tokenizer, name=student.model, eos_ids=settings.eos_ids(tokenizer))
-    limit = make_prompt_limit(recipe, template, settings.context_length)
-    environment = make_environment(recipe.tasks, recipe.rollout.limits)
+    incremental = IncrementalTemplate(template)
+    limit = make_prompt_limit(recipe, incremental, settings.context_length)
+    listing = choose_tool_listing(recipe.tasks, template)
+    environment = make_environment(
+        recipe.tasks, recipe.rollout.limits, tools_in_template=listing.uses_template
+    )
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
@@ -64,15 +60,34 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         tokenizer=tokenizer,
         settings=settings,
         template=template,
-        incremental=IncrementalTemplate(template),
+        incremental=incremental,
         limit=limit,
         environment=environment,
         tasks=tasks,
+        suites=make_suites(recipe, limit, template),
         notes=(
+            *filter(None, [listing.note]),
             *tasks.notes,
-            *(check_readers(recipe, tasks, template, settings) if trains else ()),
+            *(check_readers(recipe, tasks, incremental, settings.context_length) if trains else ()),
         ),
     )
+
+
+def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> dict[str, TaskSuite]:
+    """Further held-out tasks, by the name that the recipe gives them."""
+    suites = {}
+    for name, changes in recipe.evaluate.suites.items():
+        config = override_tasks(recipe.tasks, changes)
+        listing = choose_tool_listing(config, template)
+        try:
+            environment = make_environment(
+                config, recipe.rollout.limits, tools_in_template=listing.uses_template
+            )
+            source = make_task_source(config, recipe.seed, limit, environment)
+        except TaskError as error:
+            raise TaskError(f"evaluate.suites.{name}: {error}") from error
+        suites[name] = TaskSuite(source, environment)
+    return suites
 
 
 def check_sizes(recipe: Recipe, settings: ModelSettings) -> None:
@@ -97,142 +112,3 @@ def check_sizes(recipe: Recipe, settings: ModelSettings) -> None:
                 f"{settings.context_length:,} tokens, prompt included. Use fewer, such as "
                 f"{settings.context_length // 2:,}"
             )
-
-
-# ── hints ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_readers(
-    recipe: Recipe, tasks: TaskSource, template: ChatTemplate, settings: ModelSettings
-) -> list[str]:
-    """Notes on hints that cannot train; an error where none can, and nothing else trains."""
-    reader = recipe.reader
-    readers = reader.readers if isinstance(reader, CombinedReaderConfig) else (reader,)
-    notes: list[str] = []
-    num_useful = 0
-    for config in readers:
-        if isinstance(config, HumanReaderConfig):
-            problems, num_hints = _check_hints_file(config, recipe, tasks, template, settings)
-            notes += problems
-            num_useful += num_hints
-        elif isinstance(config, RuleReaderConfig):
-            problems, num_rules = _check_rules(config, recipe, tasks)
-            notes += problems
-            num_useful += num_rules
-        else:
-            num_useful += config is not None
-    trains_otherwise = any(loss.on != "hinted_turns" for loss in recipe.losses)
-    if reader is not None and not num_useful and not trains_otherwise:
-        raise RecipeError(
-            "reader: no hint could ever train, and every loss is on = 'hinted_turns':\n"
-            + "\n".join(f"  {note}" for note in notes)
-        )
-    return notes
-
-
-def _check_hints_file(
-    config: HumanReaderConfig,
-    recipe: Recipe,
-    tasks: TaskSource,
-    template: ChatTemplate,
-    settings: ModelSettings,
-) -> tuple[list[str], int]:
-    """Notes, and the number of hints that can train."""
-    hints, _ = HumanReader(config).read
-    if not hints:
-        return [
-            f"reader.path = {str(config.path)!r}: the file holds no hint. Write one, as with "
-            "`courtside view RUN`"
-        ], 0
-    targets = HintTargets(
-        turns=_hintable_turns(tasks) if recipe.tasks.is_recorded else None,
-        num_steps=recipe.train.steps,
-        batch_shape=(recipe.train.prompts_per_step, recipe.rollout.samples_per_prompt),
-    )
-    problems = list(
-        find_hint_problems(
-            config,
-            hints,
-            targets,
-            count_tokens=lambda text: len(template.tokenizer(text)["input_ids"]),
-            context_length=settings.context_length,
-        )
-    )
-    num_unnamed = len(problems) - MAX_NOTES
-    more = [f"{config.path}: and {num_unnamed} more hints that cannot train"]
-    more = more if num_unnamed > 0 else []
-    return [*problems[:MAX_NOTES], *more], len(hints) - len(problems)
-
-
-def _hintable_turns(tasks: TaskSource) -> Mapping[str, Collection[int]]:
-    """By the id that a hints file may name."""
-    if isinstance(tasks, ReplaySource):
-        return tasks.assistant_turns
-    assert isinstance(tasks, FiniteSource)
-    turns = {}
-    for task in tasks.train_tasks:
-        num_answers = sum(message["role"] == "assistant" for message in task.conversation)
-        turns[task.id] = range(1, 2 * num_answers, 2)  # what answers an assistant is one turn
-    return turns
-
-
-def _check_rules(
-    config: RuleReaderConfig, recipe: Recipe, tasks: TaskSource
-) -> tuple[list[str], int]:
-    """Notes, and the number of rules that can give a hint."""
-    kinds, details = _known_events(recipe, tasks)
-    privileged = {name for task in _some_tasks(recipe, tasks) for name in task.privileged}
-    problems = list(
-        find_rule_problems(config.rules, privileged=privileged, kinds=kinds, details=details)
-    )
-    useless = {index for index, _ in problems}
-    # Rules of the default list that do not apply here are not the user's mistake.
-    is_default = "rules" not in config.model_fields_set
-    notes = [] if is_default and len(useless) < len(config.rules) else [
-        f"reader.rules[{index}] ({config.rules[index].detect}): {problem}"
-        for index, problem in problems
-    ]  # fmt: skip
-    if details is None and not is_default:
-        notes += [
-            f"reader.rules[{index}]: {{{slot}}} is no privileged field of the tasks "
-            f"({', '.join(sorted(privileged)) or 'they have none'}). Where an event has no detail "
-            "of that name, the rule gives no hint"
-            for index, slot in find_doubtful_slots(config.rules, privileged=privileged)
-            if index not in useless
-        ]
-    return notes, len(config.rules) - len(useless)
-
-
-def _known_events(
-    recipe: Recipe, tasks: TaskSource
-) -> tuple[Collection[str] | None, Collection[str] | None]:
-    """Kinds and details of the environment's events; None: not known before it runs."""
-    if isinstance(recipe.tasks, ToolboxTasks):
-        return toolbox.EVENT_KINDS, toolbox.EVENT_DETAILS
-    if isinstance(recipe.tasks, SwitchboardTasks):
-        return switchboard.EVENT_KINDS, switchboard.EVENT_DETAILS
-    if isinstance(tasks, ReplaySource):
-        return tasks.event_kinds, None
-    return (None, None) if recipe.tasks.is_environment else ((), ())
-
-
-def check_penalties(recipe: Recipe, tasks: TaskSource) -> None:
-    """A kind that never occurs would be a penalty that never applies."""
-    kinds, _ = _known_events(recipe, tasks)
-    for index, loss in enumerate(recipe.losses):
-        penalized = (loss.penalized_events or ()) if loss.kind == "policy_gradient" else ()
-        unknown = [kind for kind in penalized if kinds is not None and kind not in kinds]
-        if unknown:
-            raise RecipeError(
-                f"losses[{index}].penalized_events: no event of tasks.kind = "
-                f"{recipe.tasks.kind!r} is of kind {unknown[0]!r}; they are "
-                f"{', '.join(sorted(kinds or ()))}"
-            )
-
-
-def _some_tasks(recipe: Recipe, tasks: TaskSource) -> Iterator[Any]:
-    """All train tasks where they are listed, else those of the first step."""
-    if isinstance(tasks, FiniteSource):
-        yield from tasks.train_tasks
-    else:
-        yield from tasks.batch(0, recipe.train.prompts_per_step)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from courtside.assemble.inputs import Inputs, load_inputs
-from courtside.assemble.rollouts import format_recorded_call
+from courtside.assemble.recordings import Recordings
 from courtside.chat.hint_splicing import SpliceError, splice_hint
 from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
 from courtside.chat.privileged_context import insert_context_text, task_context
@@ -25,11 +24,8 @@ from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.tasks import ConversationTasks
 from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
-from courtside.rollout.offline import ChatLogRollout
 from courtside.tasks.base import FiniteSource
-from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.types import Hint, Observation, Sample, Task, Trajectory
 
 REPLIES = (
@@ -230,17 +226,10 @@ def _find_hint(recipe: Recipe, trajectories: Sequence[Trajectory]) -> tuple[Traj
 
 def _recorded(recipe: Recipe, inputs: Inputs, task: Task) -> Trajectory | None:
     """None: the student samples."""
-    if isinstance(inputs.tasks, ReplaySource):
-        return inputs.tasks.load([task.id])[0]
-    if not isinstance(recipe.tasks, ConversationTasks):
+    if not recipe.tasks.is_recorded:
         return None
-    rollout = ChatLogRollout(
-        template=inputs.incremental,
-        format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
-        temperature=recipe.rollout.temperature,
-        context_length=inputs.settings.context_length,
-    )
-    return rollout.trajectory(task, task.id)
+    context_length = inputs.settings.context_length
+    return Recordings(recipe, inputs.tasks, inputs.incremental, context_length).load(task)
 
 
 def _stand_in_trajectories(

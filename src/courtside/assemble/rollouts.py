@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from courtside.assemble.recordings import make_chat_log_rollout
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import HostedEnvironment
-from courtside.environments.loading import make_environment
-from courtside.environments.tool_calls import CallFormat, format_call
-from courtside.errors import RecipeError, TaskError
-from courtside.evaluate.evaluator import TaskSuite
+from courtside.errors import RecipeError
 from courtside.evaluate.surprise import surprise
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
@@ -28,28 +26,16 @@ from courtside.rollout.off_policy import (
     Source,
     TeacherCompletions,
 )
-from courtside.rollout.offline import ChatLogRollout, ReplayRollout, describe_prompt_difference
+from courtside.rollout.offline import ReplayRollout, describe_prompt_difference
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Rollout
-from courtside.tasks.base import PromptLimit, TaskSource
+from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade as grade_response
-from courtside.tasks.loading import make_task_source
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
-
-
-def make_suites(recipe: Recipe, limit: PromptLimit) -> dict[str, TaskSuite]:
-    """Further held-out tasks, by the name that the recipe gives them."""
-    suites = {}
-    for name, changes in recipe.evaluate.suites.items():
-        config = override_tasks(recipe.tasks, changes)
-        environment = make_environment(config, recipe.rollout.limits)
-        source = make_task_source(config, recipe.seed, limit, environment)
-        suites[name] = TaskSuite(source, environment)
-    return suites
 
 
 def make_grader(recipe: Recipe) -> Grader:
@@ -151,12 +137,7 @@ def make_offline_rollout(
     """The rollout, and notes for the user."""
     rollout: Rollout
     if isinstance(recipe.tasks, ConversationTasks):
-        rollout = ChatLogRollout(
-            template=template,
-            format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
-            temperature=recipe.rollout.temperature,
-            context_length=engine.context_length,
-        )
+        rollout = make_chat_log_rollout(recipe, template, engine.context_length)
     else:
         assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
@@ -175,16 +156,6 @@ def make_offline_rollout(
         "its own samples would (0: as if it had sampled them itself)"
     )
     return rollout, [surprise_note, *notes]
-
-
-def format_recorded_call(call_format: CallFormat, name: str, arguments: Any) -> str:
-    """A tool call of a chat log as text, where the chat template does not render calls."""
-    if not isinstance(arguments, dict):
-        raise TaskError(
-            f"a call of {name!r} has arguments that are no JSON object: {arguments!r}. Mend or "
-            "leave out the conversation"
-        )
-    return format_call(name, arguments, call_format)
 
 
 def _check_authors(recipe: Recipe, tasks: ReplaySource) -> None:

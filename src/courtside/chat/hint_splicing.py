@@ -37,6 +37,7 @@ class SpliceError(UserError):
     def __init__(self, reason: DropReason, hint: Hint, why: str):
         super().__init__(f"hint for turn {hint.turn} of trajectory {hint.trajectory}: {why}")
         self.reason = reason
+        self.why = why
         self.hint = hint
 
 

@@ -33,7 +33,7 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-PROBE_CALL = {
+PROBE_CALL: dict[str, Any] = {
     "id": "abcdefghi",
     "type": "function",
     "function": {"name": "courtside_probe", "arguments": {"at": 1}},
@@ -211,6 +211,19 @@ class ChatTemplate:
         except TEMPLATE_ERRORS:
             return False
 
+    @cached_property
+    def probe_call_text(self) -> str | None:
+        """`PROBE_CALL` as the text of a sampled reply that the template would render so; None: the
+        template renders no calls."""
+        ask = {"role": "user", "content": NONCHARACTERS[1]}
+        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        try:
+            rendered = self._apply([ask, call], [PROBE_TOOL], False)
+        except TEMPLATE_ERRORS:
+            return None
+        _, mark, reply = rendered.rpartition(NONCHARACTERS[1])
+        return self.text(self.tokenize(reply, NONCHARACTERS[0])) if mark else None
+
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
         """Ids of a text by `render`; no token spans a `cut`."""
         pieces = [
@@ -321,6 +334,9 @@ def make_trajectory(
 
 
 def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as display text; tool calls and the like follow as JSON."""
+    """Messages as display text; tool calls and the like follow as JSON, and tools come first."""
+    tools = [f"tools: {message.tools}" for message in messages if message.tools]
     texts = ("\n".join(filter(None, (message.content, message.extra))) for message in messages)
-    return "\n\n".join(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))
+    return "\n\n".join(
+        [*tools, *(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))]
+    )

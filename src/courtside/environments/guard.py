@@ -27,6 +27,7 @@ from courtside.environments.validation import (
     validate_task,
 )
 from courtside.errors import EnvironmentFaultsError, TaskError
+from courtside.interrupts import time_limit
 from courtside.plugins import describe_error, format_trace
 from courtside.types import Grade, Observation, Task
 
@@ -60,7 +61,7 @@ class GuardedEnvironment:
     name: str
     """How messages call it, e.g. "tasks.path = 'a:B'"."""
     seconds: float | None
-    """For each call of start, step or grade. None: no limit, in the calling thread."""
+    """For each call of task, start, step or grade. None: no limit, in the calling thread."""
 
     @property
     def size(self) -> int:
@@ -79,7 +80,12 @@ class GuardedEnvironment:
     def task(self, index: int) -> Task:
         where = f"{self.name}: task({index})"
         try:
-            return validate_task(self.environment.task(index), where)
+            return validate_task(self._call_task(index), where)
+        except TimedOut:
+            raise TaskError(
+                f"{where} did not return within {self.seconds:g} seconds "
+                "(rollout.limits.step_seconds). Prepare slow things in __init__, or raise the limit"
+            ) from None
         except TaskError:
             raise
         except InvalidValue as problem:
@@ -88,6 +94,13 @@ class GuardedEnvironment:
             raise
         except BaseException as error:  # user code, also sys.exit and cancelled tasks
             raise TaskError(f"{where} {describe_error(error)}") from error
+
+    def _call_task(self, index: int) -> Any:
+        """In the calling thread: many classes hold what belongs to the thread that made them."""
+        if self.seconds is None:
+            return self.environment.task(index)
+        with time_limit(self.seconds, TimedOut):
+            return self.environment.task(index)
 
     def start(self, task: Task) -> GuardedEpisode:
         # A copy: an episode that changes its task must not change that of another sample.

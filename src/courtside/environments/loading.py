@@ -22,15 +22,15 @@ from courtside.recipe.tasks import (
 
 
 def make_environment(
-    config: TasksConfig, limits: LimitsConfig | None = None
+    config: TasksConfig, limits: LimitsConfig | None = None, *, tools_in_template: bool = False
 ) -> HostedEnvironment | None:
-    """None: the tasks are single prompts."""
+    """None: the tasks are single prompts. `tools_in_template`: of `choose_tool_listing`."""
     seconds = (limits or LimitsConfig()).step_seconds
     match config:
         case EnvironmentTasks() if config.workers:
-            return WorkerEnvironment(config, seconds=seconds)
+            return WorkerEnvironment(config, seconds=seconds, tools_in_template=tools_in_template)
         case EnvironmentTasks():
-            return load_environment(config, seconds=seconds)
+            return load_environment(config, seconds=seconds, tools_in_template=tools_in_template)
         case ToolboxTasks():
             name = "tasks.kind = 'toolbox'"
             return GuardedEnvironment(environment=Toolbox(config), name=name, seconds=seconds)
@@ -41,10 +41,13 @@ def make_environment(
             return None
 
 
-def load_environment(config: EnvironmentTasks, *, seconds: float | None) -> GuardedEnvironment:
+def load_environment(
+    config: EnvironmentTasks, *, seconds: float | None, tools_in_template: bool = False
+) -> GuardedEnvironment:
     """An instance of the class at `module:Class`. No episode is started: that may be expensive."""
     name = f"tasks.path = {config.path!r}"
-    environment = GuardedEnvironment(environment=_make_instance(config), name=name, seconds=seconds)
+    instance = _make_instance(config, tools_in_template=tools_in_template)
+    environment = GuardedEnvironment(environment=instance, name=name, seconds=seconds)
     first = environment.task(0)
     if environment.task(0) != first:
         raise TaskError(
@@ -54,11 +57,11 @@ def load_environment(config: EnvironmentTasks, *, seconds: float | None) -> Guar
     return environment
 
 
-def _make_instance(config: EnvironmentTasks) -> Environment:
+def _make_instance(config: EnvironmentTasks, *, tools_in_template: bool) -> Environment:
     where, name = f"tasks.path = {config.path!r}", config.path.partition(":")[2]
     user_class: Any = load_plugin(config.path, "class", field="tasks.path", error=TaskError)
     if is_tool_class(user_class):
-        return make_tool_environment(user_class, config)
+        return make_tool_environment(user_class, config, tools_in_template=tools_in_template)
     if config.tool_class_fields:
         raise TaskError(
             f"tasks.{config.tool_class_fields[0]} is for classes whose methods are tools (with "
@@ -74,7 +77,7 @@ def _make_instance(config: EnvironmentTasks) -> Environment:
         raise TaskError(f"{where}: {name}.size {describe_error(error)}") from error
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise TaskError(
-            f"{where}: {name}.size = {size!r}; set it to the number of tasks, at least 1"
+            f"{where}: {name}.size = {size!r}; set it to the number of tasks, an int of at least 1"
         )
     checked: Environment = environment
     return checked

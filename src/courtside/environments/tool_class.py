@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from courtside.chat.api_messages import attach_tools, parse_messages, parse_tools
 from courtside.environments.base import Environment
 from courtside.environments.tool_calls import CallError, CallFormat, format_call, parse_call
 from courtside.environments.tool_rows import read_rows
@@ -30,7 +32,10 @@ def is_tool_class(user_class: Any) -> bool:
     return callable(getattr(user_class, "reset", None)) and not hasattr(user_class, "start")
 
 
-def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environment:
+def make_tool_environment(
+    user_class: Any, config: EnvironmentTasks, *, tools_in_template: bool
+) -> Environment:
+    """`tools_in_template`: the chat template lists the tools, no message."""
     where, name = f"tasks.path = {config.path!r}", user_class.__name__
     parameters = inspect.signature(user_class.reset).parameters
     if hasattr(user_class, "step") and "seed" in parameters:
@@ -57,7 +62,14 @@ def make_tool_environment(user_class: Any, config: EnvironmentTasks) -> Environm
     reward = None
     if config.reward is not None:
         reward = load_plugin(config.reward, "function", field="tasks.reward", error=TaskError)
-    return ToolEnvironment(user_class, config, rows=rows, tools=tools, reward=reward)
+    return ToolEnvironment(
+        user_class,
+        config,
+        rows=rows,
+        tools=tools,
+        reward=reward,
+        tools_in_template=tools_in_template,
+    )
 
 
 class ToolEnvironment:
@@ -69,6 +81,7 @@ class ToolEnvironment:
         rows: list[dict[str, Any]],
         tools: Mapping[str, dict[str, Any]],
         reward: Callable[..., Any] | None,
+        tools_in_template: bool,
     ) -> None:
         self.user_class, self.settings = user_class, dict(config.settings)
         self.rows, self.tools, self.reward = rows, tools, reward
@@ -76,24 +89,19 @@ class ToolEnvironment:
         self.call_format: CallFormat = config.tool_call_format or "json"
         self.reward_range = config.reward_range or (0.0, 1.0)
         self.has_tool_role = config.tool_role is not False
+        self.tools_in_template = tools_in_template
 
     def task(self, index: int) -> Task:
         row = self.rows[index]
         prompt = row["prompt"]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        messages = [Message(role=m["role"], content=m["content"]) for m in prompt]
+        messages = list(parse_messages(prompt, f"tasks.rows, row {index}: prompt"))
         added = self._make().reset(**row)
         if added is not None:
             text = plain_text(added, "what reset returned")
             last = messages[-1]
-            messages[-1] = Message(role=last.role, content=f"{last.content}{text}")
-        tools = self._describe_tools()
-        if self.has_tool_role:
-            messages.insert(0, Message(role="system", content=tools))
-        else:
-            first = messages[0]
-            messages[0] = Message(role=first.role, content=f"{tools}\n\n{first.content}")
+            messages[-1] = replace(last, content=f"{last.content}{text}")
         content = json.dumps(row, sort_keys=True)
         facts = {
             k: v for k, v in row.items() if isinstance(v, str) and k not in ("prompt", "split")
@@ -101,7 +109,7 @@ class ToolEnvironment:
         return Task(
             id=task_id("row", content),
             split=row.get("split") or split_of(content),
-            messages=tuple(messages),
+            messages=self._offer_tools(messages),
             privileged={**facts, "tools": ", ".join(self.tools)},
             grader_args={"row": row},
         )
@@ -131,6 +139,14 @@ class ToolEnvironment:
 
     def _make(self) -> Any:
         return self.user_class(**self.settings)
+
+    def _offer_tools(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        if self.tools_in_template:
+            return attach_tools(messages, parse_tools(list(self.tools.values()), "the tools"))
+        tools, first = self._describe_tools(), messages[0]
+        if self.has_tool_role and first.role != "system":
+            return (Message(role="system", content=tools), *messages)
+        return (replace(first, content=f"{tools}\n\n{first.content}"), *messages[1:])
 
     def _describe_tools(self) -> str:
         example = format_call("NAME", {"ARGUMENT": "VALUE"}, self.call_format)

@@ -4,47 +4,57 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from courtside.chat.api_messages import parse_messages
 from courtside.errors import TaskError
+from courtside.files import JsonLineError, parse_json_lines, read_regular_file
+from courtside.types import Split
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"tasks.rows = {str(path)!r}: cannot be read ({error})") from None
+        data = read_regular_file(path)
+    except FileNotFoundError:
+        raise TaskError(f"tasks.rows = {str(path)!r}: no such file; correct the path") from None
+    except OSError as error:
+        raise TaskError(
+            f"tasks.rows = {str(path)!r}: cannot be read ({error.strerror}); it must be a file of "
+            "JSON lines"
+        ) from None
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TaskError(f"{where}: not valid JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise TaskError(f"{where}: must be a JSON object with `prompt`")
-        _check_prompt(row.get("prompt"), where)
-        rows.append(row)
+    try:
+        for number, row in parse_json_lines(data):
+            _check_row(row, f"{path}, line {number}")
+            rows.append(row)
+    except JsonLineError as error:
+        raise TaskError(f"{path}, {error}") from None
     if not rows:
         raise TaskError(f"{path}: holds no rows; it needs at least one")
     return rows
 
 
+def _check_row(row: dict[str, Any], where: str) -> None:
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            raise TaskError(
+                f"{where}: {name!r} holds NaN, an infinity or half of a surrogate pair, which no "
+                "stored task can; correct it"
+            ) from None
+    split = row.get("split")
+    if split is not None and split not in get_args(Split):
+        raise TaskError(f"{where}: split = {split!r}; use one of {list(get_args(Split))}")
+    _check_prompt(row.get("prompt"), where)
+
+
 def _check_prompt(prompt: Any, where: str) -> None:
     if isinstance(prompt, str) and prompt.strip():
         return
-    is_list = isinstance(prompt, list) and bool(prompt)
-    if not is_list or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in prompt
-    ):
+    if not isinstance(prompt, list):
         raise TaskError(
             f"{where}: `prompt` must be a text, or a list of messages with role and content"
         )
-    if any(m["role"] == "system" for m in prompt):
-        raise TaskError(
-            f"{where}: `prompt` has a system message, and the list of tools is that; move the text "
-            "into the user's message"
-        )
+    if parse_messages(prompt, f"{where}: prompt")[-1].role != "user":
+        raise TaskError(f"{where}: the last message of `prompt` must be a user's; leave it out")

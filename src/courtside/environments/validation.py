@@ -6,6 +6,7 @@ further, or raises with the method, the field and the fix.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, get_args
 
+from courtside.chat.api_messages import parse_tools
 from courtside.errors import TaskError
 from courtside.types import Event, Grade, Message, Observation, Split, Task
 
@@ -21,6 +23,9 @@ DECISION = re.compile(r"\w{1,40}(?:/\w{1,40}){0,3}", re.ASCII)
 """It becomes part of a metric's name."""
 OBSERVATION = "Observation(messages=(Message(role='tool', content='…'),), done=False, events=())"
 GRADE = "Grade(score=1.0, passed=True, feedback='…')"
+MAX_ID_CHARS = 200
+MAX_KIND_CHARS = 80
+MAX_EVENTS = 1000
 ANSWERING_ROLES = ("tool", "user")
 PROMPT_ROLES = ("system", "user", "assistant", "tool")
 
@@ -48,6 +53,11 @@ def validate_task(task: object, where: str) -> Task:
 def _plain_task(task: Task) -> Task:
     if not isinstance(task.id, str) or not task.id:
         raise InvalidValue(f"id = {task.id!r}; give a text, such as courtside.hashing.task_id(…)")
+    if len(task.id) > MAX_ID_CHARS or not task.id.isprintable():
+        raise InvalidValue(
+            f"id = {task.id[:40]!r}… has more than {MAX_ID_CHARS} characters, or one that cannot "
+            "be printed; make it a hash of the content, such as courtside.hashing.task_id(…)"
+        )
     if task.split not in get_args(Split):
         raise InvalidValue(f"split = {task.split!r}; use one of {list(get_args(Split))}")
     messages = _plain_messages(task.messages, PROMPT_ROLES, "messages")
@@ -55,6 +65,10 @@ def _plain_task(task: Task) -> Task:
         raise InvalidValue(
             "messages: the student cannot answer them; the last one must be a user's"
         )
+    if not messages[-1].content.strip():
+        raise InvalidValue("messages: the last one has no text; write what is to be answered")
+    if task.conversation:
+        raise InvalidValue("conversation is of recorded tasks; leave it out")
     if task.grader is not None:
         raise InvalidValue(f"grader = {task.grader!r}, but an episode grades itself; leave it out")
     if not isinstance(task.privileged, Mapping):
@@ -97,6 +111,11 @@ def validate_observation(value: object) -> Observation:
         )
     if not _is_sequence(value.events):
         raise InvalidValue(f"Observation.events is {_a(value.events)}; use a tuple of Event")
+    if len(value.events) > MAX_EVENTS:
+        raise InvalidValue(
+            f"Observation.events are {len(value.events):,}; report at most {MAX_EVENTS:,} for one "
+            "reply"
+        )
     events = tuple(
         _plain_event(event, f"Observation.events[{i}]") for i, event in enumerate(value.events)
     )
@@ -159,9 +178,35 @@ def _plain_messages(messages: Any, roles: Sequence[str], name: str) -> tuple[Mes
             raise InvalidValue(f"{where} is {_a(message)}; use Message(role='user', content='…')")
         if message.role not in roles:
             raise InvalidValue(f"{where}.role = {message.role!r}; use one of {list(roles)}")
-        content = plain_text(message.content, f"{where}.content")
-        plain.append(Message(**_fields_of(message, Message) | {"content": content}))
+        plain.append(
+            Message(
+                role=message.role,
+                content=plain_text(message.content, f"{where}.content"),
+                extra=_plain_json_text(message.extra, dict, f"{where}.extra"),
+                tools=_plain_json_text(message.tools, list, f"{where}.tools"),
+            )
+        )
     return tuple(plain)
+
+
+def _plain_json_text(text: object, kind: type, where: str) -> str:
+    """Of `extra`, an object, and of `tools`, a list of schemas; empty: none."""
+    plain = plain_text(text, where)
+    if not plain:
+        return ""
+    name = "an object" if kind is dict else "a list of tool schemas"
+    try:
+        value: Any = json.loads(plain)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise InvalidValue(f"{where} = {plain[:60]!r}; use json.dumps of {name}, or ''")
+    if isinstance(value, dict) and (reserved := sorted({"role", "content"} & value.keys())):
+        raise InvalidValue(f"{where} has the key {reserved[0]!r}, which is a field of the Message")
+    try:
+        return parse_tools(value, where) if kind is list else plain
+    except TaskError as problem:
+        raise InvalidValue(str(problem)) from None
 
 
 def _plain_event(event: object, where: str) -> Event:
@@ -169,6 +214,11 @@ def _plain_event(event: object, where: str) -> Event:
         raise InvalidValue(f"{where} is {_a(event)}; use Event(kind='…', details={{…}})")
     if not isinstance(event.kind, str) or not event.kind:
         raise InvalidValue(f"{where}.kind = {event.kind!r}; use a text such as 'tool_error'")
+    if len(event.kind) > MAX_KIND_CHARS or not event.kind.isprintable():
+        raise InvalidValue(
+            f"{where}.kind = {event.kind[:40]!r}… becomes part of a metric's name; use at most "
+            f"{MAX_KIND_CHARS} printable characters, and details for the rest"
+        )
     details = _plain_json_object(event.details, f"{where}.details")
     return Event(kind=plain_text(event.kind, f"{where}.kind"), details=details)
 
@@ -224,5 +274,8 @@ def _a(value: object) -> str:
     """
     if value is None:
         return "None"
+    if inspect.iscoroutine(value):
+        value.close()  # else Python warns that it was never awaited
+        return "a coroutine (an async method is not awaited; use asyncio.run inside a plain one)"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -22,9 +22,9 @@ OPTIONAL = ("demonstrate", "example_replies")
 def serve(connection: Connection) -> None:
     from courtside.environments.loading import load_environment
 
-    config = connection.recv()
+    config, tools_in_template = connection.recv()
     try:
-        environment = load_environment(config, seconds=None)
+        environment = load_environment(config, seconds=None, tools_in_template=tools_in_template)
     except TaskError as error:
         connection.send(("task_error", str(error)))
         return

@@ -37,10 +37,12 @@ class WorkerDied(Exception):
 class WorkerEnvironment:
     """`tasks.workers` processes with an instance of the environment each."""
 
-    def __init__(self, config: EnvironmentTasks, *, seconds: float) -> None:
+    def __init__(
+        self, config: EnvironmentTasks, *, seconds: float, tools_in_template: bool = False
+    ) -> None:
         self.name = f"tasks.path = {config.path!r}"
         self.seconds = seconds
-        self._workers = [Worker(config) for _ in range(config.workers)]
+        self._workers = [Worker(config, tools_in_template) for _ in range(config.workers)]
         # Also at the interpreter's exit. Bound to the list: a reference to self would keep it.
         self.close: Callable[[], Any] = weakref.finalize(self, _stop_all, self._workers)
         try:
@@ -160,8 +162,8 @@ class WorkerEpisode:
 class Worker:
     """One process, started again when it has ended."""
 
-    def __init__(self, config: EnvironmentTasks) -> None:
-        self.config = config
+    def __init__(self, config: EnvironmentTasks, tools_in_template: bool) -> None:
+        self.config, self.tools_in_template = config, tools_in_template
         self.lock = threading.Lock()
         """Held for a call and what belongs to it."""
         self.generation = 0
@@ -199,7 +201,7 @@ class Worker:
         self._connection = connection
         self._discarded.clear()
         with suppress(OSError):  # it has already ended; `wait_until_loaded` says how
-            connection.send(self.config)
+            connection.send((self.config, self.tools_in_template))
 
     def wait_until_loaded(self) -> dict[str, Any]:
         reply: dict[str, Any] = self._receive(None)

@@ -55,8 +55,10 @@ def find_hint_problems(
     *,
     count_tokens: Callable[[str], int],
     context_length: int,
+    find_splice_problem: Callable[[Hint], str | None] | None = None,
 ) -> Iterator[str]:
-    """One line for each hint that can never train."""
+    """One line for each hint that can never train. `find_splice_problem`: inserts it into the
+    recording that it names; None: there are none before the first step."""
     for hint in hints:
         problem = targets.find_problem(hint)
         if problem is None and len(hint.text) > config.max_chars:
@@ -69,6 +71,8 @@ def find_hint_problems(
                 f"it has {count_tokens(hint.text):,} tokens, and the model's context "
                 f"{context_length:,}; shorten it"
             )
+        if problem is None and find_splice_problem is not None:
+            problem = find_splice_problem(hint)
         if problem is not None:
             yield f"{config.path}: hint for turn {hint.turn} of {hint.trajectory!r}: {problem}"
 

@@ -28,9 +28,11 @@ class EvaluateConfig(Section):
     """Unset: as in rollout."""
     teacher: bool = True
     """Before training, also evaluate the teacher with its context."""
-    suites: Mapping[str, Mapping[str, Setting]] = Field(default_factory=dict)
+    suites: Mapping[str, Mapping[str, Setting | Mapping[str, Setting]]] = Field(
+        default_factory=dict
+    )
     """Further test tasks, evaluated before and after: a name and changes to [tasks], e.g.
-    `held_out = { names = "held_out" }`."""
+    `held_out = { names = "held_out" }` or `larger = { settings = { high = 200 } }`."""
     collateral: bool = False
     """After training, also measure KL(before ‖ after) of the student over the whole vocabulary: on
     its turns of the evaluation before training, and on its answers to unrelated prompts."""

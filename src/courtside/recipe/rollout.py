@@ -8,6 +8,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from courtside.recipe.base import Fraction, Section
 
+MAX_SECONDS = 1e6
+"""Timers of operating systems end not far above."""
+
 
 class Ramp(Section):
     """Linear from `start` to `end` over `steps`, then constant."""
@@ -29,9 +32,9 @@ class LimitsConfig(Section):
     """Of the whole episode. Unset: the model's context."""
     seconds: PositiveFloat | None = None
     """Of the whole episode, by the clock. Unset: no limit."""
-    step_seconds: PositiveFloat = 60.0
+    step_seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS)] = 60.0
     """Time for one call of the environment: `start`, `step` or `grade`. The episode ends after it,
-    as a fault of the environment."""
+    as a fault of the environment. A `task` that takes longer is refused."""
     max_fault_fraction: Fraction = 0.2
     """Fraction of recent episodes (the batch, or the last 64) that bugs in the environment may end
     before the run stops; at least 3 of them, or all. 1: never."""

@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     model_validator,
@@ -81,7 +80,7 @@ class GradedTasks(TasksBase):
 
     grader: GraderName | None = None
     """Of tasks that name none: a built-in grader, or `module:function`."""
-    grader_seconds: PositiveFloat = USER_GRADER_SECONDS
+    grader_seconds: Annotated[float, Field(gt=0, le=1e6)] = USER_GRADER_SECONDS
     """Time for a `module:function` to grade one response; after it the score is 0, and counted as
     an error of the grader."""
 
@@ -171,7 +170,7 @@ class EnvironmentTasks(TasksBase):
     """`module:Class`; the module is installed, or in the working directory."""
     settings: Mapping[str, Setting] = Field(default_factory=dict)
     """Keyword arguments of the class."""
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Worker processes that run it, one call at a time each; one that dies or hangs costs its
     episode, not the run. 0: threads of this process, which start at once and share memory."""
     rows: Path | None = None
@@ -183,7 +182,9 @@ class EnvironmentTasks(TasksBase):
     reward_range: tuple[float, float] | None = None
     """Of such a class: rewards that become the scores 0 and 1. Unset: 0 and 1."""
     tool_call_format: Literal["json", "plain"] | None = None
-    """Of such a class: how the student writes calls. Unset: json."""
+    """Of such a class: how the student writes calls, which a system message says, with the list of
+    tools. Unset: the model's chat template lists the tools where it can; else that message, with
+    json."""
     tool_role: bool | None = None
     """Of such a class; false: for templates with the roles user and assistant only. The list of
     tools precedes the first message, and results are a user's. Unset: true."""

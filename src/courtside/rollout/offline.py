@@ -29,15 +29,7 @@ class ChatLogRollout:
         return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
 
     def trajectory(self, task: Task, id: str) -> Trajectory:
-        prompt = [message_tree(message) for message in task.messages]
-        trajectory = trajectory_from_chat_log(
-            task,
-            [*prompt, *task.conversation],
-            self.template,
-            id=id,
-            temperature=self.temperature,
-            format_call=self.format_call,
-        )
+        trajectory = self._render(task, id)
         num_tokens = len(trajectory.token_ids)
         if num_tokens > self.context_length:
             raise TaskError(
@@ -45,6 +37,21 @@ class ChatLogRollout:
                 f"{self.context_length}. Shorten it or leave it out; nothing is cut silently"
             )
         return trajectory
+
+    def count_tokens(self, task: Task) -> int:
+        """Of the whole conversation; a TaskError where it cannot be rendered."""
+        return len(self._render(task, task.id).token_ids)
+
+    def _render(self, task: Task, id: str) -> Trajectory:
+        prompt = [message_tree(message) for message in task.messages]
+        return trajectory_from_chat_log(
+            task,
+            [*prompt, *task.conversation],
+            self.template,
+            id=id,
+            temperature=self.temperature,
+            format_call=self.format_call,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,8 @@ class PromptLimit:
     length: Callable[[Task], int]
     max_tokens: int
     overlong: Literal["error", "drop"] = "error"
+    of_whole: bool = False
+    """Whether recorded conversations are measured, not prompts."""
 
     def fits(self, task: Task, source: str) -> bool:
         """False: to be dropped. `source` is for the error where the recipe drops none."""
@@ -62,6 +64,13 @@ class PromptLimit:
 
     def error(self, task: Task, source: str) -> TaskError:
         start = task.messages[-1].content[:60]
+        if self.of_whole:
+            return TaskError(
+                f"{source}: the conversation of {start!r}… (task {task.id}) has "
+                f"{self.length(task)} tokens and the model takes {self.max_tokens}. Shorten it, or "
+                "set tasks.overlong_prompts = 'drop' to leave such conversations out and count "
+                "them; nothing is cut silently"
+            )
         return TaskError(
             f"{source}: the prompt {start!r}… (task {task.id}) has {self.length(task)} tokens, "
             "with what its completion has beyond rollout.max_new_tokens; with max_new_tokens the "
@@ -262,7 +271,8 @@ class GeneratedSource:
     def _empty_split_error(self, split: Split) -> TaskError:
         return TaskError(
             f"{self._space.name}: none of its {self._space.size} tasks falls into the {split} "
-            "split; choose a larger space"
+            f"split. Choose a larger space; tasks of your own need some of split {split!r}, as "
+            "courtside.hashing.split_of gives it"
         )
 
 

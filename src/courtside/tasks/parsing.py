@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from courtside.errors import TaskError
-from courtside.files import BOM, DuplicateKeyError, read_regular_file, require_unique_keys
+from courtside.files import JsonLineError, parse_json_lines, read_regular_file
 from courtside.hashing import split_of, task_id
 from courtside.tasks import layouts
 from courtside.tasks.graders import require_gradable
@@ -54,26 +54,11 @@ def read_json_lines(path: Path) -> Iterator[Record]:
             f"tasks.path = {str(path)!r}: cannot be read ({error.strerror}); it must be a file of "
             "JSON lines"
         ) from None
-    # Only \n ends a line: other separators are legal inside JSON texts.
-    for number, line in enumerate(data.removeprefix(BOM).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            value = json.loads(line.decode(), object_pairs_hook=require_unique_keys)
-        except UnicodeDecodeError as error:
-            raise TaskError(f"{where}: not UTF-8: {error.reason}; save the file as UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise TaskError(
-                f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
-            ) from None
-        except DuplicateKeyError as error:
-            raise TaskError(f"{where}: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise TaskError(f"{where}: not valid JSON: {error}; correct the line") from None
-        if not isinstance(value, dict):
-            raise TaskError(f"{where}: must be a JSON object, {{…}}")
-        yield Record(where=where, fields=value)
+    try:
+        for number, fields in parse_json_lines(data):
+            yield Record(where=f"{path}, line {number}", fields=fields)
+    except JsonLineError as error:
+        raise TaskError(f"{path}, {error}") from None
 
 
 def with_default_grader(records: Iterable[Record], grader: str | None) -> Iterable[Record]:

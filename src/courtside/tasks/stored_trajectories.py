@@ -34,13 +34,16 @@ class ReplaySource(FiniteSource):
         """Who chose their tokens."""
         self.assistant_turns: dict[str, list[int]] = {}
         """By the ids that a hints file may name."""
+        self.trajectories_of: dict[str, list[str]] = {}
+        """The same: ids of trajectories."""
         self.event_kinds = {
             event.kind for t in trajectories for turn in t.turns for event in turn.events
         }
         for t in trajectories[:limit]:
             turns = [i for i, turn in enumerate(t.turns) if turn.role == "assistant"]
-            for name in (t.id, hints_file_id(t)):
+            for name in {t.id, hints_file_id(t)}:
                 self.assistant_turns.setdefault(name, turns)
+                self.trajectories_of.setdefault(name, []).append(t.id)
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
         """No duplicates, since records are matched by id; fewer than `size` where an epoch ends

@@ -127,3 +127,10 @@ TOOLS_TEMPLATE = (
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Renders tool schemas in the system message, and calls after the text of a message."""
+
+HERMES_TEMPLATE = TOOLS_TEMPLATE.replace(
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>",
+    '\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}\n</tool_call>",
+)
+"""The same with calls as Hermes and Qwen2.5 write them."""

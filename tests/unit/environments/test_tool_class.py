@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny_model import TEMPLATE, tiny_tokenizer
+from unit.chat.templates import HERMES_TEMPLATE, TOOLS_TEMPLATE
 
+from courtside.chat.template import ChatTemplate, format_messages
 from courtside.environments.guard import EnvironmentFault
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import format_call
+from courtside.environments.tool_listing import ToolListing, choose_tool_listing
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe.load import parse_tasks_section
 from courtside.recipe.tasks import EnvironmentTasks
@@ -257,7 +262,11 @@ def test_a_class_in_workers(folder: Path) -> None:
     ("name", "changes", "message"),
     [
         ("Counter", {"rows": None}, "so its tasks are rows of a file; name it in tasks.rows"),
-        ("Counter", {"rows": Path("none.jsonl")}, "none.jsonl': cannot be read"),
+        (
+            "Counter",
+            {"rows": Path("none.jsonl")},
+            "tasks.rows = 'none.jsonl': no such file; correct the path",
+        ),
         (
             "Counter",
             {"settings": {"stat": 1}},
@@ -287,12 +296,18 @@ def test_classes_that_cannot_work(
     ("line", "message"),
     [
         ("{", "rows.jsonl, line 1: not valid JSON"),
-        ("[]", "rows.jsonl, line 1: must be a JSON object with `prompt`"),
+        ("[]", "rows.jsonl, line 1: must be a JSON object"),
+        ('{"prompt": "x", "prompt": "y"}', "line 1: the key 'prompt' is there twice"),
+        ('{"prompt": "x", "target": NaN}', "line 1: 'target' holds NaN"),
+        (r'{"prompt": "x", "name": "\ud800"}', "line 1: 'name' holds NaN, an infinity or half of"),
+        ('{"prompt": "x", "target": ' + "[" * 99_999, "line 1: not valid JSON"),
         ("{}", "line 1: `prompt` must be a text, or a list of messages"),
         ('{"prompt": " "}', "`prompt` must be a text"),
-        ('{"prompt": [{"role": "user"}]}', "`prompt` must be a text, or a list of messages"),
-        ('{"prompt": [{"role": "system", "content": "x"}]}', "`prompt` has a system message"),
-        ('{"prompt": [{"role": "assistant", "content": "x"}]}', "the last one must be a user's"),
+        ('{"prompt": []}', "line 1: prompt must be a list of at least one message"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: prompt[0].content is null or missing"),
+        ('{"prompt": [{"role": "usr", "content": "x"}]}', "prompt[0].role = 'usr'; use one of"),
+        ('{"prompt": [{"role": "system", "content": "x"}]}', "the last message of `prompt` must"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}]}', "must be a user's; leave it out"),
         ('{"prompt": "x", "split": "dev"}', "split = 'dev'; use one of"),
         ("", "rows.jsonl: holds no rows"),
     ],
@@ -302,6 +317,79 @@ def test_rows_that_cannot_work(folder: Path, line: str, message: str) -> None:
     with pytest.raises(TaskError) as caught:
         make("Counter")
     assert message in str(caught.value)
+
+
+def test_a_pipe_of_rows_is_refused(folder: Path) -> None:
+    Path("rows.jsonl").unlink()
+    os.mkfifo("rows.jsonl")
+    with pytest.raises(TaskError, match="it is a pipe, not a regular file"):
+        make("Counter")
+
+
+# ── where the tools are listed ───────────────────────────────────────────────────────────────────
+
+
+def make_template(template: str) -> ChatTemplate:
+    return ChatTemplate(tiny_tokenizer(template=template), name="tiny", eos_ids={1})
+
+
+def choose(template: str, **changes: Any) -> ToolListing:
+    config = EnvironmentTasks(
+        kind="environment", path="classes:Counter", **({"rows": Path("rows.jsonl")} | changes)
+    )
+    return choose_tool_listing(config, make_template(template))
+
+
+def test_the_template_lists_the_tools_where_its_calls_are_parsed() -> None:
+    assert choose(HERMES_TEMPLATE) == ToolListing(uses_template=True)
+    for template, reason in (
+        (TEMPLATE, "tiny: its chat template renders no `tools`, so a system message lists the too"),
+        (TOOLS_TEMPLATE, "its chat template writes calls otherwise than <tool_call>JSON</tool"),
+    ):
+        listing = choose(template)
+        assert not listing.uses_template and reason in str(listing.note)
+    for changes in ({"tool_call_format": "json"}, {"tool_role": False}, {"rows": None}):
+        assert choose(HERMES_TEMPLATE, **changes) == ToolListing(uses_template=False)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tools_in_the_template(folder: Path, workers: int) -> None:
+    """The prompt is what the template makes of the row's messages and the schemas."""
+    config = EnvironmentTasks(
+        kind="environment", path="classes:Greets", rows=Path("rows.jsonl"), workers=workers
+    )
+    environment: Any = make_environment(config, tools_in_template=True)
+    task = environment.task(3)
+    [message] = task.messages
+    assert message.content == "Count to 3. You are N3."
+    schemas = json.loads(message.tools)
+    assert [s["function"]["name"] for s in schemas] == ["increment", "show", "note"]
+    assert format_messages(task.messages).startswith('tools: [{"type": "function"')
+    template = make_template(HERMES_TEMPLATE)
+    expected = template.tokenizer.apply_chat_template(
+        [{"role": "user", "content": message.content}],
+        tools=schemas, add_generation_prompt=True, tokenize=False,
+    )  # fmt: skip
+    assert template.tokenizer.decode(template.prompt_ids(task.messages)) == expected
+    assert '"increment"' in expected
+    assert task.id == make("Greets").task(3).id
+    reply = call("increment", step=3)
+    assert environment.start(task).step(reply).messages[0].content == "3"
+    if workers:
+        environment.close()
+
+
+def test_a_system_message_of_the_rows_stays(folder: Path) -> None:
+    prompt = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Count."}]
+    Path("rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    system, user = make("Counter").task(0).messages
+    assert system.content.startswith("Call one tool") and system.content.endswith("\n\nBe brief.")
+    config = EnvironmentTasks(kind="environment", path="classes:Counter", rows=Path("rows.jsonl"))
+    environment = make_environment(config, tools_in_template=True)
+    assert environment is not None
+    system, user = environment.task(0).messages
+    assert (system.role, system.content, user.content) == ("system", "Be brief.", "Count.")
+    assert system.tools and not user.tools
 
 
 def test_fields_of_such_classes_belong_to_them_alone(folder: Path) -> None:

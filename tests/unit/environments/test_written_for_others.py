@@ -7,47 +7,47 @@ the wrapper of the page.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
-import threading
-import tomllib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from support.foreign_environments import (
+    copy_examples,
+    forget_examples,
+    page_recipe,
+    run_tool_server,
+    url_of,
+)
 from typer.testing import CliRunner
+from unit.chat.templates import HERMES_TEMPLATE
 
 from courtside.api import train
+from courtside.assemble.inputs import load_inputs
 from courtside.cli.app import app
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import format_call
 from courtside.errors import EnvironmentFaultsError
-from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.report.folder.folder import RunFolder
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-EXAMPLES = REPOSITORY / "examples" / "environments"
-PAGE = (REPOSITORY / "docs" / "environments.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a user works: the page's files, and nothing of courtside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for file in EXAMPLES.iterdir():
-        if file.is_file():
-            shutil.copy(file, tmp_path)
-    rhymes = re.search(r"^```python\n(# rhymes\.py\n.*?)^```$", PAGE, re.M | re.S)
-    assert rhymes is not None
-    (tmp_path / "rhymes.py").write_text(rhymes[1])
+    copy_examples(tmp_path)
     yield tmp_path
-    for name in ("trl_store", "text_game", "http_tools", "rhymes"):
-        sys.modules.pop(name, None)
+    forget_examples()
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with run_tool_server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -58,27 +58,6 @@ def student(tiny_folder: Path, tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     return folder
-
-
-def page_recipe(path: str, student: Path, **changes: Any) -> Recipe:
-    """The recipe of the page for that class, made small; `changes` are those of [tasks]."""
-    blocks = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.M | re.S)
-    [block] = [block for block in blocks if f'path = "{path}"' in block]
-    tree = tomllib.loads(block)
-    tree["tasks"] |= changes
-    rollout = {"samples_per_prompt": 1, "max_new_tokens": 12} | tree.pop("rollout", {})
-    return parse_recipe(
-        {
-            "student": {"model": str(student)},
-            "teacher": {"kind": "self", "weights": "live"},
-            "losses": [{"kind": "divergence", "on": "hinted_turns"}],
-            "train": {"steps": 2, "prompts_per_step": 3, "learning_rate": 1e-3},
-            "evaluate": {"num_tasks": 3},
-            "rollout": rollout,
-        }
-        | tree,
-        name="docs/environments.md",
-    )
 
 
 def assert_hints_trained(run: RunFolder, event: str) -> None:
@@ -125,6 +104,28 @@ def test_a_class_of_trl_as_it_is(folder: Path, student: Path) -> None:
     assert episode.grade().passed
 
 
+def test_the_template_of_the_model_lists_the_tools(folder: Path, student: Path) -> None:
+    """In training, in suites, and in what is stored and read again."""
+    recipe = page_recipe("trl_store:Store", student)
+    assert any("renders no `tools`" in note for note in load_inputs(recipe).notes)
+    (student / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    assert not load_inputs(recipe).notes
+    suite = {"same": {"rows": "trl_store.jsonl", "settings": {}}}
+    recipe = parse_recipe(
+        recipe.model_dump(mode="json", exclude_unset=True)
+        | {"evaluate": {"num_tasks": 2, "suites": suite}}
+    )
+    run = train(recipe, folder / "run")
+    assert all(row["hints/trained"] > 0 for row in run.metrics())
+    [stored, *_] = run.trajectories(0)
+    [message] = stored.trajectory.task.messages
+    assert [tool["function"]["name"] for tool in json.loads(message.tools)] == ["get_price", "buy"]
+    tokenizer = load_inputs(recipe).tokenizer
+    prompt = tokenizer.decode(stored.trajectory.turns[0].token_ids)
+    assert prompt.startswith("<|im_start|>system\n# Tools\n") and '"name": "buy"' in prompt
+    assert stored.trajectory.turns[0].text.startswith("tools: [")
+
+
 # ── Gymnasium ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -149,61 +150,6 @@ def test_a_game_of_gymnasiums_interface(folder: Path, student: Path) -> None:
 
 
 # ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class ToolHandler(BaseHTTPRequestHandler):
-    """A server of somebody else: `add` and `submit`, a session for each episode."""
-
-    sessions: ClassVar[dict[str, dict[str, Any]]]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        reply = json.dumps(self._answer(self.path.strip("/"), body)).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def _answer(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        if method == "task":
-            return {
-                "prompt": f"Add {body['index']} and 7, then submit.",
-                "tools": ["add", "submit"],
-            }
-        if method == "start":
-            session = str(len(self.sessions))
-            self.sessions[session] = {"right": body["index"] + 7, "score": 0.0}
-            return {"session": session}
-        session_state = self.sessions[body["session"]]
-        if method == "grade":
-            return {"score": session_state["score"]}
-        match body["tool"]:
-            case "add":
-                return {"result": str(sum(body["arguments"].values())), "done": False}
-            case "submit":
-                session_state["score"] = float(body["arguments"]["x"] == session_state["right"])
-                return {"result": "Thanks.", "done": True}
-        return {"error": "tool_not_found", "message": f"there is no {body['tool']}"}
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    class Handler(ToolHandler):
-        sessions: ClassVar[dict[str, dict[str, Any]]] = {}
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def url_of(server: ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

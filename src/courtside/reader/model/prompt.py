@@ -55,9 +55,14 @@ def make_windows(trajectory: Trajectory, config: ModelReaderConfig) -> list[Wind
     Every turn that can get a hint is in at least one.
     """
     hintable = set(trajectory.hintable_turns)
+    messages = trajectory.task.messages
     task_lines = [
-        _line({"turn": 0, "by": m.role}, m.content, config.max_message_chars)
-        for m in trajectory.task.messages
+        _line({"turn": 0, "by": "tools"}, m.tools, config.max_message_chars)
+        for m in messages
+        if m.tools
+    ]
+    task_lines += [
+        _line({"turn": 0, "by": m.role}, m.content, config.max_message_chars) for m in messages
     ]
     if config.show_outcome and trajectory.grade is not None:
         grade = trajectory.grade

@@ -1,0 +1,47 @@
+"""Where the tools of a class are listed: by the model's chat template, or in a message."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from courtside.chat.template import PROBE_CALL, ChatTemplate
+from courtside.environments.tool_calls import ToolCall, parse_call
+from courtside.recipe.tasks import EnvironmentTasks, TasksConfig
+
+
+class ToolListing(NamedTuple):
+    uses_template: bool
+    """Whether the template renders the schemas; a message lists them otherwise."""
+    note: str | None = None
+    """Why a message lists them although the recipe leaves the choice open."""
+
+
+def choose_tool_listing(config: TasksConfig, template: ChatTemplate) -> ToolListing:
+    """The template's, where it renders tools and its calls are of a format that is parsed.
+
+    A recipe that names a format of calls, or has no role for tools, gets the message.
+    """
+    if not isinstance(config, EnvironmentTasks) or config.rows is None:
+        return ToolListing(uses_template=False)
+    if config.tool_call_format is not None or config.tool_role is False:
+        return ToolListing(uses_template=False)
+    if not template.takes_tools:
+        reason = "renders no `tools`"
+    elif not _is_parsed(template.probe_call_text):
+        reason = "writes calls otherwise than <tool_call>JSON</tool_call>"
+    else:
+        return ToolListing(uses_template=True)
+    return ToolListing(
+        uses_template=False,
+        note=f"{template.name}: its chat template {reason}, so a system message lists the tools of "
+        f"{config.path} and the format of a call",
+    )
+
+
+def _is_parsed(text: str | None) -> bool:
+    call = None if text is None else parse_call(text, "json")
+    expected = PROBE_CALL["function"]
+    return isinstance(call, ToolCall) and (call.name, dict(call.arguments)) == (
+        expected["name"],
+        expected["arguments"],
+    )
