@@ -17,7 +17,7 @@ from study_episodes import Counts, variance_of_test_set
 from study_statistics import (
     Estimate,
     adjust_holm,
-    detectable_effect,
+    detectable_difference,
     estimate_paired,
     estimate_welch,
 )
@@ -169,13 +169,13 @@ def _judge_outcome(rows: Sequence[dict[str, Any]], design: Design, num_tests: in
     p_margins = [estimate.p_equivalence(design.margin) for estimate in estimates]
     adjusted, adjusted_margins = (adjust_holm(p, num_tests) for p in (p_values, p_margins))
     for place, (row, estimate) in enumerate(zip(rows, estimates, strict=True)):
-        sd = (estimate.variance * estimate.num_seeds) ** 0.5
+        error = estimate.variance**0.5
         row |= {
             "p": p_values[place],
             "p_holm": adjusted[place],
             "p_equivalent": p_margins[place],
             "p_equivalent_holm": adjusted_margins[place],
-            "detectable": detectable_effect(sd, estimate.num_seeds, num_tests),
+            "detectable": detectable_difference(error, estimate.freedom, num_tests),
             "verdict": verdict(row, adjusted[place], adjusted_margins[place]),
         }
 
