@@ -1,8 +1,9 @@
 """Differences between arms by the rules that a plan fixes before its runs.
 
 Arms of a seed share tasks and random numbers, so differences are paired by seed, and by Welch only
-where arms have no two seeds in common or other tasks. Holm's correction goes over all contrasts,
-outcomes and variants of the plan, finished or not. Every other difference is exploratory.
+where arms have no two seeds in common or other tasks. Holm's correction goes over all contrasts
+and variants of the plan, finished or not, for each outcome by itself. The first outcome decides;
+the others are questions of their own. Every other difference is exploratory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from study_episodes import Counts, variance_of_test_set
 from study_statistics import (
     Estimate,
     adjust_holm,
-    detectable_effect,
+    detectable_difference,
     estimate_paired,
     estimate_welch,
 )
@@ -40,9 +41,8 @@ class Design:
     """Arms whose runs had other tasks than those of the same seed in other arms."""
 
     def num_tests(self, variants_of: Mapping[str, Sequence[str]]) -> int:
-        """Of the whole plan; `variants_of`: each arm's."""
-        shared = [set(variants_of[a]) & set(variants_of[b]) for a, b in self.pairs]
-        return sum(map(len, shared)) * len(self.outcomes or {})
+        """Of the whole plan, for each outcome; `variants_of`: each arm's."""
+        return sum(len(set(variants_of[a]) & set(variants_of[b])) for a, b in self.pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def compare_arms(first: ArmRuns, other: ArmRuns, outcome: str) -> dict[str, Any]
     measure = measure_of(outcome)
     seeds = [arm.seeds_with(measure) for arm in (first, other)]
     common = [seed for seed in seeds[0] if seed in seeds[1]]
-    if len(common) >= 2 and first.is_pairable and other.is_pairable:
+    if len(common) >= 2 and can_pair(first, other, common):
         seeds = [common, common]
         estimate = estimate_paired(first.values(measure, common), other.values(measure, common))
     elif min(map(len, seeds)) >= 2:
@@ -108,6 +108,21 @@ def compare_arms(first: ArmRuns, other: ArmRuns, outcome: str) -> dict[str, Any]
         "variance": variance,
         "estimate": estimate,
     }
+
+
+def can_pair(first: ArmRuns, other: ArmRuns, seeds: Sequence[int]) -> bool:
+    """Not where the plan says so, nor where a seed's runs are known to have had other tasks."""
+    if not (first.is_pairable and other.is_pairable):
+        return False
+    digests = (
+        {
+            counts["tasks"]
+            for arm in (first, other)
+            if (counts := arm.episodes.get(seed, {}).get(""))
+        }
+        for seed in seeds
+    )
+    return all(len(tasks) < 2 for tasks in digests)
 
 
 def _add_test_set(
@@ -144,18 +159,23 @@ def compare_fixed(arms: Mapping[str, ArmRuns], design: Design) -> list[dict[str,
 
 def judge(rows: Sequence[dict[str, Any]], design: Design, num_tests: int) -> None:
     """Add p-values, corrected over the whole plan, and verdicts on the first arm of each row."""
+    for outcome in design.outcomes or ():
+        _judge_outcome([row for row in rows if row["outcome"] == outcome], design, num_tests)
+
+
+def _judge_outcome(rows: Sequence[dict[str, Any]], design: Design, num_tests: int) -> None:
     estimates: list[Estimate] = [row.pop("estimate") for row in rows]
     p_values = [estimate.p_value() for estimate in estimates]
     p_margins = [estimate.p_equivalence(design.margin) for estimate in estimates]
     adjusted, adjusted_margins = (adjust_holm(p, num_tests) for p in (p_values, p_margins))
     for place, (row, estimate) in enumerate(zip(rows, estimates, strict=True)):
-        sd = (estimate.variance * estimate.num_seeds) ** 0.5
+        error = estimate.variance**0.5
         row |= {
             "p": p_values[place],
             "p_holm": adjusted[place],
             "p_equivalent": p_margins[place],
             "p_equivalent_holm": adjusted_margins[place],
-            "detectable": detectable_effect(sd, estimate.num_seeds, num_tests),
+            "detectable": detectable_difference(error, estimate.freedom, num_tests),
             "verdict": verdict(row, adjusted[place], adjusted_margins[place]),
         }
 

@@ -12,7 +12,7 @@ contrasts = [["one", "two"]]    # fixed before the runs: the first arm against t
 unpaired = ["three"]            # arms with other tasks in the same seed: compared by Welch
 margin = 0.03                   # a difference within it counts as none in a test of equivalence
 
-[outcomes]                      # fixed, too: measure → standard deviation that is expected of a
+[outcomes]                      # fixed, too, the first decides: measure → SD that is expected of a
 "error_rate" = 0.04             # difference paired by seed; `score` is the mean score, `training/…`
 "training/error_rate" = 0.008   # the mean over training steps
 
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def num_tests(self) -> int:
-        """Contrasts × outcomes × variants, over which Holm's correction goes."""
+        """Contrasts × variants, over which Holm's correction goes, for each outcome by itself."""
         return self.design.num_tests({name: arm.variants for name, arm in self.arms.items()})
 
 
@@ -180,7 +180,10 @@ def _check(plan: Plan) -> None:
 def describe_design(plan: Plan) -> Iterator[str]:
     """For each contrast and outcome: the effect that four of five such studies would find where
     differences vary as expected."""
-    yield f"{plan.num_tests} tests under Holm's correction, margin {plan.design.margin:g}"
+    yield (
+        f"{plan.num_tests} contrasts under Holm's correction for each outcome, of which the first "
+        f"decides; margin {plan.design.margin:g}"
+    )
     for first, other in plan.design.pairs:
         seeds = set(plan.arms[first].seeds) & set(plan.arms[other].seeds)
         for outcome, sd in (plan.design.outcomes or {}).items():

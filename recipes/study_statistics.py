@@ -160,31 +160,31 @@ def adjust_holm(p_values: Sequence[float], num_tests: int | None = None) -> list
     return adjusted
 
 
-def detectable_effect(sd: float, num_seeds: int, num_tests: int = 1, power: float = POWER) -> float:
+def detectable_effect(sd: float, num_seeds: int, num_tests: int = 1) -> float:
     """The smallest mean of paired differences with that standard deviation that a two-sided test
-    at 5%, divided by the number of tests, finds with that power."""
-    if sd == 0:
-        return 0.0
+    at 5%, divided by the number of tests, finds in four of five studies."""
+    return detectable_difference(sd / math.sqrt(num_seeds), num_seeds - 1, num_tests)
+
+
+def detectable_difference(error: float, freedom: float, num_tests: int = 1) -> float:
+    """The same for a difference with that standard error, whatever it is made of."""
     alpha = (1 - LEVEL) / num_tests
-    return _smallest(lambda effect: paired_power(effect, num_seeds, alpha) >= power) * sd
+    return _smallest(lambda shift: t_power(shift, freedom, alpha) >= POWER) * error
 
 
-def paired_power(effect: float, num_seeds: int, alpha: float) -> float:
-    """Of a two-sided t test of paired differences; `effect` in standard deviations. By integration
-    over the chi distribution of the measured standard deviation."""
-    freedom = num_seeds - 1
+def t_power(shift: float, freedom: float, alpha: float) -> float:
+    """Of a two-sided t test of a mean that is `shift` standard errors from 0. By integration over
+    the chi distribution of the measured standard error."""
     threshold = student_quantile(1 - alpha / 2, freedom)
-    shift, steps = effect * math.sqrt(num_seeds), 2000
     log_norm = (freedom / 2 - 1) * math.log(2) + math.lgamma(freedom / 2)
-    span = math.sqrt(freedom) + 10
-    total = 0.0
-    for k in range(steps):
-        chi = span * (k + 0.5) / steps
+    span, num_points = math.sqrt(freedom) + 10, 2000
+    normal, total = statistics.NormalDist(), 0.0
+    for k in range(num_points):
+        chi = span * (k + 0.5) / num_points
         density = math.exp((freedom - 1) * math.log(chi) - chi * chi / 2 - log_norm)
         reach = threshold * chi / math.sqrt(freedom)
-        normal = statistics.NormalDist()
         total += density * (normal.cdf(shift - reach) + normal.cdf(-shift - reach))
-    return total * span / steps
+    return total * span / num_points
 
 
 def _smallest(is_enough: Callable[[float], bool]) -> float:

@@ -34,8 +34,10 @@ SETTING = re.compile(r"\b9[05]%[ \n]intervals?|margin of 3 points|±3 points")
 
 
 def pages() -> list[Path]:
-    recipes = (ROOT / "recipes").glob("*/README.md")
-    return [ROOT / "README.md", ROOT / "docs/results.md", *sorted(recipes)]
+    """Of recipes, those that have results."""
+    results = sorted((ROOT / "recipes").glob("*/results.json"))
+    recipes = [path.with_name("README.md") for path in results]
+    return [ROOT / "README.md", ROOT / "docs/results.md", *recipes]
 
 
 def main() -> int:
@@ -119,10 +121,8 @@ def count_minutes(results: Mapping[str, Any]) -> float:
     """Of all runs, added up; of the final ones where the sweep's are not stored."""
     if "worker_minutes" in results or "minutes" in results:
         return float(results.get("worker_minutes") or results["minutes"])
-    return (
-        sum(arm["seconds"]["mean"] * arm["seconds"]["seeds"] for arm in results["arms"].values())
-        / 60
-    )
+    times = [arm["seconds"] for arm in results["arms"].values()]
+    return float(sum(time["mean"] * time["seeds"] for time in times)) / 60
 
 
 def find_trial(results: Mapping[str, Any], trial: str) -> float:
@@ -209,7 +209,7 @@ def _signed(value: float, digits: int = 0) -> str:
 
 def render_table(spec: str) -> str:
     kind, *parts = (part.strip() for part in spec.split(";"))
-    rows = {"arms": arm_rows, "contrasts": contrast_rows}[kind](*parts)
+    rows = arm_rows(*parts) if kind == "arms" else contrast_rows(*parts)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join([f"<!-- table: {spec} -->", *lines, "<!-- /table -->"])

@@ -276,7 +276,7 @@ error_rate = 0.01
         "\n[variants.short]", design
     )
     plan = plan_of(tmp_path, text)
-    assert plan.num_tests == 6, "noisy has one variant"
+    assert plan.num_tests == 3, "noisy has one variant"
     outcomes: Tree = {}
     while new := [p.name for p in planned_jobs(plan, outcomes) if p.name not in outcomes]:
         for name in new:
@@ -295,7 +295,7 @@ error_rate = 0.01
     assert noisy["error_rate"]["verdict"] == "not decided"
     assert noisy["error_rate"]["p_equivalent_holm"] < 0.05
     assert noisy["training/error_rate"]["verdict"] == "equivalent"
-    assert results["design"]["num_tests"] == 6 and results["design"]["margin"] == 0.05
+    assert results["design"]["num_tests"] == 3 and results["design"]["margin"] == 0.05
     exploratory = results["variants"]["long"]["exploratory"]
     assert "error_rate" not in exploratory["main minus noisy"]
     assert {"score", "held_out/error_rate"} <= exploratory["main minus noisy"].keys()

@@ -72,7 +72,7 @@ def test_holm_counts_what_is_planned_and_not_yet_run() -> None:
         pairs=(("a", "b"), ("a", "c"), ("a", "d")), outcomes={"error_rate": 0.1, "score": 0.1}
     )
     variants = {"a": ["x", "y"], "b": ["x", "y"], "c": ["x", "y"], "d": ["y"]}
-    assert design.num_tests(variants) == (2 + 2 + 1) * 2
+    assert design.num_tests(variants) == 2 + 2 + 1
     arms = {
         "a": arm({0: 0.10, 1: 0.11, 2: 0.12, 3: 0.13, 4: 0.14}),
         "b": arm({0: 0.20, 1: 0.212, 2: 0.223, 3: 0.229, 4: 0.24}),
@@ -80,12 +80,12 @@ def test_holm_counts_what_is_planned_and_not_yet_run() -> None:
     }
     rows = compare_fixed(arms, design)
     assert [row["contrast"] for row in rows] == ["a minus b", "a minus c"], "d has no run yet"
-    judge(rows, design, 10)
-    assert rows[0]["p_holm"] == pytest.approx(10 * rows[0]["p"])
-    assert rows[1]["p_holm"] == pytest.approx(min(1.0, 9 * rows[1]["p"]))
+    judge(rows, design, 5)
+    assert rows[0]["p_holm"] == pytest.approx(5 * rows[0]["p"])
+    assert rows[1]["p_holm"] == pytest.approx(min(1.0, 4 * rows[1]["p"]))
     assert [row["verdict"] for row in rows] == ["better", "not decided"], "fewer errors are better"
     sd = float(np.std([-0.10, -0.102, -0.103, -0.099, -0.10], ddof=1))
-    assert rows[0]["detectable"] == pytest.approx(detectable_effect(sd, 5, 10))
+    assert rows[0]["detectable"] == pytest.approx(detectable_effect(sd, 5, 5))
     json.dumps(rows)
 
 
@@ -164,6 +164,17 @@ def test_the_variance_of_a_shared_test_set_is_that_of_the_crossed_design() -> No
     ), "of other episodes"
 
 
+def test_runs_with_other_tasks_are_not_paired() -> None:
+    measures = {seed: {"after": 0.1 * seed} for seed in range(3)}
+    same, other = (
+        ArmRuns(measures=measures, episodes={s: counts_of([0.0, 1.0], tasks) for s in range(3)})
+        for tasks in ("same", "other")
+    )
+    rows = [compare_arms(same, arm, "score") for arm in (same, other)]
+    assert [row and row["method"] for row in rows] == ["paired", "welch"]
+    assert [row and row["variance"] for row in rows] == ["with episodes", "seeds only"]
+
+
 def test_intervals_with_episodes_cover_what_those_over_seeds_alone_do_not() -> None:
     rng = np.random.default_rng(5)
     covered = {"seeds": 0, "episodes": 0}
@@ -238,9 +249,9 @@ def test_every_run_of_a_plan_is_a_recipe_and_arms_of_a_seed_share_it(study: Path
 
 def test_the_plan_tells_what_its_seeds_can_show() -> None:
     plan = read_plan(ROOT / "recipes/switchboard", ROOT / "runs", ())
-    assert plan.num_tests == 15
+    assert plan.num_tests == 5
     lines = list(describe_design(plan))
-    effect = detectable_effect(0.008, 8, 15)
+    effect = detectable_effect(0.008, 8, 5)
     assert f"detectable {effect:.4f}" in lines[3] and "training/decisions/habit_wrong" in lines[3]
     with pytest.raises(SystemExit, match="contrasts: there is no 'x'"):
         _refused(plan.folder, 'contrasts = [["x", "y"]]\n[outcomes]\nscore = 0.1')
