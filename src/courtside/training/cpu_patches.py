@@ -1,4 +1,5 @@
-"""Training on a CPU with less memory: reused gradient buffers, and bf16 linear layers.
+"""Training on a CPU with less memory: reused gradient buffers, bf16 linear layers, and gated
+products that save their inputs alone.
 
 A backward pass allocates gradients between activations that it frees, and they live until the
 optimizer has stepped: the heap fragments, and the next pass, of other lengths, cannot reuse it. So
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from courtside.engines.patches.fused_layers import match_swiglu_mlp
 from courtside.engines.patches.patch import Patch
 
 MMAP_BYTES = 2**25
@@ -32,9 +34,12 @@ ALIGNMENT = 64
 """Bytes: a cache line."""
 
 
-def make_cpu_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> list[Patch]:
+def make_cpu_patches(
+    model: Any, head: nn.Module, buffers: GradientBuffers, gated_mlps: Sequence[Any]
+) -> list[Patch]:
     """For all passes of a step, inside autocast; the LM head has its own matmuls."""
-    return [*_embedding_patches(model), *_linear_patches(model, head, buffers)]
+    patches = [*_embedding_patches(model), *_linear_patches(model, head, buffers)]
+    return patches + [Patch(m, "forward", partial(_run_gated_mlp, m)) for m in gated_mlps]
 
 
 class GradientBuffers:
@@ -93,6 +98,38 @@ def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None
         part[:size].view(d).view(tensor.shape)
         for part, size, d, tensor in zip(parts, sizes, dtypes, like, strict=True)
     ]
+
+
+# ── gated products ───────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def find_gated_mlps(model: Any) -> list[Any]:
+    """SwiGLU MLPs, whose activation costs less to compute again than to save."""
+    mlps = [m for m in model.modules() if hasattr(m, "gate_proj") and hasattr(m, "up_proj")]
+    return [m for m in mlps if "forward" not in vars(m) and match_swiglu_mlp(m) is not None]
+
+
+def _run_gated_mlp(module: Any, x: Tensor) -> Tensor:
+    product = _GatedProduct.apply(module.gate_proj(x), module.up_proj(x))  # type: ignore[no-untyped-call]
+    y: Tensor = module.down_proj(product)
+    return y
+
+
+class _GatedProduct(torch.autograd.Function):
+    """silu(gate) · up by the operations of autograd, which would also save silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        return gate_gradient, F.silu(gate).mul_(gradient)
 
 
 # ── embeddings ───────────────────────────────────────────────────────────────────────────────────
