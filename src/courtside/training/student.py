@@ -28,7 +28,7 @@ from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu_patches import GradientBuffers, find_gated_mlps, make_cpu_patches
+from courtside.training.cpu_patches import GradientBuffers, RecomputedLayers, make_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
 from courtside.training.hint_branches import (
     HarmfulHints,
@@ -175,7 +175,7 @@ class Student:
         self._cast_weights = {}
         buffers = self._gradient_buffers
         model, head = self.weights.model, self.head.module
-        patches = make_cpu_patches(model, head, buffers, self._gated_mlps)
+        patches = make_cpu_patches(model, head, buffers, self._recomputed)
         try:
             with buffers.collect(), passes.patch_model(patches):
                 yield
@@ -187,8 +187,8 @@ class Student:
         return GradientBuffers(self.weights.trained.values())
 
     @cached_property
-    def _gated_mlps(self) -> list[Any]:
-        return find_gated_mlps(self.weights.model)
+    def _recomputed(self) -> RecomputedLayers:
+        return RecomputedLayers(self.weights.model)
 
     def _autocast(self, *, cache: bool = True) -> Any:
         dtype = self.weights.autocast
