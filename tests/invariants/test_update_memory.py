@@ -163,11 +163,14 @@ def test_a_pass_saves_shared_casts_once_and_allocates_no_gradient_of_the_vocabul
     parts.student.uses_cpu_patches = False
     num_positions, plain, calls = measure_pass(parts, scored)
     assert "aten.embedding_dense_backward" in calls
-    # In each layer q, k and v share the cast of one input, gate and up that of another.
+    # In each layer q, k and v share the cast of one input, gate and up that of another; the
+    # activated gate and the normalized input of each norm, with its scale, are computed again.
     config = parts.student.weights.model.config
-    cast_bytes = num_positions * config.hidden_size * torch.bfloat16.itemsize
-    num_shared = 3 * config.num_hidden_layers if dtype == "bfloat16" else 0
-    assert plain - patched == num_shared * cast_bytes and patched > 0
+    itemsize, num_layers = getattr(torch, dtype).itemsize, config.num_hidden_layers
+    num_casts = 3 * config.hidden_size if dtype == "bfloat16" else 0
+    saved = itemsize * (num_casts + config.intermediate_size) * num_layers
+    saved += torch.float32.itemsize * (config.hidden_size + 1) * (2 * num_layers + 1)
+    assert plain - patched == saved * num_positions and patched > 0
 
 
 @pytest.mark.parametrize("padding_id", [None, 3])

@@ -1,4 +1,5 @@
-"""Training on a CPU with less memory: reused gradient buffers, and bf16 linear layers.
+"""Training on a CPU with less memory: reused gradient buffers, bf16 linear layers, and norms and
+gated products that save their inputs alone.
 
 A backward pass allocates gradients between activations that it frees, and they live until the
 optimizer has stepped: the heap fragments, and the next pass, of other lengths, cannot reuse it. So
@@ -17,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from courtside.engines.patches.fused_layers import match_swiglu_mlp
 from courtside.engines.patches.patch import Patch
 
 MMAP_BYTES = 2**25
@@ -32,9 +35,13 @@ ALIGNMENT = 64
 """Bytes: a cache line."""
 
 
-def make_cpu_patches(model: Any, head: nn.Module, buffers: GradientBuffers) -> list[Patch]:
+def make_cpu_patches(
+    model: Any, head: nn.Module, buffers: GradientBuffers, recomputed: RecomputedLayers
+) -> list[Patch]:
     """For all passes of a step, inside autocast; the LM head has its own matmuls."""
-    return [*_embedding_patches(model), *_linear_patches(model, head, buffers)]
+    patches = [*_embedding_patches(model), *_linear_patches(model, head, buffers)]
+    patches += [Patch(m, "forward", partial(_normalize, m)) for m in recomputed.norms]
+    return patches + [Patch(m, "forward", partial(_run_gated_mlp, m)) for m in recomputed.mlps]
 
 
 class GradientBuffers:
@@ -93,6 +100,90 @@ def allocate_contiguous(like: Sequence[Tensor], dtype: torch.dtype | None = None
         part[:size].view(d).view(tensor.shape)
         for part, size, d, tensor in zip(parts, sizes, dtypes, like, strict=True)
     ]
+
+
+# ── norms and gated products ─────────────────────────────────────────────────────────────────────
+
+
+class RecomputedLayers:
+    """RMSNorms and SwiGLU MLPs, of which less is saved: it costs little to compute it again."""
+
+    @torch.no_grad()
+    def __init__(self, model: Any):
+        modules = [m for m in model.modules() if "forward" not in vars(m)]
+        mlps = [m for m in modules if hasattr(m, "gate_proj") and hasattr(m, "up_proj")]
+        self.mlps = [m for m in mlps if match_swiglu_mlp(m) is not None]
+        self.norms = [m for m in modules if _is_plain_norm(m)]
+
+
+def _is_plain_norm(module: Any) -> bool:
+    """Whether `_rms_norm` computes what the module does, bit for bit."""
+    weight = getattr(module, "weight", None)
+    if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
+        return False
+    if weight is None or weight.dtype != torch.float32 or weight.dim() != 1:
+        return False
+    x = torch.linspace(-2, 3, 3 * len(weight)).sin().view(3, -1)
+    return torch.equal(_rms_norm(x, x, weight, module.variance_epsilon), module(x))
+
+
+def _rms_norm(x: Tensor, same_x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`same_x` is `x`, with a gradient of its own."""
+    return weight * (x * torch.rsqrt(same_x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _normalize(module: Any, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        y: Tensor = type(module).forward(module, x)
+        return y
+    y = _RMSNorm.apply(x, x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves its input alone, where autograd also saves the normalized one. The input comes twice,
+    so that its two gradients are added in autograd's order: the sums are the same bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, same_x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return _rms_norm(x, same_x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            leaves = [
+                v.detach().requires_grad_(n) for v, n in zip((x, x, weight), needs, strict=True)
+            ]
+            y = _rms_norm(leaves[0], leaves[1], leaves[2], ctx.eps)
+        gradients = iter(torch.autograd.grad(y, [*compress(leaves, needs)], gradient))
+        return *(next(gradients) if need else None for need in needs), None
+
+
+def _run_gated_mlp(module: Any, x: Tensor) -> Tensor:
+    product = _GatedProduct.apply(module.gate_proj(x), module.up_proj(x))  # type: ignore[no-untyped-call]
+    y: Tensor = module.down_proj(product)
+    return y
+
+
+class _GatedProduct(torch.autograd.Function):
+    """silu(gate) · up by the operations of autograd, which would also save silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        return gate_gradient, F.silu(gate).mul_(gradient)
 
 
 # ── embeddings ───────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,7 @@ from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
-from courtside.training.cpu_patches import GradientBuffers, make_cpu_patches
+from courtside.training.cpu_patches import GradientBuffers, RecomputedLayers, make_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
 from courtside.training.hint_branches import (
     HarmfulHints,
@@ -174,7 +174,8 @@ class Student:
             return
         self._cast_weights = {}
         buffers = self._gradient_buffers
-        patches = make_cpu_patches(self.weights.model, self.head.module, buffers)
+        model, head = self.weights.model, self.head.module
+        patches = make_cpu_patches(model, head, buffers, self._recomputed)
         try:
             with buffers.collect(), passes.patch_model(patches):
                 yield
@@ -184,6 +185,10 @@ class Student:
     @cached_property
     def _gradient_buffers(self) -> GradientBuffers:
         return GradientBuffers(self.weights.trained.values())
+
+    @cached_property
+    def _recomputed(self) -> RecomputedLayers:
+        return RecomputedLayers(self.weights.model)
 
     def _autocast(self, *, cache: bool = True) -> Any:
         dtype = self.weights.autocast
