@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
@@ -96,7 +97,8 @@ def _to_plain(value: Any) -> Any:
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    *parents, last = key.strip().split(".")
+    # Messages write losses[0].weight, so an override may.
+    *parents, last = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
     if not separator or not text.strip() or not all((*parents, last)):
         raise RecipeError(f"override {override!r}: write it as section.key=value")
     remove = text.strip() == "null"
