@@ -32,6 +32,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Values are TOML, or strings without quotes; entries of lists are addressed by index, as in
     `losses.0.weight=2`; `section.key=null` removes a key or an entry.
     """
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides = {overrides!r} is one text; give a list of them")
     path = find_recipe(os.fspath(path))
     tree = read_tree(path)
     for override in overrides:
