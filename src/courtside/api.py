@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
@@ -109,6 +109,10 @@ def evaluate_student(
     from courtside.report.console import choose_console
     from courtside.report.folder.folder import RunFolder
 
+    if split not in get_args(Split):
+        raise UserError(f"evaluate_student: split = {split!r}; use one of {list(get_args(Split))}")
+    if num_tasks is not None and num_tasks < 1:
+        raise UserError(f"evaluate_student: num_tasks = {num_tasks}; use 1 or more")
     console = choose_console(console, quiet=quiet)
     if recipe is not None:
         recipe = _load(recipe)

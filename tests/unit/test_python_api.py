@@ -253,3 +253,15 @@ def test_a_report_without_the_tokenizer_is_plain_and_says_so(
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 2 and "not a run folder (it has no recipe.toml)" in done.stderr
+
+
+def test_arguments_that_cannot_work_are_refused_before_a_model_is_loaded(tiny_folder: Path) -> None:
+    recipe = small_recipe(tiny_folder, tiny_folder)
+    with pytest.raises(
+        UserError, match=r"split = 'dev'; use one of \['train', 'validation', 'test"
+    ):
+        courtside.evaluate_student(recipe, split="dev")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"num_tasks = -1; use 1 or more"):
+        courtside.evaluate_student(recipe, num_tasks=-1)
+    with pytest.raises(RecipeError, match=r"'train.steps=3' is one text; give a list of them"):
+        courtside.load_recipe("targeted-hints", "train.steps=3")

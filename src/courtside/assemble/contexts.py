@@ -18,16 +18,26 @@ def make_prompt_limit(
     """Leaves `rollout.max_new_tokens` of the context, and more for a longer answer from data. Of a
     recorded conversation, the whole counts: what cannot be rendered is told now, not in its step.
     """
+    longest_token = max(map(len, template.renderer.tokenizer.get_vocab()))
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = make_chat_log_rollout(recipe, template, context_length)
-        return PromptLimit(length=rollout.count_tokens, max_tokens=context_length, of_whole=True)
+        return PromptLimit(
+            length=rollout.count_tokens,
+            max_tokens=context_length,
+            of_whole=True,
+            max_chars=context_length * longest_token,
+        )
     new = 0 if recipe.tasks.is_recorded else recipe.rollout.max_new_tokens
     length = partial(
         template.renderer.count_prompt_tokens,
         max_new_tokens=new,
         with_completions=recipe.trains_on_data,
     )
-    return PromptLimit(length=length, max_tokens=context_length - new)
+    return PromptLimit(
+        length=length,
+        max_tokens=context_length - new,
+        max_chars=context_length * longest_token,
+    )
 
 
 def check_contexts(recipe: Recipe, tasks: TaskSource) -> None:

@@ -6,6 +6,7 @@ done. 128 + N: stopped by signal N, after saving (130 Ctrl-C, 143 SIGTERM, 129 S
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Annotated, Any
 
@@ -32,6 +33,11 @@ class CommandGroup(TyperGroup):
         except RunError as error:
             print_error(str(error))
             raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            print_error(f"{str(error.filename)[:100]}: {error.strerror}. Give another path")
+            raise typer.Exit(2) from None
         except StopSignal as stopped:
             typer.secho(str(stopped), err=True)
             raise typer.Exit(128 + stopped.number) from None

@@ -189,7 +189,7 @@ def _plain_messages(messages: Any, roles: Sequence[str], name: str) -> tuple[Mes
     return tuple(plain)
 
 
-def _plain_json_text(text: object, kind: type, where: str) -> str:
+def _plain_json_text(text: object, kind: type[dict[str, Any] | list[Any]], where: str) -> str:
     """Of `extra`, an object, and of `tools`, a list of schemas; empty: none."""
     plain = plain_text(text, where)
     if not plain:
@@ -199,7 +199,8 @@ def _plain_json_text(text: object, kind: type, where: str) -> str:
         value: Any = json.loads(plain)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, kind):
+    is_right = isinstance(value, kind)
+    if not is_right:
         raise InvalidValue(f"{where} = {plain[:60]!r}; use json.dumps of {name}, or ''")
     if isinstance(value, dict) and (reserved := sorted({"role", "content"} & value.keys())):
         raise InvalidValue(f"{where} has the key {reserved[0]!r}, which is a field of the Message")

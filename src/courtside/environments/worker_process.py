@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,12 +23,13 @@ OPTIONAL = ("demonstrate", "example_replies")
 def serve(connection: Connection) -> None:
     from courtside.environments.loading import load_environment
 
-    config, tools_in_template = connection.recv()
+    config, tools_in_template, seconds = connection.recv()
     try:
-        environment = load_environment(config, seconds=None, tools_in_template=tools_in_template)
+        environment = load_environment(config, seconds=seconds, tools_in_template=tools_in_template)
     except TaskError as error:
         connection.send(("task_error", str(error)))
         return
+    environment = replace(environment, seconds=None)  # the parent looks at the clock from now on
     optional = [name for name in OPTIONAL if getattr(environment, name) is not None]
     connection.send(("value", {"size": environment.size, "optional": optional}))
     episodes: dict[int, GuardedEpisode] = {}

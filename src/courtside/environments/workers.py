@@ -42,7 +42,7 @@ class WorkerEnvironment:
     ) -> None:
         self.name = f"tasks.path = {config.path!r}"
         self.seconds = seconds
-        self._workers = [Worker(config, tools_in_template) for _ in range(config.workers)]
+        self._workers = [Worker(config, tools_in_template, seconds) for _ in range(config.workers)]
         # Also at the interpreter's exit. Bound to the list: a reference to self would keep it.
         self.close: Callable[[], Any] = weakref.finalize(self, _stop_all, self._workers)
         try:
@@ -162,8 +162,9 @@ class WorkerEpisode:
 class Worker:
     """One process, started again when it has ended."""
 
-    def __init__(self, config: EnvironmentTasks, tools_in_template: bool) -> None:
-        self.config, self.tools_in_template = config, tools_in_template
+    def __init__(self, config: EnvironmentTasks, tools_in_template: bool, seconds: float) -> None:
+        self.start_message = (config, tools_in_template, seconds)
+        """What the process needs to load the environment."""
         self.lock = threading.Lock()
         """Held for a call and what belongs to it."""
         self.generation = 0
@@ -201,7 +202,7 @@ class Worker:
         self._connection = connection
         self._discarded.clear()
         with suppress(OSError):  # it has already ended; `wait_until_loaded` says how
-            connection.send((self.config, self.tools_in_template))
+            connection.send(self.start_message)
 
     def wait_until_loaded(self) -> dict[str, Any]:
         reply: dict[str, Any] = self._receive(None)

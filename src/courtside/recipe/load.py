@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
@@ -31,6 +32,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Values are TOML, or strings without quotes; entries of lists are addressed by index, as in
     `losses.0.weight=2`; `section.key=null` removes a key or an entry.
     """
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides = {overrides!r} is one text; give a list of them")
     path = find_recipe(os.fspath(path))
     tree = read_tree(path)
     for override in overrides:
@@ -96,7 +99,8 @@ def _to_plain(value: Any) -> Any:
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    *parents, last = key.strip().split(".")
+    # Messages write losses[0].weight, so an override may.
+    *parents, last = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
     if not separator or not text.strip() or not all((*parents, last)):
         raise RecipeError(f"override {override!r}: write it as section.key=value")
     remove = text.strip() == "null"

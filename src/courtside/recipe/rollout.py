@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 4
     """Per prompt."""
     max_new_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0.001)] = 1.0
+    temperature: Annotated[float, Field(ge=0.001, le=100)] = 1.0
     """Student and teacher are compared at it, so 0 (greedy) has no gradient: 0.001 or more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegativeInt = 0

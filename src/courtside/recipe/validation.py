@@ -56,8 +56,12 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
             override_tasks(recipe.tasks, changes)
         except ValidationError as error:
             for details in error.errors():
-                field = ".".join(str(part) for part in details["loc"][1:])
-                yield f"evaluate.suites.{name}: {field}: {details['msg']}"
+                # The first part is the kind of the section.
+                path = ".".join([f"evaluate.suites.{name}", *map(str, details["loc"][1:])])
+                text = details["msg"].removeprefix("Value error, ")
+                if details["type"] == "union_tag_invalid":
+                    text = f"kind = {changes['kind']!r} is not known; leave it out"
+                yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)

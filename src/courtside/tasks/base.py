@@ -6,6 +6,7 @@ on every machine. Sources keep no state between batches, so resuming needs none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -53,10 +54,12 @@ class PromptLimit:
     overlong: Literal["error", "drop"] = "error"
     of_whole: bool = False
     """Whether recorded conversations are measured, not prompts."""
+    max_chars: float = math.inf
+    """A longer text has more tokens for sure; some tokenizers take minutes for a megabyte."""
 
     def fits(self, task: Task, source: str) -> bool:
         """False: to be dropped. `source` is for the error where the recipe drops none."""
-        if self.length(task) <= self.max_tokens:
+        if _count_chars(task) <= self.max_chars and self.length(task) <= self.max_tokens:
             return True
         if self.overlong == "error":
             raise self.error(task, source)
@@ -64,6 +67,12 @@ class PromptLimit:
 
     def error(self, task: Task, source: str) -> TaskError:
         start = task.messages[-1].content[:60]
+        if (num_chars := _count_chars(task)) > self.max_chars:
+            return TaskError(
+                f"{source}: {start!r}… (task {task.id}) has {num_chars:,} characters, more than "
+                f"the {self.max_tokens:,} tokens that the model's context leaves can hold. Shorten "
+                "it, or set tasks.overlong_prompts = 'drop' to leave such tasks out and count them"
+            )
         if self.of_whole:
             return TaskError(
                 f"{source}: the conversation of {start!r}… (task {task.id}) has "
@@ -77,6 +86,12 @@ class PromptLimit:
             f"model's context leaves {self.max_tokens}. Shorten it or max_new_tokens, or set "
             "tasks.overlong_prompts = 'drop' to leave such prompts out and count them"
         )
+
+
+def _count_chars(task: Task) -> int:
+    return sum(len(message.content) for message in task.messages) + sum(
+        len(message.get("content") or "") for message in task.conversation
+    )
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────

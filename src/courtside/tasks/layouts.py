@@ -57,6 +57,11 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
             f"{where}: no `prompt` (text), and no `messages` or `conversations` (list); add one"
         )
     completion = texts.get(better) if better else None
+    if completion is not None and completion == texts.get("rejected"):
+        raise TaskError(
+            f"{where}: `{better}` and `rejected` are the same text, so there is nothing to prefer. "
+            "Leave the pair out"
+        )
     if prompt[-1].role == "assistant":
         if completion is not None:
             raise TaskError(

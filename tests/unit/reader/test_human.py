@@ -132,7 +132,7 @@ def test_texts_become_one_line(tmp_path: Path) -> None:
         ('{"trajectory": "x", "turn": true, "text": "a"}', "`turn` must be the index"),
         ('{"trajectory": "x", "turn": -1, "text": "a"}', "`turn` must be the index"),
         ('{"trajectory": "x", "text": "a"}', "`turn` must be the index"),
-        ('{"trajectory": "x", "turn": 1, "text": " \\u0000"}', "`text` is empty"),
+        ('{"trajectory": "x", "turn": 1, "text": " \\u0000"}', "`text` has no visible character"),
     ],
 )
 def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, message: str) -> None:

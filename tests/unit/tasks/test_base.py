@@ -183,7 +183,7 @@ def test_tiny_spaces_end_with_an_error() -> None:
     with pytest.raises(TaskError, match=r"tasks.test: none of its 3 tasks falls into the train"):
         GeneratedSource(only_test, seed=0, limit=None)
     source = GeneratedSource(numbers(2), seed=0, limit=None)
-    with pytest.raises(TaskError, match="validation split; choose a larger space"):
+    with pytest.raises(TaskError, match=r"validation split. Choose a larger space"):
         source.held_out("validation", 1)
     with pytest.raises(TaskError, match=r"tasks.limit = 9, but tasks.test has 2 train tasks"):
         GeneratedSource(numbers(2), seed=0, limit=9)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import RunError, UserError
+from courtside.files import read_regular_file
 
 TEMPORARY = ".tmp"
 """Suffix of a file before it is complete; one left by a kill is ignored."""
@@ -91,16 +92,17 @@ def append_bytes(path: Path, content: bytes) -> None:
             raise
 
 
-def read_lines(path: Path, required: str | None = None) -> list[Row]:
+def read_lines(path: Path, required: str | None = None, *, numbers_only: bool = False) -> list[Row]:
     """All rows; none if there is no file. A last line that was cut off does not count.
 
-    `required`: a key with a whole number, which every row must have.
+    `required`: a key with a whole number, which every row must have. `numbers_only`: all values are
+    numbers or null.
     """
     if not path.exists():
         return []
     rows: list[Row] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular_file(path).split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     for number, line in enumerate(lines, start=1):
@@ -116,8 +118,15 @@ def read_lines(path: Path, required: str | None = None) -> list[Row]:
             raise _changed(path, number, "not a JSON object")
         if required is not None and type(row.get(required)) is not int:
             raise _changed(path, number, f"no `{required}` with a whole number")
+        if numbers_only and (key := _find_non_number(row)) is not None:
+            raise _changed(path, number, f"`{key}` is no number")
         rows.append(row)
     return rows
+
+
+def _find_non_number(row: Row) -> str | None:
+    """The first key whose value is neither a number nor null."""
+    return next((k for k, v in row.items() if v is not None and type(v) not in (int, float)), None)
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

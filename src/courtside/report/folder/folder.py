@@ -140,7 +140,7 @@ class RunFolder:
 
     def metrics(self) -> list[Row]:
         """One row per step; docs/metrics.md describes the keys."""
-        return read_lines(self._file("metrics.jsonl"), "step")
+        return read_lines(self._file("metrics.jsonl"), "step", numbers_only=True)
 
     def evaluations(self) -> list[Evaluation]:
         """Those of the run itself, in their order."""

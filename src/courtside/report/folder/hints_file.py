@@ -191,7 +191,7 @@ def _parse_line(line: bytes, *, where: str) -> Hint:
         raise UserError(f"{where}: `turn` must be the index of a turn, counted from 0")
     text = to_one_line(row["text"])
     if not text:
-        raise UserError(f"{where}: `text` is empty; write the hint, or remove the line")
+        raise UserError(f"{where}: `text` has no visible character; write one, or remove the line")
     return Hint(
         trajectory=row["trajectory"],
         turn=turn,
