@@ -6,8 +6,7 @@ compared with a plain forward pass before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from courtside.engines.patches.attention import attn_implementation, format_mask
+from courtside.engines.patches.patch import eval_mode
 
 SPARSE_ATTENTION_FIELDS = (
     "attention_window", "attention_window_size", "index_topk", "keep_window_size",
@@ -72,18 +72,6 @@ def _rope_types(config: Any) -> set[str]:
             rope_types.add(str(settings.get("rope_type", settings.get("type"))))
             pending.extend(settings.values())
     return rope_types
-
-
-@contextmanager
-def eval_mode(model: Any) -> Iterator[None]:
-    """Without dropout, and without gradient checkpointing, which discards the KV cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()

@@ -33,13 +33,15 @@ from courtside.engines.forward.varlen import (
     DEFAULT_BACKEND,
     VARLEN_ATTENTION,
     VarlenBackend,
+    VarlenLayout,
     forward_varlen,
     make_packed_layout,
+    make_varlen_layout,
 )
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.fused_layers import FusedLayers
-from courtside.engines.patches.patch import Patch, apply_patches, patch_attention
+from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
 from courtside.engines.probes import (
     distance_from_plain_forward,
     find_unsupported_attention,
@@ -110,15 +112,40 @@ class ForwardPasses:
             return out.last_hidden_state.flatten(0, 1), spans
         batch = pack_sequences(sequences, share_prefixes=self.unshared_reason is None)
         layout = make_packed_layout(batch, device=self.model.device, backend=self.backend)
-        ids_N, position_N = tensor_on(
-            [
-                [token for segment in batch.segments for token in segment.ids],
-                [s.first_position + n for s in batch.segments for n in range(len(s.ids))],
-            ],
-            dtype=torch.long,
+        ids = [token for segment in batch.segments for token in segment.ids]
+        positions = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
+        return self._forward_packed(ids, positions, layout, cache), batch.spans
+
+    def forward_on_cache(
+        self,
+        sequences: Sequence[Sequence[int]],
+        first_positions: Sequence[int],
+        cache: Cache,
+    ) -> Tensor:
+        """Last hidden states [positions, D] of packed sequences that continue others: each attends
+        to the `first_positions` keys before it that the cache returns, and to itself. In eval
+        mode: dropout would score other tokens, and gradient checkpointing discards the cache."""
+        lengths = [len(ids) for ids in sequences]
+        layout = make_varlen_layout(
+            lengths,
+            [first + length for first, length in zip(first_positions, lengths, strict=True)],
             device=self.model.device,
+            backend=self.backend,
         )
-        return forward_varlen(self.model, ids_N, position_N, layout, cache), batch.spans
+        rows = zip(first_positions, lengths, strict=True)
+        with eval_mode(self.model):
+            return self._forward_packed(
+                [token for ids in sequences for token in ids],
+                [first + n for first, length in rows for n in range(length)],
+                layout,
+                cache,
+            )
+
+    def _forward_packed(
+        self, ids: list[int], positions: list[int], layout: VarlenLayout, cache: Cache | None
+    ) -> Tensor:
+        ids_N, position_N = tensor_on([ids, positions], dtype=torch.long, device=self.model.device)
+        return forward_varlen(self.model, ids_N, position_N, layout, cache)
 
 
 # ── log-probs ────────────────────────────────────────────────────────────────────────────────────

@@ -25,13 +25,12 @@ from courtside.engines.forward.batching import (
     SequenceSpan,
     copy_to_device,
     default_pass_tokens,
-    tensor_on,
 )
 from courtside.engines.forward.forward import ForwardPasses, score_positions
-from courtside.engines.forward.varlen import forward_varlen, make_varlen_layout
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import cast_attention_inputs
-from courtside.engines.probes import distance_from_plain_forward, eval_mode, run_probe
+from courtside.engines.patches.patch import eval_mode
+from courtside.engines.probes import distance_from_plain_forward, run_probe
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Branch
@@ -149,27 +148,15 @@ def forward_branches(
     max_tokens = max_tokens or default_pass_tokens(device)
     max_keys = max_keys or default_max_keys(device)
     hidden: list[Tensor] = []
-    with eval_mode(passes.model):
-        for batch in _split_branches(branches, max_tokens, max_keys):
-            keys = BranchKeys(batch, device=device, by_index=by_index)
-            assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
-            layout = make_varlen_layout(
-                keys.lengths,
-                [branch.splice + len(branch.token_ids) for _, branch in batch],
-                device=device,
-                backend=passes.backend,
-            )
-            ids_N, position_N = tensor_on(
-                [
-                    [token for _, branch in batch for token in branch.token_ids],
-                    [b.splice + n for _, b in batch for n in range(len(b.token_ids))],
-                ],
-                dtype=torch.long,
-                device=device,
-            )
-            branch_cache = Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers])
-            hidden_ND = forward_varlen(passes.model, ids_N, position_N, layout, branch_cache)
-            hidden += hidden_ND.split(keys.lengths)
+    for batch in _split_branches(branches, max_tokens, max_keys):
+        keys = BranchKeys(batch, device=device, by_index=by_index)
+        assert all(s.stop <= trunk_length for slices in keys.trunk_slices for s in slices)
+        hidden_ND = passes.forward_on_cache(
+            [branch.token_ids for _, branch in batch],
+            [branch.splice for _, branch in batch],
+            Cache(layers=[_BranchLayer(layer, keys) for layer in cache.layers]),
+        )
+        hidden += hidden_ND.split(keys.lengths)
     return hidden
 
 

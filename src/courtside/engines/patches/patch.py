@@ -62,6 +62,19 @@ def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
             _assign(patch, original)
 
 
+@contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """Without dropout, and without gradient checkpointing, which discards the KV cache."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def patch_attention(model: Any, name: str) -> Patch:
     """Run the model's attention by the implementation that is registered under `name`."""
     return Patch(model.config.get_text_config(), "_attn_implementation", name, nests=True)
