@@ -112,10 +112,11 @@ def test_an_id_stands_for_an_episode() -> None:
     assert len(ids) == 300
     variants = (
         config(tool_call_format="plain"), config(names="all"), config(retries=1),
-         config(reward="all"),
         config(tool_role=False), config(max_result_chars=50), config(turns=5), config(num_tools=5),
     )  # fmt: skip
     assert len({Toolbox(plan).task(3).id for plan in (box.config, *variants)}) == len(variants) + 1
+    # A reward changes no episode: arms that differ in it are compared on the same tasks.
+    assert Toolbox(config(reward="all")).task(3) == box.task(3)
     # Few possible episodes: the same one under several numbers has one id.
     tiny = Toolbox(config(turns=1, num_tools=1, capabilities=["weather"]))
     assert len({tiny.task(number).id for number in range(3000)}) < 2000

@@ -110,9 +110,11 @@ class Toolbox:
 
 
 def _identity(config: ToolboxTasks, plan: Plan) -> str:
+    """A reward changes no episode, so arms of a study that differ in it share their tasks: every
+    reward has the id of "share"."""
     return json.dumps(
         [
-            [config.tool_call_format, config.tool_role, config.retries, config.reward],
+            [config.tool_call_format, config.tool_role, config.retries, "share"],
             config.max_result_chars,
             list(plan.tools.items()),
             plan.notes,
