@@ -46,8 +46,8 @@ def both_sides(results: Mapping[str, Any]) -> str:
         parts.append(draw_text(across(share), up(0) + 18, f"{share:.0%}", "middle"))
         parts.append(draw_text(across(0) - 8, up(share) + 4, f"{share:.0%}", "end"))
     parts.append(draw_rule(across(0), up(1), across(1), up(0), "#999999", "4 4"))
-    parts.append(draw_text(across(0.03), up(0.03), "good on both sides", "start"))
-    parts.append(draw_text(across(0.99), up(0.06), "turned over", "end"))
+    parts.append(draw_text(across(0.03), up(0.03), "right on both", "start"))
+    parts.append(draw_text(across(0.9), up(0.03), "turned over", "end"))
     parts.append(draw_text(LEFT, TOP - 24, "error where the habit is wrong", "start", bold=True))
     bottom = up(0) + 38
     parts.append(draw_text(across(1), bottom, "error where the habit is right", "end", bold=True))
@@ -72,12 +72,12 @@ def both_sides(results: Mapping[str, Any]) -> str:
         ("large: mean; small: each seed", "dashed: a student that", "cannot tell the sides apart")
     ):
         parts.append(draw_text(LEFT + size + 22, TOP + 166 + 17 * index, line, "start"))
-    return render_svg(LEFT + size + 210, bottom + 12, "Errors on both sides of the habits", parts)
+    return render_svg(LEFT + size + 225, bottom + 12, "Errors on both sides of the habits", parts)
 
 
 def by_fault(results: Mapping[str, Any]) -> str:
     """(b) Both errors of every arm, a column for each fault."""
-    width, gap, row, names = 150, 26, 34, 160
+    width, gap, row, names = 150, 48, 34, 160
     bottom = TOP + row * len(ARMS)
     parts: list[str] = []
     for index, fault in enumerate(FAULTS):
