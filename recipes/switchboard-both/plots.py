@@ -28,13 +28,13 @@ FAULTS = ("date", "desk", "confirm", "talk")
 SIDES = {"wrong": True, "right": False}
 """Filled where the habit is wrong, hollow where it is right."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-LEFT, TOP = 64, 46
+X_ORIGIN, TOP = 64, 46
 
 
 def both_sides(results: Mapping[str, Any]) -> str:
     """(a) Error where the habit is wrong against error where it is right, every seed."""
     size = 420
-    across = linear_scale(0, 1, LEFT, LEFT + size)
+    across = linear_scale(0, 1, X_ORIGIN, X_ORIGIN + size)
     up = linear_scale(0, 1, TOP + size, TOP)
     parts = [
         f'<rect x="{across(0):.1f}" y="{up(0.25):.1f}" width="{across(0.25) - across(0):.1f}" '
@@ -48,7 +48,9 @@ def both_sides(results: Mapping[str, Any]) -> str:
     parts.append(draw_rule(across(0), up(1), across(1), up(0), "#999999", "4 4"))
     parts.append(draw_text(across(0.03), up(0.03), "right on both", "start"))
     parts.append(draw_text(across(0.9), up(0.03), "turned over", "end"))
-    parts.append(draw_text(LEFT, TOP - 24, "error where the habit is wrong", "start", bold=True))
+    parts.append(
+        draw_text(X_ORIGIN, TOP - 24, "error where the habit is wrong", "start", bold=True)
+    )
     bottom = up(0) + 38
     parts.append(draw_text(across(1), bottom, "error where the habit is right", "end", bold=True))
     for name in reversed(ARMS):
@@ -66,13 +68,15 @@ def both_sides(results: Mapping[str, Any]) -> str:
     parts.append(draw_text(across(right) + 12, up(wrong) + 4, "start", "start", bold=True))
     for index, (label, colour) in enumerate(ARMS.values()):
         y = TOP + 10 + 22 * index
-        parts.append(draw_dot(LEFT + size + 30, y - 4, colour, size=6.5))
-        parts.append(draw_text(LEFT + size + 44, y, label, "start"))
+        parts.append(draw_dot(X_ORIGIN + size + 30, y - 4, colour, size=6.5))
+        parts.append(draw_text(X_ORIGIN + size + 44, y, label, "start"))
     for index, line in enumerate(
         ("large: mean; small: each seed", "dashed: a student that", "cannot tell the sides apart")
     ):
-        parts.append(draw_text(LEFT + size + 22, TOP + 166 + 17 * index, line, "start"))
-    return render_svg(LEFT + size + 225, bottom + 12, "Errors on both sides of the habits", parts)
+        parts.append(draw_text(X_ORIGIN + size + 22, TOP + 166 + 17 * index, line, "start"))
+    return render_svg(
+        X_ORIGIN + size + 225, bottom + 12, "Errors on both sides of the habits", parts
+    )
 
 
 def by_fault(results: Mapping[str, Any]) -> str:
@@ -81,9 +85,9 @@ def by_fault(results: Mapping[str, Any]) -> str:
     bottom = TOP + row * len(ARMS)
     parts: list[str] = []
     for index, fault in enumerate(FAULTS):
-        left = names + index * (width + gap)
-        across = linear_scale(0, 1, left, left + width)
-        parts.append(draw_text(left, TOP - 20, fault, "start", bold=True))
+        x_start = names + index * (width + gap)
+        across = linear_scale(0, 1, x_start, x_start + width)
+        parts.append(draw_text(x_start, TOP - 20, fault, "start", bold=True))
         for share in (0.0, 0.5, 1.0):
             parts.append(draw_rule(across(share), TOP - 8, across(share), bottom))
             parts.append(draw_text(across(share), bottom + 16, f"{share:.0%}", "middle"))
@@ -115,30 +119,30 @@ def along_training(results: Mapping[str, Any]) -> str:
     parts: list[str] = []
     titles = ("error where the habit is wrong", "error where the habit is right")
     for index, (side, title) in enumerate(zip(SIDES, titles, strict=True)):
-        left = LEFT + index * (width + gap)
+        x_start = X_ORIGIN + index * (width + gap)
         series = {
             name: results["arms"][name]["training_decisions"][f"decisions/habit_{side}"]
             for name in ARMS
         }
         last = max(point["step"] for points in series.values() for point in points)
-        across = linear_scale(0, last, left + 8, left + width - 8)
+        across = linear_scale(0, last, x_start + 8, x_start + width - 8)
         up = linear_scale(0, 1, TOP + height, TOP)
-        parts.append(draw_text(left, TOP - 20, title, "start", bold=True))
+        parts.append(draw_text(x_start, TOP - 20, title, "start", bold=True))
         for share in SHARES:
-            parts.append(draw_rule(left, up(share), left + width, up(share)))
-            parts.append(draw_text(left - 8, up(share) + 4, f"{share:.0%}", "end"))
+            parts.append(draw_rule(x_start, up(share), x_start + width, up(share)))
+            parts.append(draw_text(x_start - 8, up(share) + 4, f"{share:.0%}", "end"))
         for step in range(0, last + 1, 5):
             parts.append(draw_text(across(step), TOP + height + 18, str(step), "middle"))
         for name in reversed(ARMS):
             spots = [(across(point["step"]), up(point["mean"])) for point in series[name]]
             parts += _line(spots, ARMS[name][1])
     note = "training step (its own episodes, before its update); means over seeds"
-    parts.append(draw_text(LEFT, TOP + height + 38, note, "start"))
+    parts.append(draw_text(X_ORIGIN, TOP + height + 38, note, "start"))
     for index, (label, colour) in enumerate(ARMS.values()):
-        x, y = LEFT + (index % 3) * 220, TOP + height + 62 + 18 * (index // 3)
+        x, y = X_ORIGIN + (index % 3) * 220, TOP + height + 62 + 18 * (index // 3)
         parts.append(draw_rule(x, y - 4, x + 22, y - 4, colour, "", 2.4))
         parts.append(draw_text(x + 28, y, label, "start"))
-    total = LEFT + 2 * (width + gap) - gap + 14
+    total = X_ORIGIN + 2 * (width + gap) - gap + 14
     title = "Errors in the episodes of each training step"
     return render_svg(total, TOP + height + 92, title, parts)
 
