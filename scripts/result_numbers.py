@@ -1,4 +1,4 @@
-"""Writes numbers of recipes/*/results.json into README.md, docs/results.md and the recipes' pages.
+"""Writes numbers of recipes/*/results.json into README.md, docs/ and the recipes' pages.
 
     <!-- = distil-back; on-policy; after -->95.9% (91.6–100)<!-- /= -->
     <!-- = targeted-hints/N64; hint minus reward; error_rate; points -->…<!-- /= -->
@@ -17,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ ALLOWED = "<!-- numbers: "
 MEASURED = re.compile(
     r"\d[\d.,]*\s?%|\d[\d.]* (?:points|nats)\b|\(−?\d[\d.]*(?:%?–| to )−?\d[\d.]*%?\)"
 )
-SETTING = re.compile(r"\b9[05]%[ \n]intervals?|margin of 3 points|±3 points")
+SETTING = re.compile(r"\b9[05]%\s+intervals?|margin of 3 points|±3 points")
 
 
 def pages() -> list[Path]:
     """Of recipes, those that have results."""
     results = sorted((ROOT / "recipes").glob("*/results.json"))
     recipes = [path.with_name("README.md") for path in results]
-    return [ROOT / "README.md", ROOT / "docs/results.md", *recipes]
+    return [ROOT / "README.md", ROOT / "docs/results.md", ROOT / "docs/hints.md", *recipes]
 
 
 def main() -> int:
@@ -94,17 +94,23 @@ def read_section(place: str) -> dict[str, Any]:
 
 def render_number(spec: str) -> str:
     """STUDY[/VARIANT]; ARM; MEASURE[; FORMAT], STUDY; FIRST minus OTHER; OUTCOME[; FORMAT], STUDY;
-    sweep; ARM RATE COLUMN, or STUDY; cost."""
+    sweep; ARM RATE COLUMN, or STUDY; cost. `both_sides` is the mean of the errors where a habit is
+    wrong and where it is right."""
     place, row, *more = (part.strip() for part in spec.split(";"))
     if row == "cost":
         return f"{count_minutes(read_results(place)):.0f} minutes"
     measure, *given_format = more
     section = read_section(place)
+    if " minus " in row and measure == "both_sides":
+        first, other = (section["arms"][name] for name in row.split(" minus "))
+        return format_value(both_sides_difference(first, other), *(given_format or ["points"]))
     if " minus " in row:
         return format_value(find_difference(section, row, measure), *(given_format or ["points"]))
     if row == "sweep":
         return format_value(_over_seeds([find_trial(section, measure)]), *(given_format or ["%"]))
     arm = section["arms"][row]
+    if measure == "both_sides":
+        return format_value(_over_seeds(both_sides_of(arm)), *(given_format or ["%"]))
     if measure == "gain":  # after minus before, paired by seed
         return format_value(gain_of(arm), *(given_format or ["points"]))
     if measure == "teacher":
@@ -139,6 +145,21 @@ def find_difference(section: Mapping[str, Any], row: str, outcome: str) -> Mappi
             return dict(contrast)
     difference: dict[str, Any] = section["exploratory"][row][outcome]
     return difference
+
+
+def both_sides_of(arm: Mapping[str, Any], when: str = "after") -> list[float]:
+    """Of each seed. Always following a habit, or never, is at one half."""
+    sides = (arm[f"decisions/habit_{side}_{when}"]["values"] for side in ("wrong", "right"))
+    return [(wrong + right) / 2 for wrong, right in zip(*sides, strict=True)]
+
+
+def both_sides_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Paired by the seeds that both arms have."""
+    of_first, of_other = (
+        dict(zip((run["seed"] for run in arm["runs"]), both_sides_of(arm), strict=True))
+        for arm in (first, other)
+    )
+    return _over_seeds([of_first[seed] - of_other[seed] for seed in of_first if seed in of_other])
 
 
 def gain_of(arm: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +230,7 @@ def _signed(value: float, digits: int = 0) -> str:
 
 def render_table(spec: str) -> str:
     kind, *parts = (part.strip() for part in spec.split(";"))
-    rows = arm_rows(*parts) if kind == "arms" else contrast_rows(*parts)
+    rows = TABLES[kind](*parts)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join([f"<!-- table: {spec} -->", *lines, "<!-- /table -->"])
@@ -258,6 +279,72 @@ def contrast_rows(study: str, style: str = "points", variant: str = "") -> list[
                 ]
             )
     return rows
+
+
+FAULTS = ("date", "desk", "confirm", "talk")
+
+
+def side_rows(place: str) -> list[list[str]]:
+    """Arms of the switchboard: errors where habits are wrong, where they are right, of both."""
+    arms = read_section(place)["arms"]
+    rows = [["arm", "seeds", "habit wrong", "habit right", "mean of both", "filler"]]
+    for name, arm in arms.items():
+        cells = [
+            arm["decisions/habit_wrong_after"],
+            arm["decisions/habit_right_after"],
+            _over_seeds(both_sides_of(arm)),
+            arm["decisions/filler_after"],
+        ]
+        values = [format_value(cell, "%") for cell in cells]
+        rows.append([f"`{name}`", str(cells[0]["seeds"]), *values])
+    return [rows[0], _start_row(arms), *rows[1:]]
+
+
+def _start_row(arms: Mapping[str, Any]) -> list[str]:
+    """Over the seeds of the arm that has the most: they start alike."""
+    arm = max(arms.values(), key=lambda arm: len(arm["runs"]))
+    cells = [arm[f"decisions/{name}_before"] for name in ("habit_wrong", "habit_right", "filler")]
+    cells.insert(2, _over_seeds(both_sides_of(arm, "before")))
+    return ["start", "", *(format_value(cell, "mean %") for cell in cells)]
+
+
+def fault_rows(place: str) -> list[list[str]]:
+    """Means over seeds by fault: error where the habit is wrong / where it is right."""
+    arms = read_section(place)["arms"]
+    start = max(arms.values(), key=lambda arm: len(arm["runs"]))
+    rows = [["wrong / right", *(f"`{fault}`" for fault in FAULTS)]]
+    rows.append(["start", *(_fault_cell(start, fault, "before") for fault in FAULTS)])
+    for name, arm in arms.items():
+        rows.append([f"`{name}`", *(_fault_cell(arm, fault, "after") for fault in FAULTS)])
+    return rows
+
+
+def _fault_cell(arm: Mapping[str, Any], fault: str, when: str) -> str:
+    means = (arm[f"decisions/{fault}/habit_{s}_{when}"]["mean"] for s in ("wrong", "right"))
+    return " / ".join(f"{mean:.1%}" for mean in means)
+
+
+def gate_rows(study: str) -> list[list[str]]:
+    """Right replies where a habit is wrong, with each wording of the hints and without one."""
+    files = sorted((ROOT / f"recipes/{study}").glob("gate-*.json"))
+    gates = {path.stem.removeprefix("gate-"): json.loads(path.read_text()) for path in files}
+    first = next(iter(gates.values()))
+    rows = [["fault", "turns × replies", "no hint", *(f"hint as {name}" for name in gates)]]
+    for fault in FAULTS:
+        cell = first["gate"][fault]
+        rates = [cell["without"], *(gate["gate"][fault]["with"] for gate in gates.values())]
+        turns = f"{cell['turns']} × {first['replies']}"
+        rows.append([f"`{fault}`", turns, *(f"{rate:.1%}" for rate in rates)])
+    return rows
+
+
+TABLES: Mapping[str, Callable[..., list[list[str]]]] = {
+    "arms": arm_rows,
+    "contrasts": contrast_rows,
+    "sides": side_rows,
+    "faults": fault_rows,
+    "gate": gate_rows,
+}
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from courtside.report.page.svg import ticks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from study_marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
 
 ARMS = {
     "hint": ("hint on that turn", "#1f5fbf", ""),
@@ -120,15 +124,15 @@ def along_training(results: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for index, (name, section) in enumerate(results["variants"].items()):
         x_start = 52 + index * (WIDTH + GAP)
-        parts.append(_text(x_start, TOP - 12, f"{name.lstrip('N')} turns", "start", bold=True))
+        parts.append(draw_text(x_start, TOP - 12, f"{name.lstrip('N')} turns", "start", bold=True))
         steps = max(len(row["training_errors"]) for row in section["arms"].values())
-        across = _scale(0, steps - 1, x_start + 10, x_start + WIDTH - 10)
-        up = _scale(0.0, 0.25, TOP + HEIGHT, TOP)
+        across = linear_scale(0, steps - 1, x_start + 10, x_start + WIDTH - 10)
+        up = linear_scale(0.0, 0.25, TOP + HEIGHT, TOP)
         for value in ticks(0.0, 0.25, 5):
-            parts.append(_rule(x_start, up(value), x_start + WIDTH, up(value)))
-            parts.append(_text(x_start - 6, up(value) + 4, f"{100 * value:g}%", "end"))
+            parts.append(draw_rule(x_start, up(value), x_start + WIDTH, up(value)))
+            parts.append(draw_text(x_start - 6, up(value) + 4, f"{100 * value:g}%", "end"))
         for step in range(0, steps, 2):
-            parts.append(_text(across(step), TOP + HEIGHT + 16, str(step), "middle"))
+            parts.append(draw_text(across(step), TOP + HEIGHT + 16, str(step), "middle"))
         for arm in ALONG:
             if arm in section["arms"]:
                 _, colour, dashes = ARMS[arm]
@@ -141,17 +145,17 @@ def along_training(results: Mapping[str, Any]) -> str:
                     f'<polyline points="{points}" fill="none" stroke="{colour}" '
                     f'stroke-width="1.8" stroke-dasharray="{dashes}"/>'
                 )
-                parts += [_dot(x, y, colour, size=2) for x, y in spots]
+                parts += [draw_dot(x, y, colour, size=2) for x, y in spots]
     note = "step (its own episodes, before its update; the same for all arms of a seed)"
-    parts.append(_text(52, TOP + HEIGHT + 34, note, "start"))
+    parts.append(draw_text(52, TOP + HEIGHT + 34, note, "start"))
     for index, arm in enumerate(ALONG):
         label, colour, dashes = ARMS[arm]
         x, y = 52 + (index % 3) * 230, TOP + HEIGHT + 56 + ROW * (index // 3)
-        parts.append(_rule(x, y - 4, x + 22, y - 4, colour, dashes, 2))
-        parts.append(_text(x + 28, y, label, "start"))
+        parts.append(draw_rule(x, y - 4, x + 22, y - 4, colour, dashes, 2))
+        parts.append(draw_text(x + 28, y, label, "start"))
     width = 52 + len(results["variants"]) * (WIDTH + GAP)
     title = "Turns with an error, in the episodes of each training step"
-    return _svg(width, TOP + HEIGHT + 86, title, parts)
+    return render_svg(width, TOP + HEIGHT + 86, title, parts)
 
 
 # ── how ──────────────────────────────────────────────────────────────────────────────────────────
@@ -165,32 +169,32 @@ def rows_of_arms(
     y = float(TOP)
     top = y
     for name, section in results["variants"].items():
-        parts.append(_text(NAMES - 10, y + 4, f"{name.lstrip('N')} turns", "end", bold=True))
+        parts.append(draw_text(NAMES - 10, y + 4, f"{name.lstrip('N')} turns", "end", bold=True))
         present = [arm for arm in ARMS if arm in section["arms"]]
         for index, column in enumerate(columns):
             across = _across(index, column)
             if column.level is not None:
                 x = across(column.level(section))
                 bottom = y + ROW * len(present) + 10
-                parts.append(_rule(x, y + 4, x, bottom, "#000000", "2 4", 1.2))
+                parts.append(draw_rule(x, y + 4, x, bottom, "#000000", "2 4", 1.2))
         for arm in present:
             y += ROW
             label, colour, _ = ARMS[arm]
-            parts.append(_text(NAMES - 10, y + 4, label, "end"))
+            parts.append(draw_text(NAMES - 10, y + 4, label, "end"))
             for index, column in enumerate(columns):
                 for mean, seeds, filled in column.points_of(section["arms"][arm]):
                     parts += _spread(_across(index, column), y, mean, seeds, colour, filled)
         y += ROW * 1.8
     for index, column in enumerate(columns):
         x_start, across = _x_start(index), _across(index, column)
-        parts.append(_text(x_start, TOP - 16, column.title, "start", bold=True))
+        parts.append(draw_text(x_start, TOP - 16, column.title, "start", bold=True))
         for value in ticks(column.low, column.high, 5):
             x = across(value)
-            parts.insert(0, _rule(x, top, x, y - 14))
+            parts.insert(0, draw_rule(x, top, x, y - 14))
             label = f"{100 * value:g}%" if column.percent else f"{value:g}"
-            parts.append(_text(x, y, label, "middle"))
-    parts.append(_text(NAMES, y + 20, note, "start"))
-    return _svg(_x_start(len(columns)), y + 32, title, parts)
+            parts.append(draw_text(x, y, label, "middle"))
+    parts.append(draw_text(NAMES, y + 20, note, "start"))
+    return render_svg(_x_start(len(columns)), y + 32, title, parts)
 
 
 def _x_start(index: int) -> float:
@@ -198,57 +202,22 @@ def _x_start(index: int) -> float:
 
 
 def _across(index: int, column: Column) -> Callable[[float], float]:
-    return _scale(column.low, column.high, _x_start(index), _x_start(index) + WIDTH)
+    return linear_scale(column.low, column.high, _x_start(index), _x_start(index) + WIDTH)
 
 
 def _spread(
     across: Callable[[float], float], y: float, mean: Mapping[str, float], seeds: Sequence[float],
     colour: str, filled: bool,
 ) -> Iterator[str]:  # fmt: skip
-    yield _rule(across(mean["low"]), y, across(mean["high"]), y, colour, "", 1.4)
+    yield draw_rule(across(mean["low"]), y, across(mean["high"]), y, colour, "", 1.4)
     for value in seeds:
-        yield _dot(across(value), y, colour, size=1.6, filled=filled)
-    yield _dot(across(mean["mean"]), y, colour, filled=filled)
-
-
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """What lies outside is drawn at the edge."""
-    return lambda value: start + (min(max(value, low), high) - low) / (high - low) * (end - start)
+        yield draw_dot(across(value), y, colour, size=1.6, filled=filled)
+    yield draw_dot(across(mean["mean"]), y, colour, filled=filled)
 
 
 def _mean(values: Iterator[float]) -> float:
     values_of = list(values)
     return sum(values_of) / len(values_of)
-
-
-def _text(x: float, y: float, label: str, anchor: str, *, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(label)}</text>'
-
-
-def _rule(
-    x0: float, y0: float, x1: float, y1: float,
-    colour: str = "#dddddd", dashes: str = "", width: float = 1,
-) -> str:  # fmt: skip
-    return (
-        f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{colour}" fill="none" '
-        f'stroke-width="{width}" stroke-dasharray="{dashes}"/>'
-    )
-
-
-def _dot(x: float, y: float, colour: str, *, size: float = 3.4, filled: bool = True) -> str:
-    fill = colour if filled else "#ffffff"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{fill}" stroke="{colour}"/>'
-
-
-def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}" '
-        'font-family="system-ui, sans-serif" font-size="12" fill="#222222">'
-        '<rect width="100%" height="100%" fill="#ffffff"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
 
 
 PICTURES = {

@@ -331,6 +331,25 @@ def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     assert dots[shifted] == num_rows * per_row, "made up: no turn was wrong before"
 
 
+def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -> None:
+    folder = ROOT / "recipes/switchboard-both"
+    results = json.loads((folder / "results.json").read_text())
+    plots = runpy.run_path(str(folder / "plots.py"))
+    assert plots["ARMS"].keys() == results["arms"].keys()
+    num_seeds = sum(len(arm["runs"]) for arm in results["arms"].values())
+    num_steps = len(results["arms"]["hint"]["training_errors"])
+    expected = {
+        "both-sides.svg": num_seeds + 6 + 6 + 1,  # seeds, means, the legend, the start
+        "by-fault.svg": 4 * 2 * (num_seeds + 6) + 2,
+        "along-training.svg": 2 * 6 * num_steps,
+    }
+    for path in plots["draw"](results, tmp_path):
+        tree = ElementTree.fromstring(path.read_text())
+        dots = sum(element.tag.endswith("circle") for element in tree.iter())
+        assert dots == expected[path.name]
+        assert path.read_text() == (folder / path.name).read_text(), "run plots.py"
+
+
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────
 
 RECIPE = """

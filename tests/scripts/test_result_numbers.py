@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -79,3 +80,45 @@ def test_values_and_styles(monkeypatch: pytest.MonkeyPatch) -> None:
         render_number("s; a; unknown")
     with pytest.raises(ValueError, match="no style"):
         format_value(results["arms"]["a"]["x"], "percent")  # type: ignore[index]
+
+
+def test_tables_by_side_by_fault_and_of_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arm(seeds: list[int], wrong: list[float], right: list[float]) -> dict[str, object]:
+        def measured(values: list[float]) -> dict[str, object]:
+            mean = sum(values) / len(values)
+            return {"mean": mean, "low": mean, "high": mean, "seeds": len(values), "values": values}
+
+        sides = {"habit_wrong": wrong, "habit_right": right, "filler": [0.0] * len(seeds)}
+        faults = ("", "date/", "desk/", "confirm/", "talk/")
+        cells: dict[str, object] = {
+            f"decisions/{fault}{side}_{when}": measured(values)
+            for fault in faults
+            for side, values in sides.items()
+            for when in ("before", "after")
+        }
+        return cells | {"runs": [{"seed": seed} for seed in seeds]}
+
+    arms = {
+        "a": arm([1, 2, 3], [0.2, 0.4, 0.9], [0.0, 0.0, 0.1]),
+        "b": arm([2, 1], [0.5, 0.5], [0.5, 0.3]),
+    }
+    monkeypatch.setattr(result_numbers, "read_results", lambda study: {"arms": arms})
+    # By seed: 0.1 − 0.4 and 0.2 − 0.5, whatever the order of the runs; seed 3 has no pair.
+    assert render_number("s; a minus b; both_sides") == "−30.0 (−30.0 to −30.0)"
+    assert render_number("s; b; both_sides; mean %") == "45.0%"
+    header, _, start, first, _ = render_table("sides; s").splitlines()[1:-1]
+    assert header == "| arm | seeds | habit wrong | habit right | mean of both | filler |"
+    assert start == "| start |  | 50.0% | 3.3% | 26.7% | 0.0% |", "of the arm with the most seeds"
+    assert first.startswith("| `a` | 3 | 50.0% (50.0–50.0) | 3.3%")
+    assert "| `b` |" + " 50.0% / 40.0% |" * 4 in render_table("faults; s")
+
+    folder = tmp_path / "recipes/s"
+    folder.mkdir(parents=True)
+    for name, share in (("rule", 0.25), ("action", 1.0)):
+        cell = {"with": share, "without": 0.01, "turns": 48}
+        gate = {"replies": 4, "gate": dict.fromkeys(("date", "desk", "confirm", "talk"), cell)}
+        (folder / f"gate-{name}.json").write_text(json.dumps(gate))
+    monkeypatch.setattr(result_numbers, "ROOT", tmp_path)
+    assert "| `desk` | 48 × 4 | 1.0% | 100.0% | 25.0% |" in render_table("gate; s")
