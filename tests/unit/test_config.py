@@ -220,6 +220,12 @@ def test_a_long_value_is_shortened() -> None:
             "use 'teacher_gap', 'reward' or 'unlikely'",
         ),
         (
+            {**loss("preference", normalize="turn"), "rollout": {"student_fraction": 0}},
+            "losses[0]",
+            "preferences are averaged over pairs",
+            "remove it",
+        ),
+        (
             loss("policy_gradient", advantage="unlikely"),
             "losses[0]",
             "'unlikely' and unlikely_below belong together",

@@ -181,6 +181,14 @@ class PreferenceLoss(LossBase):
     beta: PositiveFloat = 0.1
     """Strength of DPO's pull towards the reference."""
 
+    @model_validator(mode="after")
+    def _check_normalize(self) -> PreferenceLoss:
+        if self.normalize != "token":
+            raise ValueError(
+                f"normalize = {self.normalize!r}: preferences are averaged over pairs; remove it"
+            )
+        return self
+
 
 Loss = Annotated[
     DivergenceLoss | PolicyGradientLoss | CrossEntropyLoss | PreferenceLoss,
