@@ -228,7 +228,8 @@ def test_one_prompt_many_times(tiny_folder, tiny_teacher_folder, short_tasks):
 
 
 def test_preferences(tiny_folder, tmp_path):
-    rows = [row | {"rejected": row["prompt"][0] * 4} for row in two_letters()]
+    pairs = [row | {"rejected": row["prompt"][0] * 4} for row in two_letters()]
+    rows = [row for row in pairs if row["rejected"] != row["completion"]]
     parts = assemble(
         recipe(
             tiny_folder,

@@ -272,7 +272,7 @@ def broken_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Except
         if errors:
             raise errors["error"]
 
-    monkeypatch.setattr("courtside.run.measure_collateral", lambda *_, **__: load())
+    monkeypatch.setattr("courtside.run_evaluation.measure_collateral", lambda *_, **__: load())
     yield errors
 
 
