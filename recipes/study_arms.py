@@ -10,7 +10,7 @@ from study_contrasts import ArmRuns, Design, compare_fixed, explore, measure_of
 from study_results import COLUMNS, Outcome, at_tokens, measures, tokens_until
 from study_statistics import estimate_mean
 
-STORED = ("seed", "validation", "shift", "teacher", "wall_seconds")
+STORED = ("seed", "validation", "shift", "teacher", "training_decisions", "wall_seconds")
 """What results.json has of each run; measures are in the rows of arms, a value for each seed."""
 
 

@@ -96,11 +96,15 @@ def split_measure(measure: str) -> tuple[str, str]:
 
 
 def _selected(counts: Counts, name: str) -> list[str]:
-    """The stored measures that a measure is the mean of: one, or all kinds of a side."""
+    """The stored measures that a measure is the mean of: one, all kinds of a side, or all kinds of
+    both sides."""
     if name in counts:
         return [name]
+    kinds = [stored for stored in counts if stored.count("/") == 2]
     side = name.removeprefix("decisions/")
-    return [stored for stored in counts if stored.count("/") == 2 and stored.endswith(f"/{side}")]
+    if side == "both_sides":
+        return kinds
+    return [stored for stored in kinds if stored.endswith(f"/{side}")]
 
 
 def resampled_rates(counts: Counts, name: str, weights_RE: Floats) -> Floats:

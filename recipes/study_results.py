@@ -142,12 +142,16 @@ def steps_to_half(series: Sequence[float]) -> int:
 
 
 def error_by_side(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of decisions called KIND/SIDE: the mean error over kinds, by side."""
+    """Of decisions called KIND/SIDE: the mean error over kinds, by side; and `both_sides`, the mean
+    over the sides, by which a habit that is only turned over is no better."""
     rates: dict[str, list[float]] = {}
     for name, rate in metrics.items():
         if name.startswith("decisions/") and name.count("/") == 2:
             rates.setdefault(name.rpartition("/")[2], []).append(rate)
-    return {f"decisions/{side}": statistics.fmean(rates[side]) for side in sorted(rates)}
+    by_side = {f"decisions/{side}": statistics.fmean(rates[side]) for side in sorted(rates)}
+    if len(by_side) < 2:
+        return by_side
+    return {**by_side, "decisions/both_sides": statistics.fmean(by_side.values())}
 
 
 def at_tokens(run: Outcome, budget: float, column: int = RATE) -> float:

@@ -202,6 +202,7 @@ def test_decisions_are_measured_by_side_and_over_the_steps() -> None:
     assert values["decisions/date/habit_wrong_after"] == 0.2
     assert values["decisions/habit_wrong_after"] == pytest.approx(0.4), "the mean over kinds"
     assert values["decisions/habit_right_after"] == 0.1 and values["decisions/filler_after"] == 0.5
+    assert values["decisions/both_sides_after"] == pytest.approx(0.25), "the mean of 0.4 and 0.1"
     assert values["collateral/turns_after"] == 0.25 and "collateral/turns_before" not in values
     assert values["training/decisions/habit_wrong_after"] == pytest.approx((0.9 + 0.5 + 0.2) / 3)
     assert values["training/decisions/filler_after"] == pytest.approx(0.1)
