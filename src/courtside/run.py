@@ -5,6 +5,7 @@ The loop asks it for the next step and reports the outcome; it never changes wha
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,13 @@ from courtside.errors import (
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.evaluator import GradedAnswers
 from courtside.interrupts import StopSignal, handle_signals, signal_name
-from courtside.report.alarms import RunAlarms, check_empty_update, check_missing_metrics
+from courtside.report.alarms import (
+    MIN_FIRST_SHIFT,
+    NUM_COMPARED,
+    RunAlarms,
+    check_empty_update,
+    check_missing_metrics,
+)
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, ModelSizes, check_slowdown
 from courtside.report.folder.folder import RunFolder
@@ -177,6 +184,8 @@ class Run:
         hints = [outcome for s in scored for outcome in s.hints]
         if any(outcome.is_harmful for outcome in hints):
             self.alarms.check_hints(step, hints)
+        if step > NUM_COMPARED and row.get("hints/shift", math.inf) < MIN_FIRST_SHIFT:
+            self.alarms.check_shifts(step)
         self._note_slowdown(row)
         if last:
             self.alarms.check_finished(self.num_steps)

@@ -15,8 +15,13 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.metrics import READER
 from courtside.types import Evaluation, HintOutcome, Scored, Update
 
-HARMFUL_HINTS = "harmful_hints"
-"""Kind of alarm."""
+HARMFUL_HINTS, UNHEEDED_HINTS = "harmful_hints", "unheeded_hints"
+"""Kinds of alarm."""
+NUM_COMPARED = 3
+"""Steps with hints at the start of a run, and lately, whose shifts are compared."""
+MIN_FIRST_SHIFT, UNHEEDED_FRACTION = 1.0, 0.1
+"""In nats, and of the first shift: in six runs the fraction was below this where a live teacher no
+longer heeded its hints, and above it where it did."""
 STEPS_BETWEEN_ALARMS = 10
 """Of one kind."""
 
@@ -29,12 +34,18 @@ class RunAlarms:
 
     def check_hints(self, step: int, hints: Sequence[HintOutcome]) -> None:
         """Alarm where most hints do harm, and again after some steps where they still do."""
-        alarm = check_harmful_hints(hints)
+        self._raise_now_and_then(step, HARMFUL_HINTS, check_harmful_hints(hints))
+
+    def check_shifts(self, step: int) -> None:
+        """Alarm where hints move their turns much less than at the start of the run."""
+        self._raise_now_and_then(step, UNHEEDED_HINTS, check_unheeded_hints(self.folder.metrics()))
+
+    def _raise_now_and_then(self, step: int, kind: str, alarm: str | None) -> None:
         if alarm is None:
             return
-        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == HARMFUL_HINTS]
+        steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == kind]
         if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
-            self.folder.record_alarm({"step": step, "kind": HARMFUL_HINTS, "message": alarm})
+            self.folder.record_alarm({"step": step, "kind": kind, "message": alarm})
             self.console.print_line(f"step {step + 1}: {alarm}")
 
     def check_finished(self, num_steps: int) -> None:
@@ -108,6 +119,24 @@ def check_harmful_hints(hints: Sequence[HintOutcome]) -> str | None:
         f"{len(harmful)} of {len(measured)} hints make their turn more likely (mean shift "
         f"{mean:+.2f} nats); {consequence}. Say what is right instead of quoting what went wrong, "
         "check that each hint is for the turn it names, and see the hints in the report"
+    )
+
+
+def check_unheeded_hints(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The alarm of a run whose last hints move their turns by a tenth of what the first ones did,
+    or less; None: they move them, or there were too few."""
+    shifts = [row["hints/shift"] for row in rows if row.get("hints/shift") is not None]
+    if len(shifts) < 2 * NUM_COMPARED:
+        return None
+    first, last = (
+        sum(part) / NUM_COMPARED for part in (shifts[:NUM_COMPARED], shifts[-NUM_COMPARED:])
+    )
+    if first < MIN_FIRST_SHIFT or last >= UNHEEDED_FRACTION * first:
+        return None
+    return (
+        f"hints move their turns by {last:+.2f} nats now, where it was {first:+.2f} in the first "
+        "steps: the teacher hardly heeds them any more, so they teach little. A teacher with "
+        "weights = 'live' unlearns it together with the student; 'frozen' and 'ema' hold it longer"
     )
 
 

@@ -1,6 +1,16 @@
 from __future__ import annotations
 
-from courtside.report.alarms import check_harmful_hints, check_nothing_trained
+from collections.abc import Sequence
+
+import pytest
+
+from courtside.report.alarms import (
+    UNHEEDED_HINTS,
+    RunAlarms,
+    check_harmful_hints,
+    check_nothing_trained,
+    check_unheeded_hints,
+)
 from courtside.types import Hint, HintOutcome
 
 
@@ -53,3 +63,68 @@ def test_a_few_harmful_hints_among_many_are_none() -> None:
     assert check_harmful_hints([]) is None
     assert check_harmful_hints([outcome(None, "merge")]) is None
     assert check_harmful_hints([outcome(-1.0, "harmful"), outcome(1.0), outcome(1.0)]) is None
+
+
+def rows_with_shifts(shifts: Sequence[float | None]) -> list[dict[str, float | None]]:
+    return [{"step": step, "hints/shift": shift} for step, shift in enumerate(shifts)]
+
+
+TURNED_OVER = [6.20, 9.17, 8.47, 6.80, 5.85, 5.52, 2.07, 2.04, 0.78, 0.43, 0.13]
+"""Of a run whose live teacher stopped heeding its hints at steps 7 to 9."""
+TO_AND_FRO = [6.41, 7.56, 5.69, 7.03, 6.32, 4.66, 2.54, 4.44, 0.64, 0.96, 0.66, 0.45, 1.41, 2.67]
+"""Of one that came back."""
+
+
+def test_a_teacher_that_no_longer_heeds_its_hints_is_an_alarm() -> None:
+    message = check_unheeded_hints(rows_with_shifts(TURNED_OVER))
+    assert message is not None and "by +0.45 nats now, where it was +7.95" in message
+    assert "weights = 'live'" in message and "'frozen'" in message
+    assert check_unheeded_hints(rows_with_shifts(TURNED_OVER[:-1])) is None, "not yet"
+
+
+@pytest.mark.parametrize(
+    "shifts",
+    [
+        TO_AND_FRO,
+        [6.0, 6.0, 6.0, 0.1, 0.1],
+        [6.0, None, 0.1, None, 0.1, 0.1],
+        [0.5, 0.4, 0.6, 0.0, 0.0, 0.0],
+        [4.1, 4.6, 4.6, None, 5.7, 4.4, 5.7],
+    ],
+    ids=["it comes back", "too few", "steps without hints", "never heeded", "heeded"],
+)
+def test_other_shifts_are_none(shifts: list[float | None]) -> None:
+    for length in range(len(shifts) + 1):
+        assert check_unheeded_hints(rows_with_shifts(shifts[:length])) is None
+
+
+class FolderInMemory:
+    def __init__(self, rows: list[dict[str, float | None]]) -> None:
+        self.rows, self.recorded = rows, list[dict[str, object]]()
+
+    def metrics(self) -> list[dict[str, float | None]]:
+        return self.rows
+
+    def alarms(self) -> list[dict[str, object]]:
+        return self.recorded
+
+    def record_alarm(self, alarm: dict[str, object]) -> None:
+        self.recorded.append(alarm)
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print_line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_the_alarm_comes_again_after_some_steps_and_not_in_each() -> None:
+    folder, console = FolderInMemory(rows_with_shifts(TURNED_OVER)), Lines()
+    alarms = RunAlarms(folder, console)  # type: ignore[arg-type]
+    for step in range(10, 31):
+        alarms.check_shifts(step)
+    assert [alarm["step"] for alarm in folder.recorded] == [10, 20, 30]
+    assert {alarm["kind"] for alarm in folder.recorded} == {UNHEEDED_HINTS}
+    assert console.lines[0].startswith("step 11: hints move their turns by +0.45 nats now")
