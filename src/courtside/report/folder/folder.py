@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.recipe.load import parse_recipe
+from courtside.recipe.load import parse_recipe, require_path
 from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
 from courtside.report.folder.evaluation_names import EvaluationName
@@ -103,7 +103,7 @@ class RunFolder:
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
         """Open the folder of a run read-only, also while it is training."""
-        path = Path(path)
+        path = require_path(path, "run", "the path of a run folder as str or Path")
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
