@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, get_args
 
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.recipe.load import load_recipe
+from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
+from courtside.sanitize import truncate
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ def train(
     from courtside.report.folder.folder import RunFolder
     from courtside.run import Run
 
+    _check_recipe(recipe, "train")
+    if folder is not None:
+        folder = require_path(folder, "train: folder", "the path of the run folder as str or Path")
     console = choose_console(console, quiet=quiet)
-    path = _default_folder(recipe) if folder is None else Path(folder)
+    path = _default_folder(recipe) if folder is None else folder
     recipe = _load(recipe)
     _discard_failed_start(path, recipe)
     if note := _check_resumable(path, recipe):
@@ -74,6 +78,7 @@ def write_report(run: str | Path) -> Path:
     from courtside.report.folder.folder import RunFolder
     from courtside.report.page.page import write_report
 
+    _check_run(run, "write_report")
     folder = RunFolder.read(run)
     decode = _make_decode(folder.recipe())
     return write_report(folder, differences=compare_evaluations(folder), decode=decode)
@@ -86,6 +91,7 @@ def show(recipe: Recipe | str | Path) -> Preview:
     """
     from courtside.assemble.preview import make_preview
 
+    _check_recipe(recipe, "show")
     return make_preview(_load(recipe))
 
 
@@ -111,8 +117,12 @@ def evaluate_student(
 
     if split not in get_args(Split):
         raise UserError(f"evaluate_student: split = {split!r}; use one of {list(get_args(Split))}")
-    if num_tasks is not None and num_tasks < 1:
-        raise UserError(f"evaluate_student: num_tasks = {num_tasks}; use 1 or more")
+    _check_number(num_tasks, "evaluate_student: num_tasks", at_least=1)
+    _check_number(step, "evaluate_student: step", at_least=0)
+    if recipe is not None:
+        _check_recipe(recipe, "evaluate_student")
+    if run is not None:
+        _check_run(run, "evaluate_student")
     console = choose_console(console, quiet=quiet)
     if recipe is not None:
         recipe = _load(recipe)
@@ -185,11 +195,18 @@ def export(
     `adapter`: only the LoRA adapter, not the merged weights. `dtype`: of the merged weights.
     `push`: a repository of the hub, to upload the folder to.
     """
-    from courtside.artifacts.export import refuse_adapter, write_export
+    from courtside.artifacts.export import ExportDtype, refuse_adapter, write_export
     from courtside.artifacts.hub import open_hub, push_folder
     from courtside.report.folder.folder import RunFolder
 
-    folder, to = RunFolder.read(run), Path(to)
+    _check_run(run, "export")
+    to = require_path(to, "export: to", "the path of the folder to write as str or Path")
+    _check_number(step, "export: step", at_least=0)
+    if dtype not in get_args(ExportDtype):
+        raise UserError(f"export: dtype = {dtype!r}; use one of {list(get_args(ExportDtype))}")
+    if push is not None and not isinstance(push, str):
+        raise UserError(f"export: push = {push!r}; give a repository of the hub, as 'owner/name'")
+    folder = RunFolder.read(run)
     config = folder.recipe().student
     if adapter:
         refuse_adapter(config, dtype=dtype)
@@ -205,6 +222,8 @@ def serving_command(run: str | Path, exported: str | Path) -> str | None:
     from courtside.artifacts.serving import exact_base, vllm_command
     from courtside.report.folder.folder import RunFolder
 
+    _check_run(run, "serving_command")
+    exported = require_path(exported, "serving_command: exported", "the path of an export")
     model = RunFolder.read(run).recipe().student.model
     return vllm_command(Path(exported), exact_base(model), str(exported))
 
@@ -229,6 +248,11 @@ def rescore(
     from courtside.training.loss_terms import make_loss_terms
     from courtside.training.metrics import MetricAccumulator
 
+    _check_run(run, "rescore")
+    if steps is not None and not isinstance(steps, Sequence):
+        raise UserError(f"rescore: steps = {steps!r}; give a list of numbers, or None for all")
+    for step in steps or ():
+        _check_number(step, "rescore: steps", at_least=0)
     console = choose_console(console, quiet=quiet)
     folder = RunFolder.read(run)
     stored = folder.trajectory_steps()
@@ -257,6 +281,26 @@ def rescore(
             }
         )
     return rows
+
+
+# ── arguments ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_recipe(recipe: object, call: str) -> None:
+    if not isinstance(recipe, Recipe):
+        require_path(recipe, f"{call}: recipe", f"a Recipe, {RECIPE_PATH}")
+
+
+def _check_run(run: object, call: str) -> None:
+    require_path(run, f"{call}: run", "the path of a run folder as str or Path")
+
+
+def _check_number(value: object, where: str, *, at_least: int) -> None:
+    """None is accepted: the argument was not given."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise UserError(f"{where} = {truncate(repr(value), 60)}; use {at_least} or more, an int")
 
 
 def _load(recipe: Recipe | str | Path) -> Recipe:

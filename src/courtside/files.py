@@ -16,6 +16,12 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_regular_file(path: Path) -> bytes:
+    """An OSError for what is no regular file."""
+    require_regular_file(path)
+    return path.read_bytes()
+
+
+def require_regular_file(path: Path) -> None:
     """An OSError for what is no regular file: a pipe would block until somebody writes to it, and
     give nothing when a resumed run reads it again."""
     mode = path.stat().st_mode
@@ -24,7 +30,6 @@ def read_regular_file(path: Path) -> bytes:
     if not stat.S_ISREG(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
-    return path.read_bytes()
 
 
 class DuplicateKeyError(ValueError):

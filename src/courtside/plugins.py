@@ -134,7 +134,7 @@ def _import(name: str, where: str, error: type[UserError]) -> Any:
 def describe_error(error: BaseException) -> str:
     """`raised KeyError: 'city' (world.py, line 12)`, with the fix of frequent slips."""
     if isinstance(error, SystemExit):
-        return f"called sys.exit({error.code!r}){_find_place(error)}; raise an exception instead"
+        return f"called sys.exit({error.code!r}){find_place(error)}; raise an exception instead"
     try:
         message = str(error).strip()
     except Exception:  # user code: an exception that cannot be printed
@@ -144,7 +144,7 @@ def describe_error(error: BaseException) -> str:
     fix = ""
     if isinstance(error, TypeError) and record and record[1] in CONSTRUCTORS:
         fix = f"; name the fields: {CONSTRUCTORS[record[1]]}"
-    return f"raised {text}{_find_place(error)}{fix}"
+    return f"raised {text}{find_place(error)}{fix}"
 
 
 def format_trace(error: BaseException) -> str:
@@ -156,7 +156,8 @@ def format_trace(error: BaseException) -> str:
     return "".join(lines.format())
 
 
-def _find_place(error: BaseException) -> str:
+def find_place(error: BaseException) -> str:
+    """` (world.py, line 12)`, of the user's code; empty where it is not known."""
     package = str(Path(__file__).parent)
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith((package, "<frozen"))]

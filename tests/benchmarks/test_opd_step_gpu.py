@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from courtside.environments.loading import load_environment
+from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import EnvironmentTasks
 from courtside.report.folder.folder import RunFolder
 
@@ -185,7 +187,7 @@ def test_episodes_do_not_depend_on_the_replies(driver: Any, tmp_path: Path) -> N
         path="fixed_episodes:FixedEpisodes",
         settings={"path": str(tmp_path / "episodes.jsonl")},
     )
-    environment = load_environment(config, seconds=None)
+    environment = replace(load_environment(config, LimitsConfig()), seconds=None)
     assert environment.size == job.prompts
     for number in range(environment.size):
         task = environment.task(number)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from courtside.api import train
 from courtside.assemble.inputs import load_inputs
 from courtside.cli.app import app
-from courtside.environments.guard import EnvironmentFault
+from courtside.environments.guard import EnvironmentFault, NameMonitor
 from courtside.environments.loading import make_environment
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe.load import load_recipe, parse_recipe
@@ -155,6 +155,82 @@ def test_a_task_that_hangs_is_refused(folder: Path, workers: int) -> None:
         make(body, workers=workers, seconds=0.3)
 
 
+LOADING = {
+    "import": ("time.sleep(1000)\nclass Bad(World): pass\n", r"\(bad_world.py, line \d+\)"),
+    "__init__": ("class Bad(World):\n    def __init__(self): time.sleep(1000)\n", "Give what it"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("body", "message"), LOADING.values(), ids=LOADING)
+def test_an_environment_that_hangs_while_it_is_loaded(
+    folder: Path, body: str, message: str, workers: int
+) -> None:
+    Path("bad_world.py").write_text(WORLD + body)
+    config = EnvironmentTasks(kind="environment", path="bad_world:Bad", workers=workers)
+    with pytest.raises(
+        TaskError, match=r"took longer than 0.5 seconds \(rollout.limits.load_s"
+    ) as e:
+        make_environment(config, LimitsConfig(load_seconds=0.5))
+    assert re.search(message, str(e.value))
+
+
+def test_a_demonstration_that_hangs_is_refused(folder: Path) -> None:
+    environment = make(
+        "class Bad(World):\n    def demonstrate(self, task): time.sleep(1000)\n", seconds=0.3
+    )
+    with pytest.raises(TaskError, match=r"demonstrate\(task\) did not return within 0.3 seconds"):
+        environment.demonstrate(environment.task(0))
+
+
+DEMONSTRATIONS = {
+    "none": ("pass", "this environment has no method demonstrate(task). Add one that returns"),
+    "without a reply": (
+        "def demonstrate(self, task): return task.messages",
+        "returned no message of the assistant, so there is nothing to imitate; add its replies",
+    ),
+    "None": ("def demonstrate(self, task): return None", "the messages is None; use a tuple of"),
+}
+
+
+@pytest.mark.parametrize(("method", "message"), DEMONSTRATIONS.values(), ids=DEMONSTRATIONS)
+def test_demonstrations_are_checked_before_weights_are_loaded(
+    folder: Path, tiny_folder: Path, method: str, message: str
+) -> None:
+    Path("bad_world.py").write_text(f"{WORLD}class Bad(World):\n    {method}\n")
+    recipe = small_recipe(
+        tiny_folder,
+        tiny_folder,
+        tasks={"kind": "environment", "path": "bad_world:Bad"},
+        rollout={"student_fraction": 0.5, "off_policy_source": "dataset", "max_new_tokens": 4},
+        losses=[{"kind": "cross_entropy", "on": "dataset"}],
+        teacher=None,
+    )
+    with pytest.raises((RecipeError, TaskError), match=re.escape(message)):
+        load_inputs(recipe)
+
+
+NAMES = {
+    "kinds": ("events=(Event(kind=f'word {r}'),)", "Observation.events[0].kind = 'word 64'"),
+    "decisions": ("decision=f'word_{r}'", "Observation.decision = 'word_64'"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), NAMES.values(), ids=NAMES)
+def test_endlessly_many_names_of_metrics_are_a_fault(
+    folder: Path, fields: str, message: str
+) -> None:
+    environment = make(
+        f"class Other(Episode):\n    def step(self, r): return say({fields})\n"
+        "class Bad(World):\n    def start(self, task): return Other()\n"
+    )
+    names, episode = NameMonitor(), environment.start(environment.task(0))
+    for _ in range(2):
+        faults = [names.find_fault(episode.step(str(number))) for number in range(65)]
+        assert faults[:64] == [None] * 64
+        assert message in str(faults[64]) and "there were 64 other" in str(faults[64])
+
+
 def test_an_error_names_the_line_of_the_user(folder: Path) -> None:
     body = "class Bad(World):\n    def task(self, index): return json.loads('{')\n"
     with pytest.raises(TaskError, match=r"raised JSONDecodeError.*\(bad_world.py, line \d+\)"):
@@ -211,6 +287,37 @@ def test_a_pair_of_equal_texts_is_refused(tiny_folder: Path, tmp_path: Path) -> 
     tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "rows.jsonl", rows))}
     with pytest.raises(TaskError, match="`chosen` and `rejected` are the same text"):
         load_inputs(small_recipe(tiny_folder, tiny_folder, tasks=tasks))
+
+
+EMPTY = {
+    "completion": {"prompt": "Hi.", "completion": ""},
+    "completion of spaces": {"prompt": "Hi.", "completion": " \n"},
+    "chosen": {"prompt": "Hi.", "chosen": "", "rejected": "No."},
+    "chosen message": {
+        "prompt": "Hi.",
+        "chosen": [{"role": "assistant", "content": " "}],
+        "rejected": "No.",
+    },
+    "the last message": {
+        "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": ""}]
+    },
+}
+
+
+@pytest.mark.parametrize("row", EMPTY.values(), ids=EMPTY)
+def test_an_empty_answer_is_nothing_to_imitate(
+    tiny_folder: Path, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    rows = [{"prompt": "Hi.", "completion": "Hello."}, row | {"split": "train"}]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "rows.jsonl", rows))}
+    with pytest.raises(TaskError, match=r"line 2: .* is empty, .* write the answer, or leave the"):
+        load_inputs(small_recipe(tiny_folder, tiny_folder, tasks=tasks))
+
+
+def test_an_empty_answer_may_be_the_worse_one(tiny_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi.", "chosen": "Hello.", "rejected": "", "split": "train"}]
+    tasks = {"kind": "jsonl", "path": str(write_jsonl(tmp_path / "rows.jsonl", rows))}
+    assert load_inputs(small_recipe(tiny_folder, tiny_folder, tasks=tasks)).tasks.batch(0, 1)
 
 
 # ── run folders ──────────────────────────────────────────────────────────────────────────────────

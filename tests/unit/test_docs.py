@@ -358,6 +358,26 @@ def test_messages_are_those_of_the_code() -> None:
     assert [message for message in messages if message not in strings] == []
 
 
+def test_install_commands_in_messages_are_those_of_the_readme() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    commands = []
+    for file in (REPOSITORY / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                commands += re.findall(r"pip install (.+)", node.value)
+    assert len(commands) >= 7 and "pip install -e ." in readme
+    for command in commands:
+        extra = re.match(r"-e '\.\[(\w+)\]'", command)
+        if extra is not None:
+            assert extra[1] in extras
+        else:
+            plain = command.replace("--force-reinstall ", "").strip()
+            assert f"pip install {plain}" in readme, command
+
+
 def test_every_error_has_a_word_on_it() -> None:
     spans = code_spans((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
     assert {name for name in vars(errors) if isinstance(getattr(errors, name), type)} <= set(spans)

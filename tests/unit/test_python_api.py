@@ -261,7 +261,57 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_is_loaded(tiny_fo
         UserError, match=r"split = 'dev'; use one of \['train', 'validation', 'test"
     ):
         courtside.evaluate_student(recipe, split="dev")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"num_tasks = -1; use 1 or more"):
+    with pytest.raises(UserError, match=r"num_tasks = -1; use 1 or more, an int"):
         courtside.evaluate_student(recipe, num_tasks=-1)
     with pytest.raises(RecipeError, match=r"'train.steps=3' is one text; give a list of them"):
         courtside.load_recipe("targeted-hints", "train.steps=3")
+
+
+RUN = "the path of a run folder as str or Path"
+CALLS: dict[str, tuple[Any, str]] = {
+    "train None": (lambda: courtside.train(None), "train: recipe = None; give a Recipe, a TOML"),
+    "train 5": (lambda: courtside.train(5), "train: recipe = 5; give a Recipe, a TOML file as str"),
+    "train empty": (lambda: courtside.train(""), "train: recipe = ''; give a Recipe, a TOML"),
+    "train into 3": (
+        lambda: courtside.train("shared-rule", 3),
+        "train: folder = 3; give the path of the run folder",
+    ),
+    "evaluate 3": (lambda: courtside.evaluate_student(3), "evaluate_student: recipe = 3; give a R"),
+    "evaluate a run": (
+        lambda: courtside.evaluate_student(run=3),
+        f"evaluate_student: run = 3; give {RUN}",
+    ),
+    "evaluate tasks": (
+        lambda: courtside.evaluate_student("shared-rule", num_tasks="4"),
+        "evaluate_student: num_tasks = '4'; use 1 or more, an int",
+    ),
+    "evaluate a step": (
+        lambda: courtside.evaluate_student("shared-rule", step="last"),
+        "evaluate_student: step = 'last'; use 0 or more, an int",
+    ),
+    "export None": (lambda: courtside.export(None, "x"), f"export: run = None; give {RUN}"),
+    "export to": (lambda: courtside.export("x", None), "export: to = None; give the path of the f"),
+    "export dtype": (
+        lambda: courtside.export("x", "y", dtype="int8"),
+        "export: dtype = 'int8'; use one of ['float32', 'bfloat16', 'float16']",
+    ),
+    "export push": (lambda: courtside.export("x", "y", push=True), "export: push = True; give a r"),
+    "show": (lambda: courtside.show([]), "show: recipe = []; give a Recipe, a TOML file as str"),
+    "rescore": (lambda: courtside.rescore(5), f"rescore: run = 5; give {RUN}"),
+    "rescore steps": (
+        lambda: courtside.rescore("x", steps=3),
+        "rescore: steps = 3; give a list",
+    ),
+    "rescore step": (lambda: courtside.rescore("x", steps=["a"]), "rescore: steps = 'a'; use 0 or"),
+    "report": (lambda: courtside.write_report(b"x"), f"write_report: run = b'x'; give {RUN}"),
+    "read": (lambda: RunFolder.read(None), f"run = None; give {RUN}"),
+    "load_recipe": (lambda: courtside.load_recipe(None), "load_recipe: path = None; give a TOML"),
+    "parse_recipe": (lambda: courtside.parse_recipe([]), "recipe: is of type list; give a dict of"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_an_argument_of_another_type_is_refused_by_its_name(call: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert message in str(caught.value)

@@ -56,6 +56,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
     check_penalties(recipe, tasks)
+    check_demonstrations(recipe, environment, tasks)
     return Inputs(
         tokenizer=tokenizer,
         settings=settings,
@@ -88,6 +89,27 @@ def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> d
             raise TaskError(f"evaluate.suites.{name}: {error}") from error
         suites[name] = TaskSuite(source, environment)
     return suites
+
+
+def check_demonstrations(
+    recipe: Recipe, environment: HostedEnvironment | None, tasks: TaskSource
+) -> None:
+    """An environment that must demonstrate does so for the first task."""
+    if environment is None or not recipe.trains_on_data:
+        return
+    demonstrate = environment.demonstrate
+    if demonstrate is None:
+        raise RecipeError(
+            "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs "
+            "demonstrations, and this environment has no method demonstrate(task). Add one "
+            "that returns the messages of a whole episode, or set student_fraction = 1"
+        )
+    task = tasks.batch(0, 1)[0]
+    if not any(message.role == "assistant" for message in demonstrate(task)):
+        raise TaskError(
+            f"tasks.kind = {recipe.tasks.kind!r}: demonstrate(task) of task {task.id} returned no "
+            "message of the assistant, so there is nothing to imitate; add its replies"
+        )
 
 
 def check_sizes(recipe: Recipe, settings: ModelSettings) -> None:

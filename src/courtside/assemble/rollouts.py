@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from courtside.assemble.recordings import make_chat_log_rollout
 from courtside.chat.incremental import IncrementalTemplate
@@ -107,13 +106,8 @@ def make_episode_rollout(
         progress=progress,
     )
     if recipe.trains_on_data:
-        expert: Any = getattr(environment, "demonstrate", None)
-        if expert is None:
-            raise RecipeError(
-                "rollout.student_fraction < 1 with off_policy_source = 'dataset' needs "
-                "demonstrations, and this environment has no method demonstrate(task). Add one "
-                "that returns the messages of a whole episode, or set student_fraction = 1"
-            )
+        expert = environment.demonstrate
+        assert expert is not None, "the inputs were checked"
         source = Demonstrations(expert=expert, template=template, temperature=config.temperature)
         rollout = MixedRollout(student=episodes, source=source, config=config, seed=recipe.seed)
     if config.corrections:

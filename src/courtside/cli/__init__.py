@@ -7,20 +7,28 @@ import sys
 
 def main() -> None:
     """Run a command and end the process with its exit code."""
-    from courtside.cli.machine import limit_spinning, tolerate_closed_output
+    from courtside.cli.machine import (
+        describe_lost_output,
+        limit_spinning,
+        tolerate_closed_output,
+    )
     from courtside.interrupts import raise_on_termination
 
     tolerate_closed_output()
     raise_on_termination()
     limit_spinning()
-    from courtside.cli.app import app
+    from courtside.cli.app import app, print_error
 
     try:
         app(prog_name="courtside")
     except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if lost := describe_lost_output():
+            print_error(lost)
+            code = code or 1
         if "torch" not in sys.modules:
-            raise
-        _exit_now(end.code if isinstance(end.code, int) else int(end.code is not None))
+            sys.exit(code)
+        _exit_now(code)
 
 
 def _exit_now(code: int) -> None:

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import MutableMapping
-from contextlib import suppress
 from typing import Any, TextIO
+
+CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF)
+"""Errors of a pipe or terminal whose reader has gone: nobody misses the output."""
 
 
 class LossyStream:
     """A text stream that drops what nobody can read any more.
 
     A closed pipe (`| head`) or terminal must not end a run, and neither must a character that the
-    locale's encoding does not have.
+    locale's encoding does not have. A full disk does not end a run either, but is told at its end.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.failure: str | None = None
+        """Why output that somebody wants was lost, e.g. "No space left on device"."""
         if stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        try:
             self._stream.write(text)
+        except OSError as error:
+            self._remember(error)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        try:
             self._stream.flush()
+        except OSError as error:
+            self._remember(error)
+
+    def _remember(self, error: OSError) -> None:
+        if error.errno not in CLOSED:
+            self.failure = error.strerror or str(error)
 
     def __getattr__(self, name: str) -> Any:
         if name == "buffer":  # Typer would write to it directly where the encoding is ASCII
@@ -47,6 +60,18 @@ def tolerate_closed_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         setattr(sys, name, LossyStream(stream))
+
+
+def describe_lost_output() -> str | None:
+    """Why standard output is not complete; None: it is, or nobody reads it."""
+    sys.stdout.flush()
+    failure = getattr(sys.stdout, "failure", None)
+    if failure is None:
+        return None
+    return (
+        f"standard output could not be written ({failure}), so what was printed is not complete. "
+        "Make room, or send it elsewhere; files of a run are written apart from it"
+    )
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from courtside.environments.base import HostedEnvironment, HostedEpisode
 from courtside.environments.check_replies import make_scripts
-from courtside.environments.guard import EnvironmentFault
+from courtside.environments.guard import EnvironmentFault, NameMonitor
 from courtside.errors import TaskError
 from courtside.recipe.rollout import LimitsConfig
 from courtside.types import Event, Grade, Observation, Task
@@ -79,6 +79,8 @@ class EnvironmentChecker:
     max_turns: int = 8
     max_seconds: float = 60.0
     report: CheckReport = field(default_factory=CheckReport)
+    names: NameMonitor = field(default_factory=NameMonitor)
+    has_too_many_names: bool = False
 
     def run(self) -> CheckReport:
         end = perf_counter() + self.max_seconds
@@ -212,6 +214,12 @@ class EnvironmentChecker:
         report.num_turns += 1
         for message in observation.messages:
             report.longest_message = max(report.longest_message, len(message.content))
+        fault = self.names.find_fault(observation)
+        if fault is not None and not self.has_too_many_names:
+            self.has_too_many_names = True
+            report.add_problem(str(fault), "all episodes together")
+        if fault is not None:
+            return
         for event in observation.events:
             summary = report.events.setdefault(event.kind, EventSummary())
             summary.num_turns += 1

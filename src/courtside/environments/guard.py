@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 RECENT = 64
 """Episodes over which the fraction is taken, or those of the batch if they are more."""
+MAX_NAMES = 64
+"""Kinds of events, and decisions, of a run: each is a metric of its own."""
 MIN_FAULTS = 3
 """Fewer do not stop a run, unless no episode went well."""
 
@@ -80,7 +82,7 @@ class GuardedEnvironment:
     def task(self, index: int) -> Task:
         where = f"{self.name}: task({index})"
         try:
-            return validate_task(self._call_task(index), where)
+            return validate_task(self._call_in_time(partial(self.environment.task, index)), where)
         except TimedOut:
             raise TaskError(
                 f"{where} did not return within {self.seconds:g} seconds "
@@ -95,12 +97,12 @@ class GuardedEnvironment:
         except BaseException as error:  # user code, also sys.exit and cancelled tasks
             raise TaskError(f"{where} {describe_error(error)}") from error
 
-    def _call_task(self, index: int) -> Any:
+    def _call_in_time(self, call: Callable[[], Any]) -> Any:
         """In the calling thread: many classes hold what belongs to the thread that made them."""
         if self.seconds is None:
-            return self.environment.task(index)
+            return call()
         with time_limit(self.seconds, TimedOut):
-            return self.environment.task(index)
+            return call()
 
     def start(self, task: Task) -> GuardedEpisode:
         # A copy: an episode that changes its task must not change that of another sample.
@@ -115,7 +117,12 @@ class GuardedEnvironment:
         def call(task: Task) -> T:
             where = f"{self.name}: {name}(task)"
             try:
-                return validate(method(task))
+                return validate(self._call_in_time(partial(method, task)))
+            except TimedOut:
+                raise TaskError(
+                    f"{where} did not return within {self.seconds:g} seconds "
+                    "(rollout.limits.step_seconds). Make it faster, or raise the limit"
+                ) from None
             except InvalidValue as problem:
                 raise TaskError(f"{where}: {problem}") from None
             except KeyboardInterrupt:
@@ -218,6 +225,42 @@ def call_all(begins: Sequence[Callable[[], Callable[[], T]]]) -> list[T | Enviro
         except EnvironmentFault as fault:
             results.append(fault)
     return results
+
+
+# ── names over a run ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class NameMonitor:
+    """The kinds of events and the decisions so far: an endless number of metrics is a bug."""
+
+    kinds: set[str] = field(default_factory=set)
+    decisions: set[str] = field(default_factory=set)
+
+    def find_fault(self, observation: Observation) -> EnvironmentFault | None:
+        """The first name above the limit, as a fault; None: all are known, or few enough."""
+        for index, event in enumerate(observation.events):
+            if not _admit(event.kind, self.kinds):
+                return _describe_name(f"events[{index}].kind", event.kind, "kinds of events")
+        decision = observation.decision
+        if decision is not None and not _admit(decision, self.decisions):
+            return _describe_name("decision", decision, "decisions")
+        return None
+
+
+def _admit(name: str, earlier_names: set[str]) -> bool:
+    if name not in earlier_names and len(earlier_names) >= MAX_NAMES:
+        return False
+    earlier_names.add(name)
+    return True
+
+
+def _describe_name(where: str, name: str, what: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"step(reply): Observation.{where} = {name!r}: there were {MAX_NAMES} other {what} "
+        "already, and each becomes a metric. Use few fixed names, and put what varies into the "
+        "`details` of an event"
+    )
 
 
 # ── faults over a run ────────────────────────────────────────────────────────────────────────────

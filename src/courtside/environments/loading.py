@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from courtside.environments.base import Environment, HostedEnvironment
-from courtside.environments.guard import GuardedEnvironment
+from courtside.environments.guard import GuardedEnvironment, TimedOut
 from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.tool_class import is_tool_class, make_tool_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.environments.workers import WorkerEnvironment
 from courtside.errors import TaskError
-from courtside.plugins import describe_error, load_plugin, make_plugin
+from courtside.interrupts import time_limit
+from courtside.plugins import describe_error, find_place, load_plugin, make_plugin
 from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import (
     EnvironmentTasks,
@@ -25,12 +26,13 @@ def make_environment(
     config: TasksConfig, limits: LimitsConfig | None = None, *, tools_in_template: bool = False
 ) -> HostedEnvironment | None:
     """None: the tasks are single prompts. `tools_in_template`: of `choose_tool_listing`."""
-    seconds = (limits or LimitsConfig()).step_seconds
+    limits = limits or LimitsConfig()
+    seconds = limits.step_seconds
     match config:
         case EnvironmentTasks() if config.workers:
-            return WorkerEnvironment(config, seconds=seconds, tools_in_template=tools_in_template)
+            return WorkerEnvironment(config, limits, tools_in_template=tools_in_template)
         case EnvironmentTasks():
-            return load_environment(config, seconds=seconds, tools_in_template=tools_in_template)
+            return load_environment(config, limits, tools_in_template=tools_in_template)
         case ToolboxTasks():
             name = "tasks.kind = 'toolbox'"
             return GuardedEnvironment(environment=Toolbox(config), name=name, seconds=seconds)
@@ -42,12 +44,23 @@ def make_environment(
 
 
 def load_environment(
-    config: EnvironmentTasks, *, seconds: float | None, tools_in_template: bool = False
+    config: EnvironmentTasks, limits: LimitsConfig, *, tools_in_template: bool = False
 ) -> GuardedEnvironment:
     """An instance of the class at `module:Class`. No episode is started: that may be expensive."""
     name = f"tasks.path = {config.path!r}"
-    instance = _make_instance(config, tools_in_template=tools_in_template)
-    environment = GuardedEnvironment(environment=instance, name=name, seconds=seconds)
+    try:
+        with time_limit(limits.load_seconds, TimedOut):
+            instance = _make_instance(config, tools_in_template=tools_in_template)
+    except (TimedOut, TaskError) as problem:
+        timeout = problem if isinstance(problem, TimedOut) else problem.__cause__
+        if not isinstance(timeout, TimedOut):
+            raise
+        raise TaskError(
+            f"{name}: importing the module and making the class took longer than "
+            f"{limits.load_seconds:g} seconds (rollout.limits.load_seconds){find_place(timeout)}. "
+            "Give what it waits for a time limit of its own, or raise this one"
+        ) from None
+    environment = GuardedEnvironment(environment=instance, name=name, seconds=limits.step_seconds)
     first = environment.task(0)
     if environment.task(0) != first:
         raise TaskError(

@@ -23,9 +23,9 @@ OPTIONAL = ("demonstrate", "example_replies")
 def serve(connection: Connection) -> None:
     from courtside.environments.loading import load_environment
 
-    config, tools_in_template, seconds = connection.recv()
+    config, tools_in_template, limits = connection.recv()
     try:
-        environment = load_environment(config, seconds=seconds, tools_in_template=tools_in_template)
+        environment = load_environment(config, limits, tools_in_template=tools_in_template)
     except TaskError as error:
         connection.send(("task_error", str(error)))
         return

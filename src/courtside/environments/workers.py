@@ -23,9 +23,12 @@ from typing import Any
 
 from courtside.environments.guard import EnvironmentFault, begin
 from courtside.errors import TaskError
+from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import EnvironmentTasks
 from courtside.types import Grade, Message, Observation, Task
 
+LOAD_GRACE_SECONDS = 5.0
+"""For a worker to start, and to say by itself that loading took too long."""
 EXIT_SECONDS = 2.0
 """For a worker to end by itself when its connection is closed."""
 
@@ -38,11 +41,11 @@ class WorkerEnvironment:
     """`tasks.workers` processes with an instance of the environment each."""
 
     def __init__(
-        self, config: EnvironmentTasks, *, seconds: float, tools_in_template: bool = False
+        self, config: EnvironmentTasks, limits: LimitsConfig, *, tools_in_template: bool = False
     ) -> None:
         self.name = f"tasks.path = {config.path!r}"
-        self.seconds = seconds
-        self._workers = [Worker(config, tools_in_template, seconds) for _ in range(config.workers)]
+        self.seconds = limits.step_seconds
+        self._workers = [Worker(config, tools_in_template, limits) for _ in range(config.workers)]
         # Also at the interpreter's exit. Bound to the list: a reference to self would keep it.
         self.close: Callable[[], Any] = weakref.finalize(self, _stop_all, self._workers)
         try:
@@ -53,6 +56,12 @@ class WorkerEnvironment:
             raise TaskError(
                 f"{self.name}: its worker process {death} while the module was imported or the "
                 "class was made; remove what ends the process there"
+            ) from None
+        except TimeoutError:
+            raise TaskError(
+                f"{self.name}: importing the module and making the class took longer than "
+                f"{limits.load_seconds:g} seconds (rollout.limits.load_seconds), outside of Python "
+                "code. Give what it waits for a time limit of its own, or raise this one"
             ) from None
         self.size: int = replies[0]["size"]
         self._optional: list[str] = replies[0]["optional"]
@@ -162,9 +171,13 @@ class WorkerEpisode:
 class Worker:
     """One process, started again when it has ended."""
 
-    def __init__(self, config: EnvironmentTasks, tools_in_template: bool, seconds: float) -> None:
-        self.start_message = (config, tools_in_template, seconds)
+    def __init__(
+        self, config: EnvironmentTasks, tools_in_template: bool, limits: LimitsConfig
+    ) -> None:
+        self.start_message = (config, tools_in_template, limits)
         """What the process needs to load the environment."""
+        self.load_seconds = limits.load_seconds + limits.step_seconds + LOAD_GRACE_SECONDS
+        """Of importing, making the class and its first task."""
         self.lock = threading.Lock()
         """Held for a call and what belongs to it."""
         self.generation = 0
@@ -205,7 +218,7 @@ class Worker:
             connection.send(self.start_message)
 
     def wait_until_loaded(self) -> dict[str, Any]:
-        reply: dict[str, Any] = self._receive(None)
+        reply: dict[str, Any] = self._receive(self.load_seconds)
         return reply
 
     def call(self, method: str, *args: Any, seconds: float) -> Any:

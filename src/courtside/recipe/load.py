@@ -16,12 +16,15 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from courtside.errors import RecipeError
+from courtside.errors import RecipeError, UserError
 from courtside.files import BOM, read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import find_recipe
 from courtside.recipe.error_messages import describe_problems
 from courtside.recipe.tasks import TasksConfig
+from courtside.sanitize import truncate
+
+RECIPE_PATH = "a TOML file as str or Path, or the name of a built-in recipe"
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -34,15 +37,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if isinstance(overrides, str):
         raise RecipeError(f"overrides = {overrides!r} is one text; give a list of them")
-    path = find_recipe(os.fspath(path))
+    path = find_recipe(str(require_path(path, "load_recipe: path", RECIPE_PATH)))
     tree = read_tree(path)
     for override in overrides:
         _apply_override(tree, override)
     return parse_recipe(tree, name=str(path))
 
 
+def require_path(value: object, where: str, what: str) -> Path:
+    """An argument of a call from Python as a path. `where` names it, `what` says what it takes."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise UserError(f"{where} = {truncate(repr(value), 60)}; give {what}")
+    return Path(value)
+
+
 def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
     """Validate a plain tree; a RecipeError lists all problems, each with its field."""
+    if not isinstance(tree, Mapping):
+        raise RecipeError(f"{name}: is of type {type(tree).__name__}; give a dict of sections")
     # From JSON, strict validation still accepts a list for a tuple and a string for a path.
     text = json.dumps(tree, default=_to_plain)
     try:

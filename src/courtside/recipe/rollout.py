@@ -35,6 +35,8 @@ class LimitsConfig(Section):
     step_seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS)] = 60.0
     """Time for one call of the environment: `start`, `step` or `grade`. The episode ends after it,
     as a fault of the environment. A `task` that takes longer is refused."""
+    load_seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS)] = 600.0
+    """Time for importing the environment's module and making its class."""
     max_fault_fraction: Fraction = 0.2
     """Fraction of recent episodes (the batch, or the last 64) that bugs in the environment may end
     before the run stops; at least 3 of them, or all. 1: never."""

@@ -17,7 +17,12 @@ from time import monotonic
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, Session
 from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
-from courtside.environments.guard import EnvironmentFault, FaultMonitor, call_all
+from courtside.environments.guard import (
+    EnvironmentFault,
+    FaultMonitor,
+    NameMonitor,
+    call_all,
+)
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.rollout.single_turn import make_sampling
@@ -55,6 +60,7 @@ class EpisodeRollout:
         self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
         self.sampling = make_sampling(self.config)
         self.faults = FaultMonitor(max_fraction=self.limits.max_fault_fraction)
+        self.names = NameMonitor()
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
 
@@ -158,10 +164,15 @@ class EpisodeRollout:
             ]
         )
         for state, sample, result in zip(states, samples, results, strict=True):
+            fault: EnvironmentFault | None
             if isinstance(result, EnvironmentFault):
-                state.add_reply(sample, self.template)
-                self._end(state, result)
+                fault = result
             else:
+                fault = self.names.find_fault(result)
+            if fault is not None:
+                state.add_reply(sample, self.template)
+                self._end(state, fault)
+            elif isinstance(result, Observation):
                 state.add_turn(sample, result, self.template, self.limits)
 
     def _count(

@@ -68,7 +68,9 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
                 f"{where}: the last message is the assistant's, and there is a `{better}`; keep "
                 "one of them"
             )
-        completion, prompt = _answer_text(prompt[-1], f"{where}: the last message"), prompt[:-1]
+        last = f"{where}: the last message"
+        completion = _require_answer(_answer_text(prompt[-1], last), last, "completion")
+        prompt = prompt[:-1]
     messages = _attach(where, _require_prompt(where, prompt), fields)
     return Texts(messages=messages, completion=completion, rejected=texts.get("rejected"))
 
@@ -132,7 +134,8 @@ def _read_answer(
     """The messages before the answer, where there are any, and its text."""
     value = fields[name]
     if isinstance(value, str):
-        return (), parse_content(value, f"{where}: {name}")
+        text = parse_content(value, f"{where}: {name}")
+        return (), _require_answer(text, f"{where}: `{name}`", name)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
@@ -142,7 +145,8 @@ def _read_answer(
     *prefix, last = parse_messages(value, f"{where}: {name}")
     if last.role != "assistant":
         raise TaskError(f"{where}: the last message of `{name}` must be the assistant's")
-    return tuple(prefix), _answer_text(last, f"{where}: `{name}`")
+    text = _answer_text(last, f"{where}: `{name}`")
+    return tuple(prefix), _require_answer(text, f"{where}: `{name}`", name)
 
 
 def _answer_text(message: Message, where: str) -> str:
@@ -152,6 +156,16 @@ def _answer_text(message: Message, where: str) -> str:
             "= 'conversations', whose turns the model's chat template renders"
         )
     return message.content
+
+
+def _require_answer(text: str, where: str, name: str) -> str:
+    """The text itself. To say nothing may be worse than an answer, but is none to imitate."""
+    if name != "rejected" and not text.strip():
+        raise TaskError(
+            f"{where} is empty, so the student would learn to say nothing; write the answer, or "
+            "leave the line out"
+        )
+    return text
 
 
 def _join_prompt(

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
+from courtside.files import read_regular_file
 from courtside.training.optimizer import OffloadedAdamW
 from courtside.types import SCHEMA_VERSION
 
@@ -107,7 +108,7 @@ def at(folder: Path, num_steps: int) -> Path:
 
 def load(path: Path) -> Checkpoint:
     try:
-        about = json.loads((path / "checkpoint.json").read_bytes())
+        about = json.loads(read_regular_file(path / "checkpoint.json"))
         if about.pop("sum") != _checksum_of_json(about):
             raise CheckpointError(_damaged(path, "the checksum of checkpoint.json is wrong"))
         if about["schema_version"] > SCHEMA_VERSION:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from courtside.report.folder.files import encode_json
 from courtside.report.folder.folder import RunFolder
 from courtside.viewer.batches import RequestError
-from courtside.viewer.guard import Guard
+from courtside.viewer.guard import READ_METHODS, Guard
 from courtside.viewer.serialize import Tree, show_invisible_texts
 from courtside.viewer.service import RunService
 
@@ -43,30 +43,30 @@ def viewer_app(folder: RunFolder, hints: Path, *, host: str, token: str) -> Guar
     page = _read("courtside.viewer", "page.html").decode().replace("TOKEN", escape(token))
     service = RunService(folder, hints)
 
-    @app.get("/")
+    @app.api_route("/", methods=[*READ_METHODS])
     def start() -> Response:
         return Response(page, media_type="text/html")
 
-    @app.get("/static/{name}")
+    @app.api_route("/static/{name}", methods=[*READ_METHODS])
     def static(name: str) -> Response:
         if name not in FILES:
             raise RequestError(404, f"there is no file {name}")
         package, kind = FILES[name]
         return Response(_read(package, name), media_type=kind)
 
-    @app.get("/api/run")
+    @app.api_route("/api/run", methods=[*READ_METHODS])
     def run() -> Response:
         return _json(service.run())
 
-    @app.get("/api/batches/{key}")
+    @app.api_route("/api/batches/{key}", methods=[*READ_METHODS])
     def batch(key: str) -> Response:
         return _json(service.batch(key))
 
-    @app.get("/api/batches/{key}/search")
+    @app.api_route("/api/batches/{key}/search", methods=[*READ_METHODS])
     def search(key: str, query: str) -> Response:
         return _json(service.search(key, query))
 
-    @app.get("/api/batches/{key}/trajectories/{id:path}")
+    @app.api_route("/api/batches/{key}/trajectories/{id:path}", methods=[*READ_METHODS])
     def trajectory(key: str, id: str) -> Response:
         return _json(service.trajectory(key, id))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from courtside.errors import UserError
 from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.folder import RunFolder
+
+MAX_DIGITS = 12
+"""Of a step's number in an address."""
 
 
 class RequestError(Exception):
@@ -32,7 +36,11 @@ class Batch:
 
 def training_batches(folder: RunFolder) -> list[Batch]:
     """By step."""
-    return [_training_batch(folder, step) for step in folder.trajectory_steps()]
+    batches = []
+    for step in folder.trajectory_steps():
+        with suppress(UserError):  # a resumed run has just removed it
+            batches.append(_training_batch(folder, step))
+    return batches
 
 
 def held_out_batches(folder: RunFolder) -> list[Batch]:
@@ -50,7 +58,7 @@ def held_out_batches(folder: RunFolder) -> list[Batch]:
 
 
 def find_batch(folder: RunFolder, key: str) -> Batch:
-    if key.isdecimal():
+    if key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS:
         try:
             return _training_batch(folder, int(key))
         except UserError as error:

@@ -21,6 +21,7 @@ TOKEN = "x-courtside-token"
 """The header with the page's token."""
 
 READ_METHODS = frozenset({"GET", "HEAD"})
+WRITE_METHODS = frozenset({"PUT", "DELETE"})
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -76,6 +77,8 @@ class Guard:
             )
         if method in READ_METHODS:
             return None
+        if method not in WRITE_METHODS:
+            return 405, f"{method} is not answered here. Use GET, HEAD, PUT or DELETE"
         if not hmac.compare_digest(headers.get(TOKEN, "").encode(), self.token.encode()):
             return 403, (
                 "the page is from an earlier start of the viewer. Reload it; unsaved text stays as "
@@ -83,7 +86,7 @@ class Guard:
             )
         # The token alone would do; a page of another origin has no business here even with it.
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != requested:
+        if origin is not None and _find_address(origin) != requested:
             return 403, f"the request comes from a page of {origin}, not from the viewer's own"
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         return None if kind == "application/json" else (415, "send application/json")
@@ -129,6 +132,14 @@ def _is_ip_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _find_address(origin: str) -> str | None:
+    """Host and port of an Origin header; None: it is none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
 
 
 async def _receive_body(receive: Receive, limit: int) -> list[Message]:

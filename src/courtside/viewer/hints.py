@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from courtside.errors import UserError
+from courtside.files import read_regular_file
 from courtside.report.folder.hints_file import HintLimits, append_hint, parse_hints, remove_hint
 from courtside.sanitize import to_one_line
 from courtside.types import Hint
@@ -37,13 +38,13 @@ class HintsEditor:
             stamp = (now.st_mtime_ns, now.st_size)
             if stamp == self._stamp:
                 return self._hints
-            hints, skipped = parse_hints(self.path.read_bytes(), name=str(self.path))
+            hints, skipped = parse_hints(read_regular_file(self.path), name=str(self.path))
         except FileNotFoundError:
             self._stamp, self._hints, self.problem = None, {}, None
             return self._hints
         except OSError as error:
             self._stamp = None
-            self.problem = f"{self.path}: cannot be read ({error.strerror}). Make it readable"
+            self.problem = f"{self.path}: cannot be read ({error.strerror}). Put a file there"
             return self._hints
         except UserError as error:
             self._stamp = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -32,7 +33,8 @@ class Listening:
     url: str
 
     def run(self) -> None:
-        """Until Ctrl-C."""
+        """Until Ctrl-C, SIGTERM or SIGHUP."""
+        self._end_on_hangup()
         try:
             self.server.run(sockets=list(self.sockets))
         except KeyboardInterrupt:
@@ -40,6 +42,13 @@ class Listening:
         finally:
             for bound in self.sockets:
                 bound.close()
+
+    def _end_on_hangup(self) -> None:
+        """As on the other two, which the server handles itself; `nohup` still ignores it."""
+        number = getattr(signal, "SIGHUP", None)
+        is_main = threading.current_thread() is threading.main_thread()
+        if number is not None and is_main and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, self.server.handle_exit)
 
 
 def listen(folder: RunFolder, hints: Path, *, host: str, port: int | None) -> Listening:

@@ -209,6 +209,8 @@ class RunService:
                 cache[key] = (stamp, read(batch))
         except FileNotFoundError:
             raise RequestError(404, f"{batch.path}: is gone. Reload the page") from None
+        except OSError as error:
+            raise RequestError(404, f"{batch.path}: cannot be read ({error.strerror})") from None
         except UserError as error:
             raise RequestError(404, str(error)) from None
         cache[key] = cache.pop(key)  # the most recently used is last

@@ -124,7 +124,8 @@ def test_packages_that_are_not_installed(missing: str) -> None:
     )
 
 
-def test_it_answers_until_ctrl_c_and_ends_quietly(work_folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_it_answers_until_a_signal_and_ends_quietly(work_folder: Path, number: int) -> None:
     command = [sys.executable, "-u", "-m", "courtside", "view", "runs/first", "--no-browser"]
     process = subprocess.Popen(
         [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -134,7 +135,7 @@ def test_it_answers_until_ctrl_c_and_ends_quietly(work_folder: Path) -> None:
         url = process.stdout.readline().split()[1]
         with urllib.request.urlopen(url + "api/run", timeout=20) as answer:
             assert b'"name": "first"' in answer.read()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from courtside.environments.loading import load_environment, make_environment
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.tasks import ArithmeticTasks, EnvironmentTasks, ToolboxTasks
 from courtside.report.folder.toml import dumps
 from courtside.tasks.loading import make_task_source
@@ -96,7 +97,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(path: str, **settings: Any) -> Environment:
     config = EnvironmentTasks(kind="environment", path=path, settings=settings)
-    return load_environment(config, seconds=None).environment
+    return load_environment(config, LimitsConfig()).environment
 
 
 def test_a_module_in_the_current_folder_is_loaded(user_folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +53,32 @@ def test_it_opens_on_the_newest_step_that_can_be_read(tmp_path: Path, content: b
     for step in (0, 1):
         folder.stored_file(step).write_bytes(content)
     assert start_of(folder) is None
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+ODD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a pipe": (os.mkfifo, "it is a pipe, not a regular file"),
+    "a folder": (Path.mkdir, "Is a directory"),
+    "a link to itself": (make_loop, "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), ODD_FILES.values(), ids=ODD_FILES)
+def test_what_is_no_file_is_told_and_the_other_steps_are_there(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    folder = run_of(tmp_path / "run", None, None)
+    path = folder.stored_file(1)
+    path.unlink()
+    make(path)
+    client = opened(folder)
+    run = get(client, "/api/run")
+    assert run["start"] == "0" and message in run["batches"][1]["problem"]
+    answer = client.get("/api/batches/1")
+    assert answer.status_code == 404 and message in answer.json()["detail"]
 
 
 # ── held-out answers ─────────────────────────────────────────────────────────────────────────────

@@ -73,6 +73,7 @@ def test_other_names_are_refused(client: TestClient, host: str) -> None:
         ({**SEND, "origin": "http://localhost:8765"}, 403),
         ({**SEND, "origin": "null"}, 403),
         ({**SEND, "origin": ""}, 403),
+        ({**SEND, "origin": "http://["}, 403),
         ({**SEND, "content-length": "1e3"}, 400),
     ],
 )
@@ -86,6 +87,18 @@ def test_only_our_page_writes(
     assert (folder.path / "hints.jsonl").exists() == (status == 200)
     if status != 200:
         assert delete_as(client, {**kind, **headers}).status_code == status
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "TRACE", "POST", "PATCH"])
+def test_other_methods_are_not_answered(client: TestClient, method: str) -> None:
+    answer = client.request(method, "/api/run", headers=SEND)
+    assert answer.status_code == 405
+    assert answer.json()["detail"].endswith("Use GET, HEAD, PUT or DELETE")
+
+
+def test_head_is_get_without_the_content(client: TestClient) -> None:
+    for path in ("/", "/api/run", "/static/page.js"):
+        assert client.head(path).status_code == 200
 
 
 def delete_as(client: TestClient, headers: dict[str, Any]) -> Any:

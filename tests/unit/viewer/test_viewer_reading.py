@@ -183,6 +183,11 @@ def test_texts_arrive_as_they_are(tmp_path: Path) -> None:
         ("/api/batches/9/search?query=a", "no trajectories of step 9"),
         ("/api/batches/9/trajectories/0-0", "no trajectories of step 9"),
         ("/api/batches/0/trajectories/nope", "step 0 has no trajectory 'nope'"),
+        pytest.param(f"/api/batches/{'9' * 5000}", "is neither a stored step", id="5000 digits"),
+        pytest.param(f"/api/batches/{'9' * 300}", "is neither a stored step", id="300 digits"),
+        ("/api/batches/%D9%A3", "is neither a stored step"),  # a digit of another script
+        ("/api/batches/%00", "is neither a stored step"),
+        ("/api/batches/%FF", "is neither a stored step"),
         ("/static/app.py", "there is no file app.py"),
         ("/static/..%2Fapp.py", "Not Found"),
         ("/docs", "Not Found"),

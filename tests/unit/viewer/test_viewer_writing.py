@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ Send = Callable[[TestClient], Any]
         (lambda c: put_hint(c, "/api/batches/7/trajectories/0-0/hints/1", "x"), 404, "of step 7"),
         (lambda c: c.put(f"{FIRST}/hints/1", json={"words": "x"}, headers=SEND), 422, "text"),
         (lambda c: c.put(f"{FIRST}/hints/1", json={"text": 5}, headers=SEND), 422, "body.text"),
-        (lambda c: c.post(FIRST, json={}, headers=SEND), 405, "Not Allowed"),
+        (lambda c: c.post(FIRST, json={}, headers=SEND), 405, "is not answered"),
     ],
 )
 def test_what_is_refused(
@@ -189,6 +190,13 @@ def test_a_broken_hints_file(
     path.write_text(whole)
     assert get(client, "/api/run")["hints_file"]["problem"] is None
     assert put_hint(client, f"{FIRST}/hints/3", "x").status_code == 200
+
+
+def test_a_pipe_in_the_place_of_the_hints_file(client: TestClient, folder: RunFolder) -> None:
+    os.mkfifo(folder.path / "hints.jsonl")
+    assert "it is a pipe" in get(client, "/api/run")["hints_file"]["problem"]
+    answer = put_hint(client, f"{FIRST}/hints/1", "x")
+    assert answer.status_code == 409 and "it is a pipe" in answer.json()["detail"]
 
 
 def test_a_file_that_cannot_be_written(folder: RunFolder, tmp_path: Path) -> None:

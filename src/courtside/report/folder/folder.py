@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from courtside.errors import RecipeError, UserError
+from courtside.files import read_regular_file
 from courtside.recipe import Recipe
-from courtside.recipe.load import parse_recipe
+from courtside.recipe.load import parse_recipe, require_path
 from courtside.report.costs import PhaseCost
 from courtside.report.folder import toml
 from courtside.report.folder.evaluation_names import EvaluationName
@@ -103,7 +104,7 @@ class RunFolder:
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
         """Open the folder of a run read-only, also while it is training."""
-        path = Path(path)
+        path = require_path(path, "run", "the path of a run folder as str or Path")
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
@@ -228,7 +229,7 @@ class RunFolder:
     def stored_file(self, step: int) -> Path:
         """The Parquet file of a step's trajectories; a UserError if the step was not stored."""
         path = self._trajectory_file(step)
-        if not path.exists():
+        if not os.path.lexists(path):  # a link that leads nowhere is there, and cannot be read
             stored = self.trajectory_steps()
             have = "none are stored in this run"
             if stored:
@@ -361,7 +362,7 @@ class RunFolder:
         if not path.exists():
             return {}
         try:
-            tree = json.loads(path.read_bytes())
+            tree = json.loads(read_regular_file(path))
         except ValueError as error:
             raise UserError(f"{path}: not valid JSON ({error}). Remove the file") from None
         except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.errors import UserError
+from courtside.files import require_regular_file
 from courtside.report.folder.files import replace_file
 from courtside.types import (
     SCHEMA_VERSION,
@@ -118,6 +119,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> Any:
     import pyarrow.parquet as pq
 
     try:
+        require_regular_file(path)
         # `pq.read_table(path)` would parse `key=value` folder names as columns. A Python file or
         # threads could release a Python object during process exit, which aborts it.
         with pa.OSFile(os.fsencode(path)) as file:
@@ -127,7 +129,8 @@ def read_table(path: Path, columns: list[str] | None = None) -> Any:
             check_schema(int(version) if version.isdigit() else None, str(path))
             return parquet.read(columns=columns, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{path}: cannot be read as Parquet ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read as Parquet ({reason})") from None
 
 
 def _schema() -> Any:
