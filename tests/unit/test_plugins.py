@@ -90,7 +90,21 @@ def no_id(): return [task(id="")]
 def set_args(): return [task(0, grader="exact", answer="a", grader_args={"a": {1, 2}})]
 def bad_split(): return [task(split="dev")]
 def no_messages(): return [task(messages=())]
-def list_messages(): return [task(messages=[Message(role="user", content="Hi")])]
+def text_messages(): return [task(messages="Hi")]
+def int_content(): return [task(messages=(Message(role="user", content=5),))]
+def half_a_pair(): return [task(messages=(Message(role="user", content="\\ud800"),))]
+def odd_role(): return [task(messages=(Message(role="bot", content="Hi"),))]
+def number_answer(): return [task(answer=5, grader="exact")]
+def number_grader(): return [task(grader=5)]
+def number_fact(): return [task(privileged={"a": 1})]
+def text_tags(): return [task(tags="x")]
+def no_completion(): return [task(completion=" ")]
+def raises_late():
+    yield task()
+    raise KeyError("x")
+def set_in_dict():
+    return [{"prompt": "a", "grader": "exact", "answer": "a", "grader_args": {"b": {1}}}]
+def nan_answer(): return [{"prompt": "a", "grader": "exact", "answer": float("nan")}]
 def own_answer(): return [task(messages=(Message(role="assistant", content="Hi"),))]
 def unknown_grader(): return [task(grader="vibes")]
 def bad_key(): return [{"promt": "Hi"}]
@@ -106,6 +120,12 @@ class Late(Reader):
     def __call__(self, trajectories):
         return [Hint(trajectory=t.id, turn=9, text="Hm.", source="mine") for t in trajectories]
 class NotCallable: ...
+class Raises(Reader):
+    def __call__(self, trajectories): raise KeyError("x")
+class RaisesLate(Reader):
+    def __call__(self, trajectories):
+        yield Hint(trajectory="a", turn=1, text="Hi.", source="mine")
+        raise KeyError("x")
 class ReturnsNone(Reader):
     def __call__(self, trajectories): return None
 class ReturnsText(Reader):
@@ -127,9 +147,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder where a command runs, with modules of the user's in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     for name in ("mine", "needs_more", "my_graders", "my_tasks", "my_readers"):
-        sys.modules.pop(name, None)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     load_grader.cache_clear()
     _reported.clear()
     _timeouts.clear()
@@ -412,10 +431,21 @@ def test_records_and_dicts(user_folder: Path) -> None:
         ("same_ids", {}, "item 1: id = 't-1' is that of another task"),
         ("no_id", {}, "item 0: id = ''"),
         ("bad_split", {}, "split = 'dev'"),
-        ("set_args", {}, "item 0: grader_args must hold JSON values, as they are stored with"),
-        ("no_messages", {}, "the last message must be a user's"),
-        ("list_messages", {}, "must be a tuple"),
-        ("own_answer", {}, "the last message must be a user's"),
+        ("set_args", {}, "item 0: grader_args['a'] is no JSON value"),
+        ("no_messages", {}, "the last one must be a user's"),
+        ("text_messages", {}, "messages is a str; use a tuple of courtside.types.Message"),
+        ("int_content", {}, "messages[0].content is an int; use a text"),
+        ("half_a_pair", {}, "messages[0].content has half of a surrogate pair"),
+        ("odd_role", {}, "messages[0].role = 'bot'; use one of"),
+        ("number_answer", {}, "item 0: answer is an int; use a text"),
+        ("number_grader", {}, "item 0: grader is an int; use a text"),
+        ("number_fact", {}, "privileged['a'] is an int; names and values are texts"),
+        ("text_tags", {}, "tags = 'x'; use a tuple of texts"),
+        ("no_completion", {}, "completion is empty; write the answer to imitate, or leave it out"),
+        ("raises_late", {}, "raises_late' raised KeyError: 'x' (mine.py, line "),
+        ("set_in_dict", {}, "item 0: `grader_args` must hold JSON values"),
+        ("nan_answer", {}, "item 0: answer = nan; write a finite number, or a text"),
+        ("own_answer", {}, "the last one must be a user's"),
         ("unknown_grader", {}, "item 0: task t-0: grader = 'vibes' is not known"),
         ("bad_key", {}, "item 0: unknown key 'promt'"),
         ("bad_prompt", {}, "item 0: `prompt` must be a text"),
@@ -466,6 +496,8 @@ def test_its_hints_are_those_of_any_reader(user_folder: Path) -> None:
         (lambda: custom_reader("function"), "has no class 'function'"),
         (lambda: custom_reader("NotCallable"), "no method __call__(trajectories)"),
         (lambda: custom_reader("Reader", settings={"word": "x"}), "Reader takes text='Be brief.'"),
+        (lambda: custom_reader("Raises")([]), "raised KeyError: 'x' (mine.py, line "),
+        (lambda: custom_reader("RaisesLate")([]), "raised KeyError: 'x' (mine.py, line "),
         (lambda: custom_reader("ReturnsNone")([]), "returned NoneType"),
         (lambda: custom_reader("ReturnsText")([]), "returned str"),
         (lambda: custom_reader("ReturnsTexts")([]), "a list with str in it"),

@@ -37,20 +37,21 @@ class InvalidValue(ValueError):
 # ── tasks ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def validate_task(task: object, where: str) -> Task:
-    """`where` names the call, e.g. "tasks.path = 'a:B': task(3)"."""
+def validate_task(task: object, where: str, *, is_episode: bool = True) -> Task:
+    """`where` names the call, e.g. "tasks.path = 'a:B': task(3)". `is_episode`: an environment
+    grades it."""
     if not isinstance(task, Task):
         raise TaskError(
             f"{where} gave {type(task).__name__}; return a courtside.types.Task with id, split and "
             "messages"
         )
     try:
-        return _plain_task(task)
+        return _plain_task(task, is_episode=is_episode)
     except InvalidValue as problem:
         raise TaskError(f"{where}: {problem}") from None
 
 
-def _plain_task(task: Task) -> Task:
+def _plain_task(task: Task, *, is_episode: bool) -> Task:
     if not isinstance(task.id, str) or not task.id:
         raise InvalidValue(f"id = {task.id!r}; give a text, such as courtside.hashing.task_id(…)")
     if len(task.id) > MAX_ID_CHARS or not task.id.isprintable():
@@ -69,7 +70,7 @@ def _plain_task(task: Task) -> Task:
         raise InvalidValue("messages: the last one has no text; write what is to be answered")
     if task.conversation:
         raise InvalidValue("conversation is of recorded tasks; leave it out")
-    if task.grader is not None:
+    if task.grader is not None and is_episode:
         raise InvalidValue(f"grader = {task.grader!r}, but an episode grades itself; leave it out")
     if not isinstance(task.privileged, Mapping):
         raise InvalidValue(f"privileged is {_a(task.privileged)}; give a dict of names and texts")
@@ -80,9 +81,11 @@ def _plain_task(task: Task) -> Task:
                 f"privileged[{name!r}] is {_a(text)}; names and values are texts: use str(…)"
             )
         privileged[name] = plain_text(text, f"privileged[{name!r}]")
-    for name in ("answer", "completion", "rejected"):
+    for name in ("answer", "completion", "rejected", "grader"):
         if (value := getattr(task, name)) is not None:
             plain_text(value, name)
+    if task.completion is not None and not task.completion.strip():
+        raise InvalidValue("completion is empty; write the answer to imitate, or leave it out")
     if not _is_sequence(task.tags) or not all(isinstance(tag, str) for tag in task.tags):
         raise InvalidValue(f"tags = {task.tags!r}; use a tuple of texts")
     plain = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from courtside.errors import RecipeError, RunError
-from courtside.plugins import make_plugin
+from courtside.errors import RecipeError, RunError, UserError
+from courtside.plugins import describe_error, make_plugin
 from courtside.reader.base import ReaderOutput
 from courtside.recipe.reader import CustomReaderConfig
 from courtside.types import Hint, Trajectory
@@ -27,7 +27,7 @@ class CustomReader:
             )
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
-        result = self.reader(trajectories)
+        result = self._propose(trajectories)
         if isinstance(result, ReaderOutput):
             result = result.hints
         if not isinstance(result, Iterable) or isinstance(result, str | bytes | dict):
@@ -45,6 +45,19 @@ class CustomReader:
             else:
                 hints.append(hint)
         return ReaderOutput(hints=tuple(hints), counts=counts)
+
+    def _propose(self, trajectories: Sequence[Trajectory]) -> object:
+        """What the user's code gives; a generator runs here."""
+        try:
+            result = self.reader(trajectories)
+            return list(result) if isinstance(result, Iterator) else result
+        except (KeyboardInterrupt, RunError, UserError):
+            raise
+        except BaseException as error:  # user code, also sys.exit and cancelled tasks
+            raise RunError(
+                f"reader {self.config.path!r} {describe_error(error)}. Correct it and go on in the "
+                "same folder"
+            ) from error
 
     def _validate_hint(self, hint: object) -> None:
         where = f"reader {self.config.path!r}"

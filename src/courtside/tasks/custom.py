@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from itertools import islice
+from typing import Any
 
+from courtside.environments.validation import validate_task
 from courtside.errors import TaskError
-from courtside.plugins import make_plugin
+from courtside.plugins import describe_error, make_plugin
 from courtside.recipe.tasks import CustomTasks
 from courtside.tasks.graders import require_gradable
 from courtside.tasks.parsing import Record, parse_tasks, with_default_grader
-from courtside.types import Message, Split, Task
+from courtside.types import Task
+
+MAX_TASKS = 5_000_000
+"""All of them are in memory."""
 
 
 def load_custom_tasks(config: CustomTasks, notes: list[str] | None = None) -> tuple[Task, ...]:
@@ -24,9 +28,7 @@ def load_custom_tasks(config: CustomTasks, notes: list[str] | None = None) -> tu
             f"{where} returned {type(result).__name__}; return an iterable of courtside.types.Task "
             "or of dicts with the keys of JSONL tasks"
         )
-    items = list(result)
-    if not items:
-        raise TaskError(f"{where} returned no tasks; return at least one")
+    items = _list_items(result, where)
     if all(isinstance(item, Mapping) for item in items):
         records = (
             Record(where=f"{where}, item {index}", fields=item) for index, item in enumerate(items)
@@ -48,30 +50,29 @@ def load_custom_tasks(config: CustomTasks, notes: list[str] | None = None) -> tu
     return tuple(tasks.values())
 
 
+def _list_items(result: Iterable[Any], where: str) -> list[Any]:
+    """A generator runs here, so it may raise, or never end."""
+    try:
+        items = list(islice(result, MAX_TASKS + 1))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code, also sys.exit and cancelled tasks
+        raise TaskError(f"{where} {describe_error(error)}") from error
+    if not items:
+        raise TaskError(f"{where} returned no tasks; return at least one")
+    if len(items) > MAX_TASKS:
+        raise TaskError(f"{where} gives more than {MAX_TASKS:,} tasks; return fewer")
+    return items
+
+
 def _validate_task(item: Any, where: str) -> Task:
     if not isinstance(item, Task):
         raise TaskError(
             f"{where} is {type(item).__name__}; return courtside.types.Task only, or dicts only"
         )
-    if not isinstance(item.id, str) or not item.id:
-        raise TaskError(f"{where}: id = {item.id!r}; give the task a text that identifies it")
-    if item.split not in get_args(Split):
-        raise TaskError(f"{where}: split = {item.split!r}; use one of {list(get_args(Split))}")
-    if not isinstance(item.messages, tuple) or not all(
-        isinstance(message, Message) for message in item.messages
-    ):
-        raise TaskError(f"{where}: messages must be a tuple of courtside.types.Message")
-    if not item.messages or item.messages[-1].role not in ("user", "tool"):
-        raise TaskError(f"{where}: the last message must be a user's, for the student to answer")
+    task = validate_task(item, where, is_episode=False)
     try:
-        json.dumps(dict(item.grader_args), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TaskError(
-            f"{where}: grader_args must hold JSON values, as they are stored with the run; use "
-            f"texts, numbers, lists and dicts ({error})"
-        ) from None
-    try:
-        require_gradable(item)
+        require_gradable(task)
     except TaskError as error:
         raise TaskError(f"{where}: {error}") from None
-    return item
+    return task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -165,6 +166,8 @@ def parse_id(where: str, fields: Mapping[str, Any]) -> str | None:
 def _answer(where: str, fields: Mapping[str, Any]) -> str | None:
     answer = fields.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
+        if not math.isfinite(answer):
+            raise TaskError(f"{where}: answer = {answer}; write a finite number, or a text")
         return str(answer)
     return _text(where, fields, "answer")
 
@@ -208,6 +211,13 @@ def parse_object(where: str, fields: Mapping[str, Any], name: str) -> dict[str, 
     value = fields.get(name, {})
     if not isinstance(value, dict):
         raise TaskError(f"{where}: `{name}` must be an object, not {layouts.name_kind(value)}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as problem:  # from Python, or NaN
+        raise TaskError(
+            f"{where}: `{name}` must hold JSON values, as they are stored with the run; use texts, "
+            f"finite numbers, lists and objects ({problem})"
+        ) from None
     return value
 
 

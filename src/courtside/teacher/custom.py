@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from courtside.engines.base import Want
-from courtside.errors import RecipeError, RunError
-from courtside.plugins import make_plugin
+from courtside.errors import RecipeError, RunError, UserError
+from courtside.plugins import describe_error, make_plugin
 from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.types import Target, Trajectory
 
@@ -38,7 +38,7 @@ class CustomTeacher:
 
     def score(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Target]:
         """By trajectory id; those that the user's teacher leaves out have no target."""
-        targets = self.teacher.score(trajectories)
+        targets = self._call_score(trajectories)
         if not isinstance(targets, Mapping):
             self._refuse(f"returned {type(targets).__name__}; return a dict from id to Target")
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
@@ -50,6 +50,17 @@ class CustomTeacher:
                 )
             self._check(by_id[id], target)
         return {id: replace(target, teacher=self.name) for id, target in targets.items()}
+
+    def _call_score(self, trajectories: Sequence[Trajectory]) -> object:
+        try:
+            return self.teacher.score(trajectories)
+        except (KeyboardInterrupt, RunError, UserError):
+            raise
+        except BaseException as error:  # user code, also sys.exit and cancelled tasks
+            raise RunError(
+                f"teacher {self.name!r}: score(trajectories) {describe_error(error)}. Correct it "
+                "and go on in the same folder"
+            ) from error
 
     def score_hints(self, *args: object) -> NoReturn:
         raise AssertionError("the recipe was checked: a custom teacher has no reader")

@@ -7,6 +7,7 @@ import pytest
 
 from courtside.errors import TaskError, UserError
 from courtside.recipe.tasks import DatasetTasks
+from courtside.tasks.graders import grade
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.loading import make_task_source
 
@@ -53,6 +54,18 @@ def test_rows_become_tasks(folder: Path) -> None:
     assert task.grader == "math" and task.id.startswith("datasets-")
     assert next(task for task in tasks if task.answer == "1").privileged == {}
     assert load_dataset_tasks(config(folder / "single", grader="number"))[0].grader == "number"
+
+
+def test_a_grader_of_the_users(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hub_graders.py").write_text(
+        "def is_long(response, task): return len(response) > 3"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = load_dataset_tasks(config(folder / "single", grader="hub_graders:is_long"))[0]
+    grades = [grade(task, text) for text in ("No.", "Yes, it is.")]
+    assert [g is not None and g.passed for g in grades] == [False, True]
 
 
 def test_splits_of_a_folder(folder: Path) -> None:
