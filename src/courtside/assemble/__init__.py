@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.drafts import make_draft_stages
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
@@ -118,6 +119,7 @@ def assemble(
         recipe=recipe,
         tasks=tasks,
         rollout=rollout,
+        drafts=make_draft_stages(recipe, teacher.teacher),
         reader=reader,
         teacher=teacher,
         student=student,

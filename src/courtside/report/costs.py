@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 
-from courtside.types import Evaluation, Scored, Trajectory, Update
+from courtside.types import Evaluation, Scored, TokenUsage, Trajectory, Update
 
 SLOWDOWN_FACTOR = 3
 """How much slower than the run's median a step must be to count as slow."""
@@ -99,13 +100,16 @@ class CostMeter:
         *,
         sizes: ModelSizes,
         is_recorded: bool,
+        draft_usage: Mapping[str, TokenUsage] = MappingProxyType({}),
     ) -> None:
-        """`is_recorded`: the trajectories were not sampled in this step."""
+        """`is_recorded`: the trajectories were not sampled in this step. `draft_usage`: of the
+        draft stages, by model; an endpoint's model has an unknown size."""
         size = sizes.student
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not is_recorded:
+            is_sampled = s.trajectory.correction != "rewrite"  # which `draft_usage` counts
+            if is_sampled and s.trajectory.source != "dataset" and not is_recorded:
                 num_sampled = s.trajectory.num_completion_tokens
                 writer_size = size if s.trajectory.source == "student" else teacher_size
                 self.add("rollout", input_tokens=length - num_sampled, output_tokens=num_sampled,
@@ -127,6 +131,10 @@ class CostMeter:
         if num_input or num_output:
             flops = forward_flops(sizes.reader, num_input + num_output)
             self.add("reader", input_tokens=num_input, output_tokens=num_output, flops=flops)
+
+        for name, usage in draft_usage.items():
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
+            self.add("drafts", **usage._asdict(), flops=flops)
 
     def add_evaluation(self, evaluation: Evaluation, sizes: ModelSizes) -> None:
         metrics, size = evaluation.metrics, sizes.student

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+DRAFTS = "drafts/"
 
 
 def compute_metrics(
@@ -17,6 +19,7 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    draft_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
     trajectories = [s.trajectory for s in scored]
@@ -44,6 +47,7 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
+    row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
