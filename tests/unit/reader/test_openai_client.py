@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from scripted_trajectories import play
 
+from courtside.chat.openai_client import OpenAIClient
 from courtside.errors import RecipeError, RunError
 from courtside.reader.loading import make_reader
-from courtside.reader.model.openai_client import OpenAIClient
 from courtside.recipe.reader import EndpointConfig, ModelReaderConfig
 from courtside.types import Message
 
@@ -96,8 +96,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
     endpoint = EndpointConfig(base_url=server.url, model="judge", **fields)
-    config = ModelReaderConfig(kind="model", endpoint=endpoint, max_new_tokens=99)
-    return OpenAIClient(config, first_wait=first_wait)
+    return OpenAIClient(
+        endpoint,
+        field="reader.endpoint",
+        max_new_tokens=99,
+        temperature=0.0,
+        shorten="lower reader.window_chars",
+        first_wait=first_wait,
+    )
 
 
 def prompt(text: str) -> tuple[Message, ...]:
@@ -255,4 +261,4 @@ def test_the_whole_reader_over_http(server: Server) -> None:
 
 def test_the_key_is_in_no_record(server: Server) -> None:
     ask = asking(server, api_key_env="READER_KEY")
-    assert KEY not in repr(ask.config) and KEY not in ask.config.model_dump_json()
+    assert KEY not in repr(ask.endpoint) and KEY not in ask.endpoint.model_dump_json()
