@@ -17,6 +17,7 @@ import torch
 
 from courtside.drafts.base import DraftOutcome
 from courtside.errors import (
+    DraftFailuresError,
     EnvironmentFaultsError,
     Interrupted,
     NotFiniteError,
@@ -104,7 +105,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except (UserError, EnvironmentFaultsError):
+        except (UserError, EnvironmentFaultsError, DraftFailuresError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()

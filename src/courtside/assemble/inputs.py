@@ -57,7 +57,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
     check_penalties(recipe, tasks)
-    check_drafts(recipe, tasks)
+    check_drafts(recipe, tasks, template)
     check_demonstrations(recipe, environment, tasks)
     return Inputs(
         tokenizer=tokenizer,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from courtside.drafts.base import DraftOutcome, add_usage, is_draft
+from courtside.drafts.prompts import JUDGE, make_prompt, show_draft, show_task
+from courtside.drafts.queries import Interview, Query
 from courtside.errors import TaskError
 from courtside.recipe.drafts import ChooseConfig
 from courtside.seeds import sample_group
@@ -139,3 +141,21 @@ class TeacherRanking:
         return DraftScores(
             scores=scores, counts={"unscored": len(drafts) - len(scores)}, usage=usage
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRanking:
+    """A model's score of each sample by itself: no order of samples can sway it, and ties and
+    lengths are handled as those of other scores."""
+
+    ask: Interview[float]
+    config: ChooseConfig
+
+    def __call__(self, drafts: Sequence[Trajectory]) -> DraftScores:
+        template = self.config.prompt or JUDGE
+        queries = [
+            Query(draft=t, prompt=make_prompt(template, show_task(t.task), show_draft(t), {}))
+            for t in drafts
+        ]
+        replies = self.ask(queries)
+        return DraftScores(scores=replies.answers, counts=replies.counts, usage=replies.usage)

@@ -103,6 +103,11 @@ class Recipe(Section):
         """Whether a draft stage makes preference pairs."""
         return any(config.makes_pairs for config in self.drafts)
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether a draft stage adds repairs, whose source is the teacher."""
+        return any(config.kind == "rewrite" for config in self.drafts)
+
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
 

@@ -155,7 +155,7 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or is_stored,
+        "teacher": rollout.off_policy == "teacher" or recipe.rewrites or is_stored,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -165,7 +165,8 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        if (low < 1 or rollout.corrections) and loss.on not in ("student", "hinted_turns"):
+        has_other_authors = low < 1 or rollout.corrections or recipe.rewrites
+        if has_other_authors and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
                 "set on = 'student', or rollout.student_fraction = 1"

@@ -22,7 +22,8 @@ def compute_metrics(
     draft_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    trajectories = [s.trajectory for s in scored]
+    # Repairs of drafts are the teacher's, and `drafts/` counts them.
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction != "rewrite"]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from courtside.engines.base import Sampling
+from courtside.engines.base import PromptSize, Sampling
 from courtside.errors import TaskError
 from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Sample, Scored, Target, Task, Trajectory
@@ -41,6 +41,9 @@ class RoutedTeachers:
             answers = self.routes[tag].write(group, sampling, group_seeds)
             samples |= zip(indices, answers, strict=True)
         return [samples[i] for i in range(len(tasks))]
+
+    def measure_prompt(self, task: Task) -> PromptSize:
+        return self.routes[self.route(task)].measure_prompt(task)
 
     def route(self, task: Task) -> str:
         tag = next((tag for tag in task.tags if tag in self.routes), self.default)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled_drafts import draft
 
 from courtside.drafts.base import DraftOutcome, DraftStages, keep_drafts
 from courtside.drafts.choose import (
@@ -16,36 +17,8 @@ from courtside.drafts.choose import (
 )
 from courtside.errors import TaskError
 from courtside.recipe.drafts import ChooseConfig
-from courtside.seeds import trajectory_id
 from courtside.training.loss_terms import preference_pairs
-from courtside.types import Grade, Message, Scored, Target, Task, TokenUsage, Trajectory, Turn
-
-
-def draft(
-    index: int, sample: int, score: float | None = 0.0, length: int = 4, **changes: object
-) -> Trajectory:
-    """`index`: of the prompt in the batch; prompts 0 and 1 are the same task."""
-    ids = tuple(range(10 * sample + 1, 10 * sample + 1 + length))
-    task = Task(
-        id=f"t-{max(index, 1)}", split="train", messages=(Message(role="user", content="?"),)
-    )
-    fields: dict[str, object] = {
-        "id": trajectory_id(0, index, sample),
-        "task": task,
-        "turns": (
-            Turn(role="prompt", text="?", token_ids=(0,), completion_mask=(False,)),
-            Turn(
-                role="assistant", text="!", token_ids=ids, completion_mask=(True,) * length,
-                sampler_logp=(-1.0,) * length,
-            ),
-        ),
-        "source": "student",
-        "policy_version": 0,
-        "temperature": 1.0,
-        "stop": "eos",
-        "grade": None if score is None else Grade(score=score, passed=score == 1),
-    }  # fmt: skip
-    return Trajectory(**(fields | changes))  # type: ignore[arg-type]
+from courtside.types import Scored, Target, TokenUsage, Trajectory
 
 
 def choose(*drafts: Trajectory, **fields: object) -> DraftOutcome:
