@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.api import (
+        evaluate_student,
+        export,
+        export_corrections,
+        rescore,
+        show,
+        train,
+    )
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
@@ -31,6 +38,7 @@ __all__ = [
     "errors",
     "evaluate_student",
     "export",
+    "export_corrections",
     "load_recipe",
     "parse_recipe",
     "rescore",
@@ -50,6 +58,7 @@ _HOMES = {
     "Turn": "courtside.types",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "export_corrections": "courtside.api",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
