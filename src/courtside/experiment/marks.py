@@ -1,4 +1,4 @@
-"""Marks of the studies' pictures: text, lines and dots of an SVG file that needs no style sheet."""
+"""Marks of pictures: text, lines and dots of an SVG file that needs no style sheet."""
 
 from __future__ import annotations
 

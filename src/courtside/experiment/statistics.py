@@ -145,7 +145,7 @@ def estimate_welch(first: Sequence[float], other: Sequence[float]) -> Estimate:
     )
 
 
-# ── several tests, and what a study can see ──────────────────────────────────────────────────────
+# ── several tests, and what an experiment can detect ─────────────────────────────────────────────
 
 
 def adjust_holm(p_values: Sequence[float], num_tests: int | None = None) -> list[float]:
@@ -162,7 +162,7 @@ def adjust_holm(p_values: Sequence[float], num_tests: int | None = None) -> list
 
 def detectable_effect(sd: float, num_seeds: int, num_tests: int = 1) -> float:
     """The smallest mean of paired differences with that standard deviation that a two-sided test
-    at 5%, divided by the number of tests, finds in four of five studies."""
+    at 5%, divided by the number of tests, finds in four of five experiments."""
     return detectable_difference(sd / math.sqrt(num_seeds), num_seeds - 1, num_tests)
 
 

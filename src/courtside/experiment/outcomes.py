@@ -1,4 +1,4 @@
-"""What one run of a study measured. Loads no torch."""
+"""What one run of an experiment measured. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from study_episodes import stored_counts
+from courtside.errors import UserError
+from courtside.experiment.episode_counts import read_counts
 
 Outcome = dict[str, Any]
-"""What one run measured, as `outcome` returns it and a JSON file stores it."""
+"""What one run measured, as `measure_run` returns it and a JSON file stores it."""
 
 RATE, KL, ERRORS = 2, 3, 4
 """Columns of a run's `validation`, after step and trained tokens."""
@@ -35,7 +36,7 @@ PREFIXES = ("decisions/", "collateral/")
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def outcome(run: Path) -> Outcome:
+def measure_run(run: Path) -> Outcome:
     """Before and after on test tasks and on each suite; validation along trained tokens; the share
     of turns with an error in each step's own episodes, which costs nothing."""
     evaluations = _lines(run / "evaluations.jsonl")
@@ -82,7 +83,7 @@ def outcome(run: Path) -> Outcome:
             phase: {key: value for key, value in cost.items() if key != "seconds"}
             for phase, cost in costs.items()
         },
-        "episodes": stored_counts(run),
+        "episodes": read_counts(run),
         "environment": json.loads((run / "environment.json").read_text()),
     }
 
@@ -170,34 +171,9 @@ def tokens_until(run: Outcome, rate: float) -> int | None:
 
 def merit(run: Outcome, choose_by: str) -> float:
     """Of a learning rate, on the last validation: more is better."""
-    value = float(run["validation"][-1][COLUMNS[choose_by]])
-    return -value if choose_by in LESS_IS_BETTER else value
-
-
-# ── JSON ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-LINE = 200
-
-
-def readable(tree: Any, indent: str = "") -> str:
-    """JSON with five digits, in which what fits into a line is one."""
-    line = json.dumps(_rounded(tree), ensure_ascii=False)
-    if len(indent + line) <= LINE or not isinstance(tree, dict | list):
-        return line
-    deeper = indent + " "
-    if isinstance(tree, dict):
-        items = [f"{json.dumps(key)}: {readable(value, deeper)}" for key, value in tree.items()]
-    else:
-        items = [readable(value, deeper) for value in tree]
-    first, last = "{}" if isinstance(tree, dict) else "[]"
-    body = f",\n{deeper}".join(items)
-    return f"{first}\n{deeper}{body}\n{indent}{last}"
-
-
-def _rounded(tree: Any) -> Any:
-    if isinstance(tree, float):
-        return float(f"{tree:.5g}")
-    if isinstance(tree, dict):
-        return {key: _rounded(value) for key, value in tree.items()}
-    return [_rounded(value) for value in tree] if isinstance(tree, list) else tree
+    value = run["validation"][-1][COLUMNS[choose_by]]
+    if value is None:
+        raise UserError(
+            f"choose_by = {choose_by!r}: it is not measured on validation tasks. Choose by 'rate'"
+        )
+    return -float(value) if choose_by in LESS_IS_BETTER else float(value)

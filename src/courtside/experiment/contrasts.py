@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from study_episodes import Counts, variance_of_test_set
-from study_statistics import (
+from courtside.experiment.episode_counts import Counts, variance_of_test_set
+from courtside.experiment.statistics import (
     Estimate,
     adjust_holm,
     detectable_difference,

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from study_contrasts import ArmRuns, Design, compare_fixed, explore, measure_of
-from study_results import COLUMNS, Outcome, at_tokens, measures, tokens_until
-from study_statistics import estimate_mean
+from courtside.experiment.contrasts import ArmRuns, Design, compare_fixed, explore, measure_of
+from courtside.experiment.outcomes import COLUMNS, Outcome, at_tokens, measures, tokens_until
+from courtside.experiment.statistics import estimate_mean
 
 STORED = ("seed", "validation", "shift", "teacher", "training_decisions", "wall_seconds")
 """What results.json has of each run; measures are in the rows of arms, a value for each seed."""
@@ -31,7 +31,7 @@ def over_steps(series: Sequence[Sequence[float]]) -> list[dict[str, float]]:
     ]
 
 
-def compared(
+def compare_variant(
     arms: Mapping[str, Sequence[Outcome]], goals: Sequence[float], design: Design
 ) -> dict[str, Any]:
     """Arms of the same variant side by side; `arms`: each one's runs, a seed each. The contrasts
@@ -57,7 +57,7 @@ def runs_by_seed(runs: Sequence[Outcome], *, is_pairable: bool) -> ArmRuns:
     )
 
 
-def stored_by_seed(row: Mapping[str, Any], *, is_pairable: bool) -> ArmRuns:
+def read_stored_arm(row: Mapping[str, Any], *, is_pairable: bool) -> ArmRuns:
     """The same from an arm's row of results.json, which has no counts of episodes."""
     seeds = [run["seed"] for run in row["runs"]]
     values = {name: m["values"] for name, m in row.items() if isinstance(m, dict) and "values" in m}
@@ -133,7 +133,7 @@ def mean_costs(runs: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 # ── for people ───────────────────────────────────────────────────────────────────────────────────
 
 
-def summarize(results: Mapping[str, Any]) -> Iterable[str]:
+def format_summary(results: Mapping[str, Any]) -> Iterable[str]:
     """A line for each arm, then one for each fixed contrast."""
     sections = results.get("variants", {"": results})
     outcomes = [measure_of(outcome) for outcome in results.get("design", {}).get("outcomes", ())]

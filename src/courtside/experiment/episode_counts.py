@@ -1,8 +1,9 @@
 """Counts of errors in each test episode of a run, and the variance that the test set adds to a
 difference between arms.
 
-All runs of a study are tested on the same episodes, so that an interval over seeds alone takes the
-test set for the whole world. Resampling its episodes tells how much of a difference is theirs.
+All runs of an experiment are tested on the same episodes, so that an interval over seeds alone
+takes the test set for the whole world. Resampling its episodes tells how much of a difference is
+theirs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from courtside.report.folder.evaluation_names import EvaluationName
+from courtside.report.folder.parquet import read_table
 
 Counts = Mapping[str, Any]
 """Of the episodes of one test suite, in the order of their tasks: `tasks`, a digest of their ids,
@@ -31,10 +35,8 @@ COLUMNS = [
 ]
 
 
-def stored_counts(run: Path) -> dict[str, Counts]:
+def read_counts(run: Path) -> dict[str, Counts]:
     """By suite, "" for the test tasks themselves; empty where a run stored no episodes."""
-    from courtside.report.folder.evaluation_names import EvaluationName
-
     last: dict[str, EvaluationName] = {}
     for path in sorted((run / "evaluations").glob("*.parquet")):
         name = EvaluationName.parse(path.name)
@@ -47,8 +49,6 @@ def stored_counts(run: Path) -> dict[str, Counts]:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    from courtside.report.folder.parquet import read_table
-
     rows: list[dict[str, Any]] = read_table(path, COLUMNS).to_pylist()
     return rows
 

@@ -1,35 +1,32 @@
-"""The study program: what is run in which order, what is chosen, what is written down."""
+"""Experiments: what is run in which order, what is chosen, what is written down."""
 
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
+from courtside.errors import UserError
+from courtside.experiment.arms import format_summary, over_seeds
+from courtside.experiment.outcomes import measure_run, measures
+from courtside.experiment.plan import Plan, read_plan
+from courtside.experiment.results_json import format_json
+from courtside.experiment.schedule import best_rate, count_runs, make_job, planned_jobs
+from courtside.experiment.summary import summarize
 
-import study  # noqa: E402
-from study_arms import over_seeds, summarize  # noqa: E402
-from study_episodes import resampled_rates  # noqa: E402
-from study_plan import Plan, best_rate, job, planned_jobs, read_plan  # noqa: E402
-from study_results import measures, outcome, readable  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 Tree = dict[str, Any]
 
 
 def plan_of(folder: Path, text: str, *extra: str) -> Plan:
-    (folder / "study.toml").write_text(text)
-    return read_plan(folder, folder / "runs", extra)
+    (folder / "experiment.toml").write_text(text)
+    return read_plan(folder / "experiment.toml", folder / "runs", extra)
 
 
 def measured(errors: float, *, held_out: float = 0.5, events: bool = True) -> Tree:
@@ -102,7 +99,7 @@ def test_first_arms_come_first_and_seed_by_seed(tmp_path: Path) -> None:
 
 def test_a_learning_rate_is_chosen_by_the_least_errors_of_those_that_ran(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN)
-    small, large = (job(plan, plan.arms["main"], "long", r, 0).name for r in (1e-5, 1e-4))
+    small, large = (make_job(plan, plan.arms["main"], "long", r, 0).name for r in (1e-5, 1e-4))
     main, noisy, other = (plan.arms[name] for name in ("main", "noisy", "other"))
     assert best_rate(plan, main, {small: measured(0.1)}) is None, "the sweep is not done"
     assert best_rate(plan, main, {small: measured(0.1), large: measured(0.2)}) == 1e-5
@@ -114,7 +111,7 @@ def test_a_learning_rate_is_chosen_by_the_least_errors_of_those_that_ran(tmp_pat
 
 def test_overrides_of_the_command_line_go_over_those_of_the_plan(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PLAN, "tasks.turns=1")
-    long_job = job(plan, plan.arms["main"], "long", 1e-4, 1)
+    long_job = make_job(plan, plan.arms["main"], "long", 1e-4, 1)
     assert long_job.overrides == (
         "train.steps=3", "tasks.turns=4", "tasks.reward=all", "train.learning_rate=0.0001",
         "seed=1", "tasks.turns=1",
@@ -126,7 +123,7 @@ def test_an_arm_may_differ_in_one_variant(tmp_path: Path) -> None:
         tmp_path, PLAN.replace('rate_of = "main"', 'rate_of = "main"\nin.long = ["a=1"]')
     )
     noisy = plan.arms["noisy"]
-    with_it, without = (job(plan, noisy, variant, 1e-4, 0) for variant in ("long", "short"))
+    with_it, without = (make_job(plan, noisy, variant, 1e-4, 0) for variant in ("long", "short"))
     where = with_it.overrides.index("a=1")
     assert with_it.overrides[where - 1] == plan.variants["long"][-1], "over the variant's"
     assert with_it.overrides[where + 1] == "train.learning_rate=0.0001"
@@ -135,7 +132,7 @@ def test_an_arm_may_differ_in_one_variant(tmp_path: Path) -> None:
 
 def test_results_are_read_line_by_line_with_five_digits() -> None:
     tree = {"short": [1, 2.34567891], "long": {f"k{i}": {"x": 1 / 3, "é": None} for i in range(9)}}
-    text = readable(tree)
+    text = format_json(tree)
     assert json.loads(text)["long"]["k3"] == {"x": 0.33333, "é": None}
     assert json.loads(text)["short"] == [1, 2.3457]
     assert text.splitlines()[1:4] == [
@@ -151,21 +148,42 @@ def test_only_some_arms_and_variants_with_the_sweeps_they_need(tmp_path: Path) -
     assert names == {"main-long-lr1e-05-seed0", "main-long-lr0.0001-seed0"}
 
 
+def test_runs_are_counted_before_their_learning_rate_is_chosen(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN)
+    outcomes: Tree = {}
+    while new := [p.name for p in planned_jobs(plan, outcomes) if p.name not in outcomes]:
+        outcomes |= {name: measured(0.1) for name in new}
+    # A run of the sweep that is chosen is also the final run of its seed.
+    assert count_runs(plan) == len(outcomes) == 2 + 3 + 4 + 2
+    assert count_runs(plan, "^noisy") == 2 + 2, "with the sweep that it needs"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('sweep_on = "long"', 'sweep_on = "mid"', "sweep_on: there is no 'mid'"),
-        ('first = ["main"]', 'frist = ["main"]', "frist is not known"),
+        ('first = ["main"]', 'frist = ["main"]', "frist: unknown key; did you mean 'first'"),
         ('variants = ["long"]', 'in.lang = ["a=1"]', "arms.noisy.in: there is no 'lang'"),
         ('rate_of = "main"', 'rate_of = "mein"', "arms.noisy.rate_of: there is no 'mein'"),
-        ('choose_by = "error_rate"', 'choose_by = "error"', "choose_by = 'error'"),
-        ("learning_rates = [1e-3]", "learning_rates = []", "arms.other: no learning_rates"),
+        (
+            'choose_by = "error_rate"',
+            'choose_by = "error"',
+            "choose_by: must be 'rate', 'kl' or 'error_rate'; got \"error\"",
+        ),
+        ("seeds = [0, 1]", "seeds = [0, 0]", r"arms.main.seeds: \[0, 0\] has a seed twice"),
+        ("seeds = [0, 1]", "seeds = 5", "seeds: must be a list; got 5"),
+        ('with = ["train.steps=3"]', 'with = "train.steps=3"', "with: must be a list"),
+        (
+            "learning_rates = [1e-3]",
+            "learning_rates = []",
+            "arms.other.learning_rates: there are none",
+        ),
     ],
 )
 def test_a_plan_that_says_nothing_sensible_is_refused(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(UserError, match=message):
         plan_of(tmp_path, PLAN.replace(old, new))
 
 
@@ -222,7 +240,7 @@ def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "costs.json").write_text("{}")
     (tmp_path / "environment.json").write_text("{}")
-    series = outcome(tmp_path)["training_decisions"]
+    series = measure_run(tmp_path)["training_decisions"]
     assert series == {
         "decisions/date/habit_wrong": [0.9, 0.7],
         "decisions/desk/habit_wrong": [0.5],
@@ -241,7 +259,7 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
         outcomes |= {name: measured(errors + 0.01 * i) for i, name in enumerate(new)}
     del outcomes["main-short-lr1e-05-seed1"]
     outcomes["other-long-lr0.001-seed0"] = {"failed": "ended with 1"}
-    results = study.summary(plan, outcomes)
+    results = summarize(plan, outcomes)
     assert results["learning_rates"] == {"other": 1e-3, "main": 1e-5, "noisy": 1e-5}
     assert (results["chosen_on"], results["swept_on"]) == ("error_rate", "long")
     short, long = results["variants"]["short"]["arms"], results["variants"]["long"]["arms"]
@@ -259,7 +277,7 @@ def test_a_summary_has_every_variant_with_the_seeds_that_are_finished(tmp_path: 
     assert (gap["method"], gap["seeds"]) == ("paired", 2), "of the same seeds"
     assert all("other" not in name for name in exploratory), "one run says nothing of a difference"
     finals[1]["metrics_after"]["events/wrong_tool"] = 0.2
-    row = study.summary(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
+    row = summarize(plan, outcomes)["variants"]["long"]["arms"]["noisy"]
     assert row["events/wrong_tool_after"]["mean"] == 0.1, "the other seed had none"
     assert results["failed"] == {"other-long-lr0.001-seed0": "ended with 1"}
 
@@ -285,7 +303,7 @@ error_rate = 0.01
             errors = 0.5 if name.startswith("other") else 0.1
             outcomes[name] = measured(errors + 0.01 * seed + 0.001 * (hash_of(name) % 7))
     del outcomes["other-short-lr0.001-seed3"], outcomes["other-long-lr0.001-seed0"]
-    results = study.summary(plan, outcomes)
+    results = summarize(plan, outcomes)
     rows = [row for s in results["variants"].values() for row in s["contrasts"]]
     assert [(row["contrast"], row["seeds"]) for row in rows if row["outcome"] == "error_rate"] == [
         ("main minus other", 3), ("main minus other", 3), ("main minus noisy", 4),
@@ -300,9 +318,9 @@ error_rate = 0.01
     exploratory = results["variants"]["long"]["exploratory"]
     assert "error_rate" not in exploratory["main minus noisy"]
     assert {"score", "held_out/error_rate"} <= exploratory["main minus noisy"].keys()
-    lines = list(summarize(results))
+    lines = list(format_summary(results))
     assert sum(" minus " in line for line in lines) == len(rows) == 6
-    json.loads(readable(results))
+    json.loads(format_json(results))
 
 
 def hash_of(name: str) -> int:
@@ -310,13 +328,13 @@ def hash_of(name: str) -> int:
 
 
 def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
-    plan = read_plan(ROOT / "recipes/targeted-hints", tmp_path, ())
+    plan = read_plan(ROOT / "recipes/targeted-hints/experiment.toml", tmp_path)
     outcomes: Tree = {}
     while new := [
         planned.name for planned in planned_jobs(plan, outcomes) if planned.name not in outcomes
     ]:
         outcomes |= {name: measured(0.05) for name in new}
-    results = study.summary(plan, outcomes)
+    results = summarize(plan, outcomes)
     assert set(results["variants"]) == {"N4", "N16", "N64"}
     plots = runpy.run_path(str(ROOT / "recipes/targeted-hints/plots.py"))
     assert plots["ARMS"].keys() == plan.arms.keys()
@@ -349,125 +367,3 @@ def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -
         dots = sum(element.tag.endswith("circle") for element in tree.iter())
         assert dots == expected[path.name]
         assert path.read_text() == (folder / path.name).read_text(), "run plots.py"
-
-
-# ── whole ────────────────────────────────────────────────────────────────────────────────────────
-
-RECIPE = """
-[tasks]
-kind = "toolbox"
-num_tools = 2
-turns = 1
-[rollout]
-samples_per_prompt = 2
-max_new_tokens = 6
-corrections = true
-[student]
-model = "MODEL"
-[[losses]]
-kind = "cross_entropy"
-on = "dataset"
-[train]
-steps = 2
-prompts_per_step = 1
-[evaluate]
-num_tasks = 2
-every = 2
-suites = { held_out = { names = "held_out" } }
-"""
-STUDY = """
-learning_rates = [1e-4, 1e-2]
-seeds = [0, 1]
-goals = [0.0, 1.1]
-choose_by = "error_rate"
-sweep_on = "B"
-keep = false
-[prepare]
-base = "base.toml"
-[variants.A]
-with = []
-[variants.B]
-with = ["rollout.max_new_tokens=5"]
-[arms.good]
-recipe = "recipe.toml"
-[arms.bad]
-recipe = "recipe.toml"
-with = ["student.keep_layers=[7]"]
-learning_rates = [1e-4]
-variants = ["A"]
-seeds = [0]
-"""
-
-
-def run_study(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, str(ROOT / "recipes/study.py"), str(folder)]
-    return subprocess.run(
-        [*program, "--out", str(folder / "runs"), *options],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def numbers(outcome: Path) -> Tree:
-    """Without clocks."""
-    outcome_record = json.loads(outcome.read_text())
-    return {
-        k: v
-        for k, v in outcome_record.items()
-        if k not in ("seconds", "wall_seconds", "environment")
-    }
-
-
-def test_a_study_goes_on_where_it_was_cut_off_and_past_what_fails(
-    tmp_path: Path, roomy_folder: Path
-) -> None:
-    folder = tmp_path / "little"
-    folder.mkdir()
-    runs = folder / "runs" / "little"
-    (folder / "base.toml").write_text(RECIPE.replace("MODEL", str(roomy_folder)))
-    (folder / "recipe.toml").write_text(RECIPE.replace("MODEL", str(runs / "base")))
-    (folder / "study.toml").write_text(STUDY)
-    assert "no run is finished" in run_study(folder, "--summarise").stderr
-    # The bad arm comes in the middle: a fresh worker goes on behind it.
-    done = run_study(folder)
-    assert done.returncode == 1 and "FAILED bad-A-lr0.0001-seed0" in done.stdout, done.stdout
-    results = json.loads((folder / "results.json").read_text())
-    assert list(results["failed"]) == ["bad-A-lr0.0001-seed0"]
-    assert "keep_layers" in (runs / "bad-A-lr0.0001-seed0.log").read_text()
-    rate = results["learning_rates"]["good"]
-    scores = {trial["learning_rate"]: trial["validation"][4] for trial in results["sweep"]}
-    assert scores.keys() == {1e-4, 1e-2} and scores[rate] == min(scores.values())
-    for variant in ("A", "B"):
-        row = results["variants"][variant]["arms"]["good"]
-        assert row["error_rate_after"]["seeds"] == row["held_out/error_rate_before"]["seeds"] == 2
-        assert row["tokens_until"] == {"0": [0, 0], "1.1": [None, None]}
-        assert [point["step"] for point in row["error_rate_curve"]] == [0, 2]
-    assert not list(runs.glob("good-*/checkpoints")) and list(runs.glob("good-*/report.html"))
-
-    # The counts of test episodes are those that the evaluation's rates were made of.
-    first_outcome = json.loads((runs / "outcomes" / f"good-A-lr{rate:g}-seed0.json").read_text())
-    for suite, part in {"": first_outcome, **first_outcome["suites"]}.items():
-        counts = first_outcome["episodes"][suite]
-        for name, value in {"score": part["after"], **part["metrics_after"]}.items():
-            if name in ("score", "error_rate"):
-                rates = resampled_rates(counts, name, np.ones((1, 2)))
-                assert rates[0] == pytest.approx(value), name
-
-    # Cut off: one outcome is missing, and its run with it. A worker of its own makes the same.
-    missing = runs / "outcomes" / f"good-A-lr{rate:g}-seed1.json"
-    expected, times = numbers(missing), {p: p.stat().st_mtime_ns for p in missing.parent.iterdir()}
-    missing.unlink()
-    assert run_study(folder, "--summarise").returncode == 0
-    results = json.loads((folder / "results.json").read_text())
-    assert results["variants"]["A"]["arms"]["good"]["after"]["seeds"] == 1
-    second_run = run_study(folder, "--only", "^good")
-    assert second_run.returncode == 0, second_run.stdout + second_run.stderr
-    assert second_run.stdout.count(" done ") == 1, "what was prepared is there, too"
-    assert numbers(missing) == expected
-    del times[missing]
-    assert all(path.stat().st_mtime_ns == when for path, when in times.items())
-
-    # The same outcomes under other settings are not taken for theirs.
-    other = run_study(folder, "--summarise", "--with", "train.steps=1")
-    assert other.returncode == 1 and "measured with other settings" in other.stderr

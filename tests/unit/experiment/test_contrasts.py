@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
-from study_arms import stored_by_seed
-from study_contrasts import (
+from courtside.api import train
+from courtside.errors import UserError
+from courtside.experiment.arms import read_stored_arm
+from courtside.experiment.contrasts import (
     ArmRuns,
     Design,
     compare_arms,
@@ -24,21 +23,20 @@ from study_contrasts import (
     measure_of,
     verdict,
 )
-from study_episodes import (
+from courtside.experiment.episode_counts import (
     count_errors,
     resample_weights,
     resampled_rates,
     split_measure,
     variance_of_test_set,
 )
-from study_plan import describe_design, job, read_plan
-from study_results import error_by_side, measures, outcome, steps_to_half
-from study_statistics import detectable_effect, estimate_paired
-
-from courtside.api import train
+from courtside.experiment.outcomes import error_by_side, measure_run, measures, steps_to_half
+from courtside.experiment.plan import describe_design, read_plan
+from courtside.experiment.schedule import list_recipes, make_job
+from courtside.experiment.statistics import detectable_effect, estimate_paired
 from courtside.recipe.load import load_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def arm(errors: dict[int, float], **more: dict[int, float]) -> ArmRuns:
@@ -211,7 +209,7 @@ def test_counts_of_a_run_are_those_of_its_rates(tmp_path: Path, roomy_folder: Pa
         "hints=null", "teacher=null", "losses=[{kind='policy_gradient', advantage='reward'}]",
     ]  # fmt: skip
     recipe = load_recipe(ROOT / "recipes/switchboard/hint.toml", overrides)
-    run = outcome(train(recipe, tmp_path / "run").path)
+    run = measure_run(train(recipe, tmp_path / "run").path)
     once = np.ones((1, 16))
     for suite, part in {"": run, **run["suites"]}.items():
         rates = {"score": part["after"], **part["metrics_after"]}
@@ -232,15 +230,16 @@ def test_counts_of_a_run_are_those_of_its_rates(tmp_path: Path, roomy_folder: Pa
 
 # ── the plans of the repository ──────────────────────────────────────────────────────────────────
 
-STUDIES = sorted(path.parent for path in (ROOT / "recipes").glob("*/study.toml"))
+EXPERIMENTS = sorted((ROOT / "recipes").glob("*/experiment.toml"))
 
 
-@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_every_run_of_a_plan_is_a_recipe_and_arms_of_a_seed_share_it(study: Path) -> None:
-    plan = read_plan(study, ROOT / "runs", ())
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda path: path.parent.name)
+def test_every_run_of_a_plan_is_a_recipe_and_arms_of_a_seed_share_it(file: Path) -> None:
+    plan = read_plan(file, ROOT / "runs")
+    assert sum(1 for _ in list_recipes(plan)) >= len(plan.arms)
     for planned_arm in plan.arms.values():
         for variant in planned_arm.variants:
-            planned = job(plan, planned_arm, variant, 1e-5, planned_arm.seeds[-1])
+            planned = make_job(plan, planned_arm, variant, 1e-5, planned_arm.seeds[-1])
             recipe = load_recipe(planned.recipe, planned.overrides)
             assert recipe.seed == planned_arm.seeds[-1]
     for first, other in plan.design.pairs:
@@ -248,14 +247,14 @@ def test_every_run_of_a_plan_is_a_recipe_and_arms_of_a_seed_share_it(study: Path
 
 
 def test_the_plan_tells_what_its_seeds_can_show() -> None:
-    plan = read_plan(ROOT / "recipes/switchboard", ROOT / "runs", ())
+    plan = read_plan(ROOT / "recipes/switchboard/experiment.toml", ROOT / "runs")
     assert plan.num_tests == 5
     lines = list(describe_design(plan))
     effect = detectable_effect(0.008, 8, 5)
     assert f"detectable {effect:.4f}" in lines[3] and "training/decisions/habit_wrong" in lines[3]
-    with pytest.raises(SystemExit, match="contrasts: there is no 'x'"):
+    with pytest.raises(UserError, match="contrasts: there is no 'x'"):
         _refused(plan.folder, 'contrasts = [["x", "y"]]\n[outcomes]\nscore = 0.1')
-    with pytest.raises(SystemExit, match="without outcomes"):
+    with pytest.raises(UserError, match="without outcomes"):
         _refused(plan.folder, 'contrasts = [["a", "b"]]')
 
 
@@ -264,10 +263,10 @@ def _refused(folder: Path, text: str) -> None:
 
     arms = "".join(f'[arms.{name}]\nrecipe = "{name}.toml"\n' for name in "ab")
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "study.toml").write_text(
+        (Path(name) / "experiment.toml").write_text(
             f"seeds = [0, 1]\nlearning_rates = [1e-4]\n{text}\n{arms}"
         )
-        read_plan(Path(name), folder, ())
+        read_plan(Path(name) / "experiment.toml", folder)
 
 
 RESULTS = sorted((ROOT / "recipes").glob("*/results.json"))
@@ -285,7 +284,7 @@ def test_stored_contrasts_follow_from_the_stored_values(path: Path) -> None:
     stored, computed = [], []
     for section in (results.get("variants") or {"": results}).values():
         arms = {
-            name: stored_by_seed(row, is_pairable=name not in design.unpaired)
+            name: read_stored_arm(row, is_pairable=name not in design.unpaired)
             for name, row in section["arms"].items()
         }
         stored += section["contrasts"]

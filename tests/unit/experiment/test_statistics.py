@@ -1,18 +1,14 @@
-"""Statistics of studies: against published values, naive references and simulated coverage."""
+"""Statistics of experiments: against published values, naive references and simulated coverage."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
-from study_statistics import (
+from courtside.experiment.statistics import (
     adjust_holm,
     detectable_effect,
     estimate_mean,
