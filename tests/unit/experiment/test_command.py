@@ -89,7 +89,7 @@ def test_choosing_by_the_kl_needs_a_teacher(folder: Path) -> None:
     assert code == 2 and "choose_by = 'kl' needs a teacher" in text
 
 
-def test_folders_files_and_built_in_experiments_are_found(folder: Path) -> None:
+def test_folders_files_and_built_in_names_lead_to_experiments(folder: Path) -> None:
     assert find_experiment(folder) == folder / "experiment.toml"
     other = folder / "mine.toml"
     other.write_text(EXPERIMENT)
