@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,7 +136,7 @@ def _print_line(text: str) -> None:
 def _write_results(plan: Plan) -> bool:
     """False: no run is finished."""
     from courtside.experiment.arms import format_summary
-    from courtside.experiment.summary import load_outcomes, summarize, write_results
+    from courtside.experiment.summary import load_outcomes, summarize, write_arms, write_results
 
     outcomes = load_outcomes(plan)
     if all("failed" in outcome for outcome in outcomes.values()):
@@ -143,7 +144,9 @@ def _write_results(plan: Plan) -> bool:
     results = summarize(plan, outcomes)
     results["command"] = " ".join(["courtside", *sys.argv[1:]])
     path = write_results(plan, results)
+    write_arms(plan, outcomes)
     for line in format_summary(results):
         typer.echo(line)
     typer.echo(f"Written: {path}")
+    typer.echo(f"Costs and curves: courtside compare {shlex.quote(str(plan.folder))}")
     return True

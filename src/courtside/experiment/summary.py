@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,13 @@ from courtside.experiment.jobs import load_outcome
 from courtside.experiment.outcomes import Outcome
 from courtside.experiment.plan import ONLY, Plan
 from courtside.experiment.results_json import format_json
-from courtside.experiment.schedule import best_rate, final_jobs, planned_jobs, sweep_jobs
+from courtside.experiment.schedule import (
+    best_rate,
+    final_jobs,
+    planned_jobs,
+    select_arms,
+    sweep_jobs,
+)
 from courtside.report.folder.files import replace_file
 
 
@@ -74,7 +81,11 @@ def summarize(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         },
         **(sections.get(ONLY, {}) if ONLY in plan.variants else {"variants": sections}),
         "sweep": [
-            {"arm": name, "learning_rate": rate, "validation": through[job.name]["validation"][-1]}
+            {
+                "arm": name,
+                "learning_rate": rate,
+                "validation": next(reversed(through[job.name]["validation"]), None),
+            }
             for name, arm in plan.arms.items()
             if arm.rate_of == name
             for rate, job in sweep_jobs(plan, arm).items()
@@ -96,3 +107,16 @@ def write_results(plan: Plan, results: Mapping[str, Any]) -> Path:
     path = results_file(plan)
     replace_file(path, (format_json(results) + "\n").encode())
     return path
+
+
+def write_arms(plan: Plan, outcomes: Mapping[str, Outcome]) -> None:
+    """`arms.json` in the folder of the runs: by arm, or ARM-VARIANT, the names of its final runs;
+    those of a sweep that was not chosen are in none."""
+    arms: dict[str, list[str]] = {}
+    for arm, variant in select_arms(plan):
+        rate = best_rate(plan, arm, outcomes)
+        jobs = [] if rate is None else final_jobs(plan, arm, rate, variant)
+        names = [j.name for j in jobs if "failed" not in outcomes.get(j.name, {"failed": ""})]
+        if names:
+            arms[f"{arm.name}-{variant}" if variant else arm.name] = names
+    replace_file(plan.folder / "arms.json", (json.dumps(arms, indent=1) + "\n").encode())
