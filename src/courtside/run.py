@@ -165,7 +165,7 @@ class Run:
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        self.meter.add_step(
+        cost = self.meter.add_step(
             scored, update, counts, sizes=self.sizes, is_recorded=self.recipe.tasks.is_recorded
         )
         last = self.num_steps == self.recipe.train.steps
@@ -174,6 +174,7 @@ class Run:
             scored,
             update,
             seconds=self.meter.lap(),
+            cost=cost,
             store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
             reader_counts=counts if self.recipe.reader is not None else None,
         )

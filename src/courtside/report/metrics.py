@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from courtside.report.costs import StepCost
 from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
 
 Row = dict[str, Any]
@@ -17,6 +18,8 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    *,
+    cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
     trajectories = [s.trajectory for s in scored]
@@ -45,6 +48,10 @@ def compute_metrics(
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     clash = row.keys() & update.metrics.keys()

@@ -20,7 +20,7 @@ from courtside.errors import RecipeError, UserError
 from courtside.files import read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe, require_path
-from courtside.report.costs import PhaseCost
+from courtside.report.costs import PhaseCost, StepCost
 from courtside.report.folder import toml
 from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.files import (
@@ -272,6 +272,7 @@ class RunFolder:
         seconds: Mapping[str, float],
         store_trajectories: bool,
         reader_counts: Mapping[str, int] | None = None,
+        cost: StepCost | None = None,
     ) -> Row:
         """Store one training step and return its row of metrics (None where not finite).
 
@@ -279,7 +280,9 @@ class RunFolder:
         """
         assert step == update.step
         self._check_writable()
-        row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
+        row: Row = replace_non_finite(
+            compute_metrics(scored, update, seconds, reader_counts, cost=cost)
+        )
         if store_trajectories:
             # Who deletes trajectories/ to save space may go on.
             with explain_write_errors(self.path), suppress(FileExistsError):
