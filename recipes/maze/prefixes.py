@@ -1,6 +1,7 @@
 """Tasks that continue a run's own ways: how well does the teacher know where the student gets?
 
-    python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed0 runs/maze/prefixes.jsonl
+    python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed0 \
+        runs/maze/prefixes.jsonl
     courtside evaluate recipes/maze/prefixes.toml
 
 Of each stored answer that left the shortest way without breaking a rule, the part up to a random

@@ -61,7 +61,8 @@ class MazeTasks(TasksBase):
 
     kind: Literal["maze"]
     path_lengths: tuple[PathLength, PathLength] = (10, 14)
-    """Least and largest number of steps of the shortest way. An answer may take three times that."""
+    """Least and largest number of steps of the shortest way; an answer may take three times as
+    many."""
     map_seed: PositiveInt = 1
     """Another number gives another map."""
     noise: Annotated[float, Field(ge=0, le=0.5)] = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from courtside.hashing import SeededRandom, split_of, task_id
 from courtside.recipe.tasks import MazeTasks
@@ -166,7 +167,7 @@ def find_mistake(task: Task, response: str) -> str | None:
         cells = [start, *cells]
     if not cells or cells[0] != start:
         return f"The way must begin at {start}."
-    for cell, following in zip(cells, cells[1:], strict=False):
+    for cell, following in pairwise(cells):
         if following not in neighbors.get(cell, ()):
             return f"There is no way from {cell} to {following[:8]}."
     if cells[-1] != goal:
