@@ -166,6 +166,20 @@ ON_POLICY: dict[str, list[dict[str, Any]]] = {
     "gap extrapolated": [{"kind": "policy_gradient", "extrapolate": 1.7}],
     "reward": [{"kind": "policy_gradient", "advantage": "reward"}],
     "reward over std": [{"kind": "policy_gradient", "advantage": "reward", "scale_by_std": True}],
+    "leave one out": [
+        {"kind": "policy_gradient", "advantage": "reward", "group_baseline": "leave_one_out"}
+    ],
+    "dual clip": [
+        {"kind": "policy_gradient", "advantage": "reward", "clip": [0.2, 0.3], "dual_clip": 1.5}
+    ],
+    "each turn": [{"kind": "divergence", "normalize": "turn"}],
+    "each sequence": [{"kind": "policy_gradient", "advantage": "reward", "normalize": "sequence"}],
+    "constant": [{"kind": "divergence", "normalize": "constant", "normalize_tokens": 20}],
+    "gap and reward": [
+        {"kind": "policy_gradient", "name": "gap", "weight": 0.5},
+        {"kind": "policy_gradient", "name": "rl", "advantage": "reward", "clip": [0.2, 0.28],
+         "group_baseline": "leave_one_out", "normalize": "sequence"},
+    ],
 }  # fmt: skip
 
 MIX: list[dict[str, Any]] = [
@@ -280,6 +294,28 @@ def test_a_mix_does_not_depend_on_the_cut(train, checkpointing, tiny_folder, tin
     gradients = check(parts, scored, MIX)
     backwards = compute_gradients(parts, scored[::-1])
     assert_equal_gradients(backwards, gradients)
+
+
+NORMALIZED: list[dict[str, Any]] = [
+    {"kind": "divergence", "normalize": "constant", "normalize_tokens": 6, "weight": 0.5},
+    {"kind": "policy_gradient", "name": "rl", "advantage": "reward", "normalize": "sequence",
+     "group_baseline": "leave_one_out", "clip": [0.2, 0.3], "dual_clip": 1.5},
+    {"kind": "policy_gradient", "name": "gap", "normalize": "turn", "weight": 0.3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("train", MIXED, ids=str)
+def test_no_denominator_depends_on_the_cut(train, tiny_folder, tiny_teacher_folder):
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=NORMALIZED, train=train)
+    parts = make_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts))
+    ours = check(parts, scored, NORMALIZED)
+    terms = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+    num_turns = sum(len(set(s.trajectory.turn_of)) for s in scored)
+    assert [term.denominator for term in terms] == [6 * len(scored), len(scored), num_turns]
+    unbounded = [{k: v for k, v in loss.items() if k != "dual_clip"} for loss in NORMALIZED]
+    other, _ = naive_gradients(parts, scored, unbounded)
+    assert max(float((ours[n] - other[n]).abs().max()) for n in ours) > 1e-6, "a bound that acts"
 
 
 def test_metrics_do_not_depend_on_the_cut(tiny_folder, tiny_teacher_folder):

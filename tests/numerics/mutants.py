@@ -200,6 +200,16 @@ policy_gradient.py
 + clamp(1 - high, 1 + low)
 - torch.minimum(ratio_T
 + torch.maximum(ratio_T
+- torch.maximum(surrogate_T, dual_clip * advantage_T)
++ torch.minimum(surrogate_T, dual_clip * advantage_T)
++ torch.maximum(surrogate_T, dual_clip + advantage_T)
+- torch.where(advantage_T < 0, bounded_T, surrogate_T)
++ bounded_T
++ torch.where(advantage_T > 0, bounded_T, surrogate_T)
+- clip=self.clip, dual_clip=self.dual_clip
++ clip=self.clip
+- len(rewards_M) / (len(rewards_M) - 1)
++ (len(rewards_M) - 1) / len(rewards_M)
 - clipped_T * advantage_T)
 + ratio_T * advantage_T)
 - -ratio_T.detach().clamp(max=limit) * advantage_T

@@ -41,6 +41,10 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "sampled tokens only": [({"kind": "cross_entropy"}, LAST), (REWARD, ALL)],
     "importance ratios": [({**GAP, "truncate": 1.1}, ALL), (KL, FIRST)],
     "clipped": [({**GAP, "clip": (0.1, 0.1)}, ALL)],
+    "clip-higher, dual clip": [
+        ({**REWARD, "ratio": "importance", "clip": (0.1, 0.3), "dual_clip": 1.2}, ALL),
+        (KL, FIRST),
+    ],
     "unlikely tokens": [({**GAP, "advantage": "unlikely", "unlikely_below": 0.2}, ALL)],
     "baseline": [({**GAP, "baseline": True}, ALL)],
     "baseline on some": [({**GAP, "baseline": True}, FIRST), (REWARD | {"name": "b"}, LAST)],
@@ -188,7 +192,13 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
                 loss_N = -advantage_N * logp_N
             elif loss.clip is not None:
                 clipped_N = ratio_N.clamp(1 - loss.clip[0], 1 + loss.clip[1])
-                loss_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+                surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+                if loss.dual_clip is not None:
+                    bound_N = loss.dual_clip * advantage_N
+                    is_bounded_N = (advantage_N < 0) & (surrogate_N < bound_N)
+                    assert is_bounded_N.any(), "a bound that acts"
+                    surrogate_N = torch.where(is_bounded_N, bound_N, surrogate_N)
+                loss_N = -surrogate_N
             else:
                 ratio_N = ratio_N.detach().clamp(max=loss.truncate or math.inf)
                 loss_N = -ratio_N * advantage_N * logp_N

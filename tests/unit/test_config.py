@@ -305,6 +305,36 @@ def test_a_long_value_is_shortened() -> None:
             "penalized_events belongs to turn_penalty",
             "set that, too",
         ),
+        (
+            loss("policy_gradient", dual_clip=3.0),
+            "losses[0]",
+            "dual_clip bounds the clipped surrogate",
+            "set clip, too",
+        ),
+        (
+            loss("policy_gradient", group_baseline="leave_one_out"),
+            "losses[0]",
+            "group_baseline and zero_variance_groups belong to",
+            "advantage = 'reward'",
+        ),
+        (
+            loss("policy_gradient", zero_variance_groups="drop"),
+            "losses[0]",
+            "group_baseline and zero_variance_groups belong to",
+            "advantage = 'reward'",
+        ),
+        (
+            loss(normalize="constant"),
+            "losses[0]",
+            "normalize = 'constant' and normalize_tokens belong together",
+            "e.g. rollout.max_new_tokens",
+        ),
+        (
+            loss(normalize="sequence", normalize_tokens=10),
+            "losses[0]",
+            "normalize = 'constant' and normalize_tokens belong together",
+            "e.g. rollout.max_new_tokens",
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused_with_the_fix(

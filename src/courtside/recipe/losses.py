@@ -57,10 +57,24 @@ class LossBase(Section):
     on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
     """Trajectories of which source it applies to; or only turns with a hint, or only those
     without."""
-    normalize: Literal["token", "turn"] = "token"
-    """token: every trained token counts the same. turn: every turn does, however long it is."""
+    normalize: Literal["token", "turn", "sequence", "constant"] = "token"
+    """What the loss is averaged over, in a step. token: every trained token counts the same. turn:
+    every turn does, however long it is. sequence: every trajectory does. constant: the sum is
+    divided by normalize_tokens for each trajectory, so a token weighs the same in every step."""
+    normalize_tokens: PositiveInt | None = None
+    """With normalize = 'constant', which needs it: tokens that a trajectory counts for, e.g.
+    rollout.max_new_tokens."""
     name: str | None = None
     """Its name in the metrics. Unset: its kind."""
+
+    @model_validator(mode="after")
+    def _check_constant(self) -> LossBase:
+        if (self.normalize == "constant") != (self.normalize_tokens is not None):
+            raise ValueError(
+                "normalize = 'constant' and normalize_tokens belong together: the tokens that each "
+                "trajectory counts for, e.g. rollout.max_new_tokens"
+            )
+        return self
 
 
 class DivergenceLoss(LossBase):
@@ -122,14 +136,25 @@ class PolicyGradientLoss(LossBase):
     truncate: PositiveFloat | None = None
     """Largest importance ratio. Unset: no limit."""
     clip: tuple[PositiveFloat, PositiveFloat] | None = None
-    """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high."""
+    """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high. high > low is
+    clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """c, with clip: where the advantage A is negative, the surrogate is bounded by c·A. Unset: not
+    bounded."""
     baseline: bool = False
     """Subtract −KL(π‖q) at each position (detached): the same expected gradient, with smaller
     advantages; less variance where the student's entropy is high."""
     extrapolate: PositiveFloat = 1.0
     """λ of log q^λ·ref^(1−λ) in place of log q."""
+    group_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """With advantage = 'reward': what a reward is compared with. mean: that of all samples of the
+    prompt. leave_one_out: the mean of the others."""
     scale_by_std: bool = False
     """Divide group-relative rewards by their standard deviation."""
+    zero_variance_groups: Literal["count", "drop"] = "count"
+    """With advantage = 'reward': prompts whose samples have equal rewards, which train nothing.
+    count: the mean is also over their tokens. drop: it is over the other prompts' only, and no
+    forward pass is spent on them."""
     turn_penalty: NonNegativeFloat = 0.0
     """With advantage = 'reward', in an environment: the penalty of a turn with an error, relative
     to the mean of its group's turns, in addition to the episode's reward."""
@@ -158,6 +183,12 @@ class PolicyGradientLoss(LossBase):
             raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
         if self.advantage != "reward" and (self.scale_by_std or self.turn_penalty):
             raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
+        if self.advantage != "reward" and (
+            self.group_baseline != "mean" or self.zero_variance_groups != "count"
+        ):
+            raise ValueError(
+                "group_baseline and zero_variance_groups belong to advantage = 'reward'"
+            )
         if (self.advantage == "unlikely") != (self.unlikely_below is not None):
             raise ValueError(
                 "advantage = 'unlikely' and unlikely_below belong together: the probability below "
@@ -169,6 +200,8 @@ class PolicyGradientLoss(LossBase):
             raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
         if self.truncate is not None and self.clip is not None:
             raise ValueError("truncate and clip exclude each other: choose one")
+        if self.dual_clip is not None and self.clip is None:
+            raise ValueError("dual_clip bounds the clipped surrogate; set clip, too")
         return self
 
 

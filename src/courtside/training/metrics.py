@@ -6,13 +6,14 @@ when they are first asked for, so that accumulating never synchronizes with a GP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from courtside.training.head import GroupLoss
+from courtside.training.loss_terms import LossTerm
 from courtside.training.token_batch import TokenBatch
 
 Kind = Literal["sum", "count", "max", "loss"]
@@ -133,3 +134,13 @@ def record_token_metrics(batch: TokenBatch, logp_N: Tensor, metrics: MetricAccum
     metrics.mean("teacher_gap/negative", gap_N < 0, where=has_teacher_N)
     metrics.mean("sampler/logp_diff", drift_N.abs(), where=by_student_N)
     metrics.max("sampler/ratio_max", drift_N.exp(), where=by_student_N)
+
+
+def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
+    """Of the first loss with advantage = 'reward'; empty where there is none."""
+    row: dict[str, float] = {}
+    rewards = next((term.rewards for term in terms if term.rewards is not None), None)
+    if rewards is not None:
+        row["reward/groups"] = rewards.num_groups
+        row["reward/zero_variance_groups"] = rewards.num_zero_variance_groups
+    return row

@@ -85,6 +85,7 @@ class TokenBatch:
             sampler_logp_N=self.sampler_logp_N if loss.ratio == "importance" else None,
             truncate=loss.truncate,
             clip=loss.clip,
+            dual_clip=loss.dual_clip,
             baseline=loss.baseline,
         )
 
