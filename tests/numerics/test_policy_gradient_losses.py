@@ -377,14 +377,14 @@ def test_cross_entropy_of_a_text_by_hand() -> None:
 def test_coefficients_are_the_gradient_of_all_losses_together(
     options: dict[str, Any], ratio: bool, baseline: bool
 ) -> None:
-    logp_N, sampler_N = (-torch.rand(27, dtype=torch.float64) - 1 for _ in range(2))
-    advantage_N, kl_N = torch.randn(27, dtype=torch.float64), torch.rand(27, dtype=torch.float64)
-    weight_N = torch.tensor([0.5, 0.0, 2.0] * 9, dtype=torch.float64)
+    logp_N, sampler_N = (-torch.rand(60, dtype=torch.float64) - 1 for _ in range(2))
+    advantage_N, kl_N = torch.randn(60, dtype=torch.float64), torch.rand(60, dtype=torch.float64)
+    weight_N = torch.tensor([0.5, 0.0, 2.0] * 20, dtype=torch.float64)
     loss = SampledTokenLoss(
         weight_N=weight_N, advantage_N=advantage_N, sampler_logp_N=sampler_N if ratio else None,
         baseline=baseline, **options,
     )  # fmt: skip
-    ones_N = torch.ones(27, dtype=torch.float64)
+    ones_N = torch.ones(60, dtype=torch.float64)
     other = SampledTokenLoss(weight_N=ones_N, advantage_N=ones_N)
     assert loss.needs_statistics == (ratio or baseline) and not other.needs_statistics
     ours_N = sampled_token_coefficients([loss, other], logp_N, kl_N)
@@ -394,10 +394,10 @@ def test_coefficients_are_the_gradient_of_all_losses_together(
     if "clip" in options:
         clipped_N = ratio_N.clamp(0.9, 1.2)
         moves_N = (ratio_N * centered_N <= clipped_N * centered_N).double()
-        assert 0 < float(moves_N.sum()) < 27, "a clip that acts on some"
+        assert 0 < float(moves_N.sum()) < 60, "a clip that acts on some"
     if "dual_clip" in options:
         is_bounded_N = (centered_N < 0) & (ratio_N > options["dual_clip"])
-        assert 0 < float((is_bounded_N & (weight_N > 0)).sum()) < 27, "a bound that acts on some"
+        assert 0 < float((is_bounded_N & (weight_N > 0)).sum()) < 60, "a bound that acts on some"
         moves_N = moves_N * ~is_bounded_N
     ratio_N = ratio_N.clamp(max=options.get("truncate", math.inf))
     close(ours_N, -weight_N * moves_N * ratio_N * centered_N - 1)
