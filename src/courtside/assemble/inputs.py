@@ -22,6 +22,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.tasks import override_tasks
 from courtside.tasks.base import PromptLimit, TaskSource
 from courtside.tasks.loading import make_task_source
+from courtside.tasks.rewards import RewardFunction, load_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Inputs:
     tasks: TaskSource
     suites: Mapping[str, TaskSuite]
     """Further held-out tasks, by the name that the recipe gives them."""
+    rewards: Mapping[str, RewardFunction]
+    """By name; empty: the grade is the reward."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
 
@@ -66,6 +69,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         environment=environment,
         tasks=tasks,
         suites=make_suites(recipe, limit, template),
+        rewards=load_rewards(recipe.rewards, recipe.reward_names()),
         notes=(
             *filter(None, [listing.note]),
             *tasks.notes,

@@ -12,6 +12,7 @@ from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
+from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
@@ -36,6 +37,7 @@ class Recipe(Section):
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
+    rewards: tuple[Reward, ...] = ()
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -97,6 +99,9 @@ class Recipe(Section):
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
+
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
     def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:

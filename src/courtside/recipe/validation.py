@@ -48,6 +48,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     for index, loss in enumerate(recipe.losses):
         for problem in _loss_problems(recipe, loss):
             yield f"losses[{index}] ({loss.kind}): {problem}"
+    yield from _reward_problems(recipe)
     yield from _teacher_problems(recipe)
     for name, changes in recipe.evaluate.suites.items():
         if not name.isidentifier():
@@ -170,6 +171,29 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
             "'teacher' (with rollout.student_fraction below 1)"
         )
+
+
+def _reward_problems(recipe: Recipe) -> Iterator[str]:
+    names = recipe.reward_names()
+    if len(set(names)) != len(names):
+        yield f"rewards: two are logged as the same name in {list(names)}; give each its own `name`"
+    is_compared = any(
+        loss.kind == "policy_gradient" and loss.advantage == "reward" for loss in recipe.losses
+    )
+    if recipe.rewards and not is_compared:
+        yield (
+            "rewards: no loss uses them; add a loss of kind = 'policy_gradient' with advantage = "
+            "'reward', or remove the section"
+        )
+    longest = recipe.rollout.max_new_tokens
+    for index, reward in enumerate(recipe.rewards):
+        is_single_turn = not recipe.tasks.is_environment
+        if reward.kind == "length" and is_single_turn and reward.free_tokens >= longest:
+            yield (
+                f"rewards[{index}] (length): free_tokens = {reward.free_tokens}, and no answer is "
+                f"longer than rollout.max_new_tokens = {longest}, so the penalty is always 0. Set "
+                "free_tokens lower"
+            )
 
 
 def _teacher_problems(recipe: Recipe) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from courtside.errors import TaskError
 from courtside.losses.policy_gradient import group_advantage
 from courtside.recipe.losses import PolicyGradientLoss
+from courtside.recipe.rewards import Reward
 from courtside.types import Scored, Trajectory
 
 
@@ -25,15 +26,20 @@ class RewardAdvantages:
     zero_variance: frozenset[str]
     """Ids of trajectories in groups where every advantage is 0: equal rewards, and no turn that
     answers for an error of its own. They train nothing."""
+    mean: float | None
+    """Of the rewards; None: no trajectory has one."""
     num_groups: int
     num_zero_variance_groups: int
 
 
-def compute_advantages(loss: PolicyGradientLoss, on: Sequence[Scored]) -> RewardAdvantages:
-    """A group is all trajectories of one task."""
-    # An episode that a bug of its environment ended has no reward, and is not compared.
-    compared = [s.trajectory for s in on if s.trajectory.fault is None]
-    whole = _compare_rewards(loss, compared)
+def compute_advantages(
+    loss: PolicyGradientLoss, on: Sequence[Scored], rewards: Mapping[str, Reward]
+) -> RewardAdvantages:
+    """A group is all trajectories of one task. `rewards`: by name; empty: the grade counts."""
+    # Without a reward (a bug ended the episode, or user code raised) there is nothing to compare.
+    totals = {s.trajectory.id: sum_rewards(s.trajectory, rewards) for s in on}
+    compared = [s.trajectory for s in on if totals[s.trajectory.id] is not None]
+    whole = _compare_rewards(loss, compared, [totals[t.id] or 0.0 for t in compared])
     penalty = _penalties(loss, compared)
     by_token = {s.trajectory.id: (0.0,) * s.trajectory.num_completion_tokens for s in on} | {
         t.id: tuple(whole[t.id] + penalty.get((t.id, turn), 0.0) for turn in t.turn_of)
@@ -46,22 +52,33 @@ def compute_advantages(loss: PolicyGradientLoss, on: Sequence[Scored]) -> Reward
     return RewardAdvantages(
         by_token=by_token,
         zero_variance=frozenset(id for ids in flat_groups for id in ids),
+        mean=sum(totals[t.id] or 0.0 for t in compared) / len(compared) if compared else None,
         num_groups=len(groups),
         num_zero_variance_groups=len(flat_groups),
     )
 
 
-def _compare_rewards(
-    loss: PolicyGradientLoss, trajectories: Sequence[Trajectory]
-) -> Mapping[str, float]:
-    rewards = []
-    for trajectory in trajectories:
+def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float | None:
+    """Σ weight · reward; None: there is none."""
+    if trajectory.fault is not None:
+        return None
+    if not rewards:
         if trajectory.grade is None:
             raise TaskError(
                 f"task {trajectory.task.id} has no grader, so it gives no reward. Name a grader "
                 "on the tasks, or use advantage = 'teacher_gap'"
             )
-        rewards.append(trajectory.grade.score)
+        return trajectory.grade.score
+    values = {name: trajectory.rewards[name] for name in rewards}
+    if None in values.values():
+        return None
+    return sum(rewards[name].weight * (value or 0.0) for name, value in values.items())
+
+
+def _compare_rewards(
+    loss: PolicyGradientLoss, trajectories: Sequence[Trajectory], rewards: Sequence[float]
+) -> Mapping[str, float]:
+    """By trajectory id."""
     task_ids = sorted({trajectory.task.id for trajectory in trajectories})
     number = {id: i for i, id in enumerate(task_ids)}
     advantage = group_advantage(

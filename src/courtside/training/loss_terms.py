@@ -14,6 +14,7 @@ from functools import cache
 from courtside.errors import RecipeError
 from courtside.losses.fused.types import DivergenceSpec, Support
 from courtside.recipe.losses import DivergenceLoss, Loss
+from courtside.recipe.rewards import Reward
 from courtside.training.advantages import RewardAdvantages, compute_advantages
 from courtside.types import Scored
 
@@ -83,25 +84,30 @@ def check_divergences(losses: Sequence[Loss]) -> None:
 
 
 def make_loss_terms(
-    losses: Sequence[Loss], names: Sequence[str], scored: Sequence[Scored]
+    losses: Sequence[Loss],
+    names: Sequence[str],
+    scored: Sequence[Scored],
+    *,
+    rewards: Mapping[str, Reward] | None = None,
 ) -> list[LossTerm]:
+    """`rewards`: by name, what the reward is the sum of; None: it is the grade."""
     result = []
     for loss, name in zip(losses, names, strict=True):
         masks = {s.trajectory.id: mask for s in scored if any(mask := select_tokens(loss, s))}
         on = [s for s in scored if s.trajectory.id in masks]
-        rewards = None
+        compared = None
         if loss.kind == "policy_gradient" and loss.advantage == "reward" and on:
-            rewards = compute_advantages(loss, on)
+            compared = compute_advantages(loss, on, rewards or {})
             if loss.zero_variance_groups == "drop":
-                on = [s for s in on if s.trajectory.id not in rewards.zero_variance]
+                on = [s for s in on if s.trajectory.id not in compared.zero_variance]
         weight, denominator = weigh_tokens(loss, on, masks)
         term = LossTerm(
             name=name,
             loss=loss,
             weight=weight,
             denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
-            advantage=rewards.by_token if rewards is not None else {},
-            rewards=rewards,
+            advantage=compared.by_token if compared is not None else {},
+            rewards=compared,
         )
         harmful = {s.trajectory.id: turns for s in on if (turns := s.harmful_turns)}
         result.append(drop_harmful_turns(term, on, harmful))

@@ -141,6 +141,8 @@ def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
     row: dict[str, float] = {}
     rewards = next((term.rewards for term in terms if term.rewards is not None), None)
     if rewards is not None:
+        if rewards.mean is not None:
+            row["reward/sum"] = rewards.mean
         row["reward/groups"] = rewards.num_groups
         row["reward/zero_variance_groups"] = rewards.num_zero_variance_groups
     return row

@@ -85,7 +85,7 @@ class Student:
 
         Without a token to train on, no weight changes and the update counts no tokens.
         """
-        terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
+        terms = self.make_terms(scored)
         rate = self.recipe.learning_rate_at(step)
         metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
@@ -110,6 +110,11 @@ class Student:
             teacher_logp=logps.teacher,
             harmful_turns=logps.harmful,
         )
+
+    def make_terms(self, scored: Sequence[Scored]) -> list[LossTerm]:
+        recipe = self.recipe
+        rewards = dict(zip(recipe.reward_names(), recipe.rewards, strict=True))
+        return make_loss_terms(recipe.losses, recipe.loss_names(), scored, rewards=rewards)
 
     def accumulate(
         self,
