@@ -26,6 +26,7 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
+from courtside.errors import RecipeError
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
@@ -236,6 +237,16 @@ def test_cross_entropy_on_data(tiny_folder):
     parts = make_float64(assemble(recipe))
     batch = [make_trajectory(parts, n, source="dataset") for n in range(5)]
     check(parts, parts.teacher(batch), losses)
+
+
+def test_cross_entropy_on_own_samples_must_be_asked_for(tiny_folder):
+    losses = [{"kind": "cross_entropy", "on": "student", "self_imitation": True}]
+    parts = make_float64(assemble(small_recipe(tiny_folder, losses=losses)))
+    (note,) = (note for note in parts.notes if "self_imitation" in note)
+    assert "losses[0] (cross_entropy)" in note and "expected gradient is zero" in note
+    check(parts, parts.teacher(make_batch(parts)), losses)
+    with pytest.raises(RecipeError, match=r"degrades it.*self_imitation = true"):
+        small_recipe(tiny_folder, losses=[{"kind": "cross_entropy", "on": "student"}])
 
 
 def preference_recipe(student: Path, **changes: Any) -> Any:

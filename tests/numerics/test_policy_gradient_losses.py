@@ -107,6 +107,16 @@ def test_a_divergence_as_an_advantage_teaches_nothing() -> None:
     close(expected(gradient_VV, student_logp_V), torch.zeros_like(student_V))
 
 
+def test_imitating_own_samples_teaches_nothing_on_average() -> None:
+    """Why it must be asked for: cross-entropy on samples of the student itself, A = 1."""
+    student_V, _, _ = three_policies()
+    ones_V = torch.ones_like(student_V)
+    loss = SampledTokenLoss(weight_N=ones_V, advantage_N=ones_V)
+    gradient_VV = gradients_by_token(lambda logp_V: loss.per_token(logp_V, None), student_V)
+    close(expected(gradient_VV, student_V.log_softmax(-1)), torch.zeros_like(student_V))
+    assert float(gradient_VV.abs().max()) > 0.1
+
+
 # ── advantages ───────────────────────────────────────────────────────────────────────────────────
 
 

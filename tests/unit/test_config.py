@@ -306,6 +306,12 @@ def test_a_long_value_is_shortened() -> None:
             "set that, too",
         ),
         (
+            loss("cross_entropy", self_imitation=True),
+            "losses[0]",
+            "self_imitation is of the student's own samples",
+            "set on = 'student'",
+        ),
+        (
             loss("policy_gradient", dual_clip=3.0),
             "losses[0]",
             "dual_clip bounds the clipped surrogate",

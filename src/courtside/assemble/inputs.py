@@ -3,7 +3,7 @@ model is loaded, so that a mistake costs seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,22 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         rewards=load_rewards(recipe.rewards, recipe.reward_names()),
         notes=(
             *filter(None, [listing.note]),
+            *describe_controls(recipe),
             *tasks.notes,
             *(check_readers(recipe, tasks, incremental, settings.context_length) if trains else ()),
         ),
     )
+
+
+def describe_controls(recipe: Recipe) -> Iterator[str]:
+    """Losses that are not meant to make a better student."""
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "cross_entropy" and loss.self_imitation:
+            yield (
+                f"losses[{index}] (cross_entropy): self_imitation = true trains on the student's "
+                "own samples, right and wrong alike. That is a control: its expected gradient is "
+                "zero, and the noise that is left narrows the student down"
+            )
 
 
 def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> dict[str, TaskSuite]:

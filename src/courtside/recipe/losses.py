@@ -207,6 +207,18 @@ class PolicyGradientLoss(LossBase):
 
 class CrossEntropyLoss(LossBase):
     kind: Literal["cross_entropy"]
+    self_imitation: bool = False
+    """With on = 'student': train on the student's own samples, as a control. The expected gradient
+    is zero; what is left is noise that narrows the student down."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> CrossEntropyLoss:
+        if self.self_imitation and self.on != "student":
+            raise ValueError(
+                f"self_imitation is of the student's own samples, and on = {self.on!r}; set on = "
+                "'student', or remove it"
+            )
+        return self
 
 
 class PreferenceLoss(LossBase):

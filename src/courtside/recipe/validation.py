@@ -166,10 +166,12 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
                 "set rollout.samples_per_prompt to 2 or more"
             )
     is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
-    if is_imitation and has_source["student"]:
+    is_control = loss.kind == "cross_entropy" and loss.self_imitation
+    if is_imitation and has_source["student"] and not is_control:
         yield (
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
-            "'teacher' (with rollout.student_fraction below 1)"
+            "'teacher' (with rollout.student_fraction below 1); as a control, on = 'student' with "
+            "self_imitation = true"
         )
 
 
