@@ -176,6 +176,10 @@ ON_POLICY: dict[str, list[dict[str, Any]]] = {
     "each turn": [{"kind": "divergence", "normalize": "turn"}],
     "each sequence": [{"kind": "policy_gradient", "advantage": "reward", "normalize": "sequence"}],
     "constant": [{"kind": "divergence", "normalize": "constant", "normalize_tokens": 20}],
+    "gated": [
+        {"kind": "divergence", "gate": {"temperature": 0.5}},
+        {"kind": "policy_gradient", "gate": {"direction": "rejected"}, "normalize": "sequence"},
+    ],
     "gap and reward": [
         {"kind": "policy_gradient", "name": "gap", "weight": 0.5},
         {"kind": "policy_gradient", "name": "rl", "advantage": "reward", "clip": [0.2, 0.28],
@@ -381,6 +385,38 @@ def test_routed_teachers_of_different_width(tiny_folder, tiny_teacher_folder, wi
         scored = parts.teacher(make_batch(parts))
         assert len({s.target.hidden_TD.shape[1] for s in scored}) == 2
         check(parts, scored, losses)
+
+
+@pytest.mark.parametrize("budget", [60, 8192])
+@pytest.mark.parametrize("weights", ["equal", {"wide": 3.0, "plain": 0.5}], ids=str)
+def test_each_route_is_averaged_on_its_own(
+    weights, budget, tiny_folder, tiny_teacher_folder, wide_folder
+):
+    losses = [
+        {"kind": "divergence", "route_weights": weights},
+        {"kind": "policy_gradient", "normalize": "sequence", "route_weights": weights,
+         "weight": 0.4},
+    ]  # fmt: skip
+    routes = {
+        "wide": {"kind": "model", "model": str(wide_folder)},
+        "plain": {"kind": "model", "model": str(tiny_teacher_folder)},
+    }
+    recipe = small_recipe(
+        tiny_folder,
+        losses=losses,
+        teacher={"kind": "routes", "routes": routes, "default": "plain"},
+        train={"micro_batch_tokens": budget},
+    )
+    parts = make_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts))
+    ours = check(parts, scored, losses)
+    together, _ = naive_gradients(
+        parts, scored, [{k: v for k, v in x.items() if k != "route_weights"} for x in losses]
+    )
+    assert max(float((ours[n] - together[n]).abs().max()) for n in ours) > 1e-4
+    # A route that a step does not have leaves the others with the whole weight.
+    alone = [s for s in scored if s.trajectory.task.tags == ("wide",)]
+    check(parts, alone, losses)
 
 
 def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_folder, wide_folder):

@@ -182,6 +182,13 @@ policy_gradient.py
 + teacher_logp_T + (1 - lam)
 - advantage_T - baseline_T
 + advantage_T + baseline_T
+- (teacher_logp_T - sampler_logp_T).detach()
++ (sampler_logp_T - teacher_logp_T).detach()
++ teacher_logp_T - sampler_logp_T
+- (sign * gap_T / temperature).sigmoid()
++ (sign * gap_T * temperature).sigmoid()
+- 1.0 if direction == "endorsed" else -1.0
++ 1.0
 - -(sampler_logp_T < math.log(below))
 + (sampler_logp_T < math.log(below))
 + -(sampler_logp_T > math.log(below))

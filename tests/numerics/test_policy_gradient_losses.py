@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from courtside.losses.policy_gradient import (
     SampledTokenLoss,
+    gap_gate,
     group_advantage,
     policy_gradient,
     sampled_token_coefficients,
@@ -129,6 +130,18 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+@pytest.mark.parametrize("direction", ["endorsed", "rejected"])
+def test_the_gate_of_the_gap_by_hand(direction: str) -> None:
+    teacher_T, sampler_T = torch.tensor(
+        [[-1.0, -3.0, -2.0], [-3.0, -1.0, -2.0]], dtype=torch.float64, requires_grad=True
+    )
+    gate_T = gap_gate(teacher_T, sampler_T, temperature=0.5, direction=direction)
+    assert not gate_T.requires_grad
+    high, low = 1 / (1 + math.exp(-4)), 1 / (1 + math.exp(4))
+    ends = [high, low] if direction == "endorsed" else [low, high]
+    close(gate_T, torch.tensor([*ends, 0.5], dtype=torch.float64))
 
 
 def test_pushing_unlikely_tokens_down_has_the_gradient_of_their_mass() -> None:

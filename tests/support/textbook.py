@@ -172,6 +172,22 @@ def naive_loss(
 
 def naive_mean(loss: dict[str, Any], group: list[Scored], terms: list[Tensor]) -> Tensor:
     """Of the tokens' losses of each trajectory, as `normalize` says."""
+    if "gate" in loss:
+        gates = [naive_gate(loss["gate"], s) for s in group]
+        terms = [gate_T * term_T for gate_T, term_T in zip(gates, terms, strict=True)]
+    if "route_weights" in loss:
+        routes = {}
+        for s, term_T in zip(group, terms, strict=True):
+            members, parts = routes.setdefault(s.target.teacher.partition(":")[0], ([], []))
+            members.append(s)
+            parts.append(term_T)
+        plain = {k: v for k, v in loss.items() if k != "route_weights"}
+        weights = loss["route_weights"]
+        total = sum(1.0 if weights == "equal" else weights[route] for route in routes)
+        return sum(
+            (1.0 if weights == "equal" else weights[route]) / total * naive_mean(plain, *columns)
+            for route, columns in routes.items()
+        )
     normalize = loss.get("normalize", "token")
     if normalize == "token":
         return torch.cat(terms).mean()
@@ -185,3 +201,11 @@ def naive_mean(loss: dict[str, Any], group: list[Scored], terms: list[Tensor]) -
         for turn in sorted(set(s.trajectory.turn_of))
     ]
     return torch.stack(turns).mean()
+
+
+def naive_gate(gate: dict[str, Any], s: Scored) -> Tensor:
+    assert s.target is not None and s.trajectory.sampler_logp is not None
+    mu_T = torch.tensor(s.trajectory.sampler_logp, dtype=torch.float64)
+    sign = -1 if gate.get("direction") == "rejected" else 1
+    gap_T = s.target.logp_T.double() - mu_T
+    return 1 / (1 + (-sign * gap_T / gate.get("temperature", 1.0)).exp())

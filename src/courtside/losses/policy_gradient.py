@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 GroupBaseline = Literal["mean", "leave_one_out"]
+GateDirection = Literal["endorsed", "rejected"]
 
 
 def teacher_gap(
@@ -45,6 +46,23 @@ def teacher_gap(
     if baseline_T is not None:
         advantage_T = advantage_T - baseline_T
     return advantage_T.detach()
+
+
+def gap_gate(
+    teacher_logp_T: Tensor,
+    sampler_logp_T: Tensor,
+    *,
+    temperature: float,
+    direction: GateDirection,
+) -> Tensor:
+    """σ(±(log q − log μ) / temperature) of each sampled token, detached: a weight in (0, 1).
+
+    "endorsed" weighs tokens up that the teacher finds likelier than the sampler did; "rejected"
+    those that it finds less likely.
+    """
+    gap_T = (teacher_logp_T - sampler_logp_T).detach()
+    sign = 1.0 if direction == "endorsed" else -1.0
+    return (sign * gap_T / temperature).sigmoid()
 
 
 def unlikely_advantage(sampler_logp_T: Tensor, *, below: float) -> Tensor:

@@ -52,6 +52,18 @@ class EntropyAware(Section):
     weight: PositiveFloat = 1.0
 
 
+class GapGate(Section):
+    """A weight for each token by the teacher's gap: σ(±(log q − log μ) / temperature), at most 1, and
+    ½ where teacher and sampler agree. It gets no gradient."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    temperature: PositiveFloat = 1.0
+    """In nats: the smaller, the more it is a switch."""
+    direction: Literal["endorsed", "rejected"] = "endorsed"
+    """endorsed: tokens that the teacher finds likelier than the student count more, rejected ones
+    less. rejected: the other way around."""
+
+
 class LossBase(Section):
     weight: PositiveFloat = 1.0
     on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
@@ -64,6 +76,10 @@ class LossBase(Section):
     normalize_tokens: PositiveInt | None = None
     """With normalize = 'constant', which needs it: tokens that a trajectory counts for, e.g.
     rollout.max_new_tokens."""
+    route_weights: Literal["equal"] | Mapping[str, PositiveFloat] | None = None
+    """With teacher.kind = 'routes': the tasks of each route are averaged on their own, and their
+    means with these weights (the same for all, or a table by route), over the routes that a step
+    has. Unset: one mean over all, in which a route counts by its tokens."""
     name: str | None = None
     """Its name in the metrics. Unset: its kind."""
 
@@ -96,6 +112,8 @@ class DivergenceLoss(LossBase):
     entropy_aware: EntropyAware | None = None
     extrapolate: PositiveFloat = 1.0
     """λ: the target is q^λ · ref^(1−λ), normalized; above 1 it extrapolates beyond the teacher."""
+    gate: GapGate | None = None
+    """Weigh the student's sampled tokens by the teacher's gap. Unset: all count the same."""
 
     @model_validator(mode="after")
     def _parameters_belong(self) -> DivergenceLoss:
@@ -104,6 +122,8 @@ class DivergenceLoss(LossBase):
                 "extrapolate goes from the reference through the teacher; use against "
                 "= 'teacher' with it"
             )
+        if self.against == "reference" and self.gate is not None:
+            raise ValueError("gate is by the teacher's gap; use against = 'teacher' with it")
         for name, value in (("beta", self.beta), ("alpha", self.alpha)):
             if value is not None and name in self.parameters:
                 raise ValueError(f"{name} is set twice; remove it from `parameters`")
@@ -160,6 +180,8 @@ class PolicyGradientLoss(LossBase):
     to the mean of its group's turns, in addition to the episode's reward."""
     penalized_events: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """With turn_penalty: the kinds of events that count as an error. Unset: all."""
+    gate: GapGate | None = None
+    """With advantage = 'teacher_gap': weigh tokens by that gap. Unset: all count the same."""
     unlikely_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With advantage = 'unlikely', which needs it: the sampler's probability below which a token
     is pushed down, e.g. 0.1."""
@@ -181,6 +203,8 @@ class PolicyGradientLoss(LossBase):
     def _combinations(self) -> PolicyGradientLoss:
         if self.advantage != "teacher_gap" and (self.baseline or self.extrapolate != 1.0):
             raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
+        if self.advantage != "teacher_gap" and self.gate is not None:
+            raise ValueError("gate is by the teacher's gap; use advantage = 'teacher_gap' with it")
         if self.advantage != "reward" and (self.scale_by_std or self.turn_penalty):
             raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
         if self.advantage != "reward" and (
@@ -232,6 +256,8 @@ class PreferenceLoss(LossBase):
             raise ValueError(
                 f"normalize = {self.normalize!r}: preferences are averaged over pairs; remove it"
             )
+        if self.route_weights is not None:
+            raise ValueError("route_weights: preferences are averaged over pairs; remove it")
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -23,6 +24,7 @@ from courtside.recipe.teacher import (
     RoutedTeacherConfig,
     SelfTeacherConfig,
     TeacherConfig,
+    choose_route,
 )
 from courtside.recipe.train import TrainConfig
 from courtside.types import Split
@@ -99,6 +101,12 @@ class Recipe(Section):
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
+
+    def route_of(self, tags: Sequence[str]) -> str | None:
+        """The route of a task with these tags; None: the teacher has no routes."""
+        if not isinstance(self.teacher, RoutedTeacherConfig):
+            return None
+        return choose_route(tags, self.teacher.routes, self.teacher.default)
 
     def reward_names(self) -> tuple[str, ...]:
         return tuple(reward.name or reward.kind for reward in self.rewards)

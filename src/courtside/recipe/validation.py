@@ -15,6 +15,11 @@ from courtside.recipe.reader import (
     RuleReaderConfig,
 )
 from courtside.recipe.recipe import Recipe
+from courtside.recipe.reward_validation import (
+    find_gate_problems,
+    find_reward_problems,
+    find_route_problems,
+)
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
@@ -48,7 +53,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     for index, loss in enumerate(recipe.losses):
         for problem in _loss_problems(recipe, loss):
             yield f"losses[{index}] ({loss.kind}): {problem}"
-    yield from _reward_problems(recipe)
+    yield from find_reward_problems(recipe)
     yield from _teacher_problems(recipe)
     for name, changes in recipe.evaluate.suites.items():
         if not name.isidentifier():
@@ -129,6 +134,8 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
+    yield from find_route_problems(recipe, loss)
+    yield from find_gate_problems(recipe, loss)
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
@@ -173,29 +180,6 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
             "'teacher' (with rollout.student_fraction below 1); as a control, on = 'student' with "
             "self_imitation = true"
         )
-
-
-def _reward_problems(recipe: Recipe) -> Iterator[str]:
-    names = recipe.reward_names()
-    if len(set(names)) != len(names):
-        yield f"rewards: two are logged as the same name in {list(names)}; give each its own `name`"
-    is_compared = any(
-        loss.kind == "policy_gradient" and loss.advantage == "reward" for loss in recipe.losses
-    )
-    if recipe.rewards and not is_compared:
-        yield (
-            "rewards: no loss uses them; add a loss of kind = 'policy_gradient' with advantage = "
-            "'reward', or remove the section"
-        )
-    longest = recipe.rollout.max_new_tokens
-    for index, reward in enumerate(recipe.rewards):
-        is_single_turn = not recipe.tasks.is_environment
-        if reward.kind == "length" and is_single_turn and reward.free_tokens >= longest:
-            yield (
-                f"rewards[{index}] (length): free_tokens = {reward.free_tokens}, and no answer is "
-                f"longer than rollout.max_new_tokens = {longest}, so the penalty is always 0. Set "
-                "free_tokens lower"
-            )
 
 
 def _teacher_problems(recipe: Recipe) -> Iterator[str]:

@@ -7,7 +7,7 @@ denominators and group-relative advantages must not depend on the split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -89,8 +89,10 @@ def make_loss_terms(
     scored: Sequence[Scored],
     *,
     rewards: Mapping[str, Reward] | None = None,
+    route_of: Callable[[Sequence[str]], str | None] = lambda tags: None,
 ) -> list[LossTerm]:
-    """`rewards`: by name, what the reward is the sum of; None: it is the grade."""
+    """`rewards`: by name, what the reward is the sum of; None: it is the grade. `route_of`: from a
+    task's tags to the route of its teacher."""
     result = []
     for loss, name in zip(losses, names, strict=True):
         masks = {s.trajectory.id: mask for s in scored if any(mask := select_tokens(loss, s))}
@@ -100,7 +102,7 @@ def make_loss_terms(
             compared = compute_advantages(loss, on, rewards or {})
             if loss.zero_variance_groups == "drop":
                 on = [s for s in on if s.trajectory.id not in compared.zero_variance]
-        weight, denominator = weigh_tokens(loss, on, masks)
+        weight, denominator = weigh_routes(loss, on, masks, route_of)
         term = LossTerm(
             name=name,
             loss=loss,
@@ -146,6 +148,12 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
         return none
     if loss.kind == "policy_gradient" and trajectory.source == "dataset":
         return none  # not sampled, so it has no sampling probability
+    if (
+        loss.kind == "divergence"
+        and loss.gate is not None
+        and (trajectory.source != "student" or trajectory.sampler_logp is None)
+    ):
+        return none  # a gate compares the teacher with the student that sampled the token
     where = all_
     if loss.on in ("hinted_turns", "unhinted_turns"):
         hinted = {j.hint.turn for j in scored.hints if j.drop_reason in (None, "harmful")}
@@ -159,6 +167,32 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
         columns = zip(where, scored.target_mask, trajectory.turn_of, strict=True)
         return tuple(on and (has_target or turn in harmful) for on, has_target, turn in columns)
     return where
+
+
+def weigh_routes(
+    loss: Loss,
+    on: Sequence[Scored],
+    masks: TrainedTokens,
+    route_of: Callable[[Sequence[str]], str | None],
+) -> tuple[dict[str, tuple[float, ...]], int]:
+    """As `weigh_tokens`; with route weights, a weighted mean of the means of the step's routes."""
+    if loss.route_weights is None or not on:
+        return weigh_tokens(loss, on, masks)
+    routes: dict[str, list[Scored]] = {}
+    for s in on:
+        route = route_of(s.trajectory.task.tags)
+        assert route is not None, "the teacher has routed this task"
+        routes.setdefault(route, []).append(s)
+    factors = loss.route_weights
+    importance = {r: 1.0 if factors == "equal" else factors[r] for r in routes}
+    parts = {route: weigh_tokens(loss, members, masks) for route, members in routes.items()}
+    denominator = sum(size for _, size in parts.values())
+    weight: dict[str, tuple[float, ...]] = {}
+    for route, (weights, size) in parts.items():
+        # Over the common denominator this is the route's own mean times its share.
+        factor = importance[route] / sum(importance.values()) * denominator / size
+        weight |= {id: tuple(factor * w for w in row) for id, row in weights.items()}
+    return weight, denominator
 
 
 def weigh_tokens(

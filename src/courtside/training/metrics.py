@@ -114,6 +114,8 @@ def record_losses(groups: Iterable[GroupLoss], metrics: MetricAccumulator) -> No
         for term, value_N in values:
             weight_N = batch.weight_CN[term.name]
             metrics.add_loss(term.name, (value_N * weight_N).sum() / term.denominator)
+            if (gate_N := batch.gate_CN.get(term.name)) is not None:
+                metrics.mean(f"{term.name}/gate", gate_N, where=weight_N > 0)
         if divergence is not None and divergence.overlap_N is not None:
             assert divergence.student_mass_N is not None and divergence.teacher_mass_N is not None
             metrics.mean("topk_mass/student", divergence.student_mass_N)

@@ -114,7 +114,9 @@ class Student:
     def make_terms(self, scored: Sequence[Scored]) -> list[LossTerm]:
         recipe = self.recipe
         rewards = dict(zip(recipe.reward_names(), recipe.rewards, strict=True))
-        return make_loss_terms(recipe.losses, recipe.loss_names(), scored, rewards=rewards)
+        return make_loss_terms(
+            recipe.losses, recipe.loss_names(), scored, rewards=rewards, route_of=recipe.route_of
+        )
 
     def accumulate(
         self,
