@@ -53,8 +53,8 @@ class EntropyAware(Section):
 
 
 class GapGate(Section):
-    """A weight for each token by the teacher's gap: σ(±(log q − log μ) / temperature), at most 1, and
-    ½ where teacher and sampler agree. It gets no gradient."""
+    """A weight for each token by the teacher's gap: σ(±(log q − log μ) / temperature), at most 1,
+    without gradient, and ½ where teacher and sampler agree."""
 
     kind: Literal["sigmoid"] = "sigmoid"
     temperature: PositiveFloat = 1.0

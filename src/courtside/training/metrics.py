@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from courtside.recipe import Recipe
 from courtside.training.head import GroupLoss
 from courtside.training.loss_terms import LossTerm
 from courtside.training.token_batch import TokenBatch
@@ -147,4 +148,14 @@ def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
             row["reward/sum"] = rewards.mean
         row["reward/groups"] = rewards.num_groups
         row["reward/zero_variance_groups"] = rewards.num_zero_variance_groups
+    return row
+
+
+def schedule_metrics(recipe: Recipe, step: int) -> dict[str, float]:
+    """What the recipe says that depends on the step."""
+    row: dict[str, float] = {}
+    turn_limit = recipe.rollout.limits.turns_at(step)
+    if turn_limit is not None:
+        row["turn_limit"] = turn_limit
+    row["learning_rate"] = recipe.learning_rate_at(step)
     return row

@@ -46,7 +46,12 @@ from courtside.training.loss_terms import (
     make_loss_terms,
     preference_pairs,
 )
-from courtside.training.metrics import MetricAccumulator, record_losses, reward_metrics
+from courtside.training.metrics import (
+    MetricAccumulator,
+    record_losses,
+    reward_metrics,
+    schedule_metrics,
+)
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
@@ -103,7 +108,7 @@ class Student:
                 "grad_norm": 0.0,
                 **metrics.means(),
                 **reward_metrics(terms),
-                "learning_rate": rate,
+                **schedule_metrics(self.recipe, step),
             },
             num_tokens={term.name: term.num_tokens for term in terms},
             student_logp=logps.student,
