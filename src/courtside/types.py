@@ -171,6 +171,9 @@ class Trajectory:
     fault: str | None = None
     """The bug in the environment that ended the episode (`stop` is "fault", and there is no grade);
     it says nothing about the student."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """By the name of the recipe's reward, not weighted; None: user code raised. Empty: the recipe
+    has no [[rewards]], and the grade is the reward."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
 

@@ -29,6 +29,7 @@ from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
+from courtside.rollout.rewarded import RewardedRollout
 from courtside.runtime import Rollout, Runtime
 from courtside.training.student import Student
 
@@ -99,6 +100,8 @@ def assemble(
         )
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
+    if inputs.rewards:
+        rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()

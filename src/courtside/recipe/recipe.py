@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
+from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
@@ -22,6 +24,7 @@ from courtside.recipe.teacher import (
     RoutedTeacherConfig,
     SelfTeacherConfig,
     TeacherConfig,
+    choose_route,
 )
 from courtside.recipe.train import TrainConfig
 from courtside.types import Split
@@ -36,6 +39,7 @@ class Recipe(Section):
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
+    rewards: tuple[Reward, ...] = ()
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -97,6 +101,15 @@ class Recipe(Section):
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
+
+    def route_of(self, tags: Sequence[str]) -> str | None:
+        """The route of a task with these tags; None: the teacher has no routes."""
+        if not isinstance(self.teacher, RoutedTeacherConfig):
+            return None
+        return choose_route(tags, self.teacher.routes, self.teacher.default)
+
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
     def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:

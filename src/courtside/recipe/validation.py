@@ -15,6 +15,11 @@ from courtside.recipe.reader import (
     RuleReaderConfig,
 )
 from courtside.recipe.recipe import Recipe
+from courtside.recipe.reward_validation import (
+    find_gate_problems,
+    find_reward_problems,
+    find_route_problems,
+)
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
@@ -48,6 +53,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     for index, loss in enumerate(recipe.losses):
         for problem in _loss_problems(recipe, loss):
             yield f"losses[{index}] ({loss.kind}): {problem}"
+    yield from find_reward_problems(recipe)
     yield from _teacher_problems(recipe)
     for name, changes in recipe.evaluate.suites.items():
         if not name.isidentifier():
@@ -128,6 +134,8 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
+    yield from find_route_problems(recipe, loss)
+    yield from find_gate_problems(recipe, loss)
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
@@ -165,10 +173,12 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
                 "set rollout.samples_per_prompt to 2 or more"
             )
     is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
-    if is_imitation and has_source["student"]:
+    is_control = loss.kind == "cross_entropy" and loss.self_imitation
+    if is_imitation and has_source["student"] and not is_control:
         yield (
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
-            "'teacher' (with rollout.student_fraction below 1)"
+            "'teacher' (with rollout.student_fraction below 1); as a control, on = 'student' with "
+            "self_imitation = true"
         )
 
 

@@ -94,6 +94,8 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
             "what would have been right, so rollout.corrections has nothing to imitate. Put it "
             "into the events' details as `correct`, or remove rollout.corrections"
         )
+    if update.metrics.get("reward/zero_variance_groups"):
+        return  # zero_variance_groups = "drop": all samples of every prompt have equal rewards
     raise RunError(
         f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
         f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "

@@ -32,6 +32,7 @@ def compute_metrics(
         row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
         row["reward/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
         row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
+    row |= reward_metrics(trajectories)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
         row["length/mean"] = sum(lengths) / len(lengths)
@@ -57,6 +58,25 @@ def compute_metrics(
     clash = row.keys() & update.metrics.keys()
     assert not clash, f"metrics with the names of other columns: {clash}"
     return row | dict(update.metrics)
+
+
+def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
+    """Of each reward of the recipe, not weighted; empty where it has none."""
+    row: Row = {}
+    rewarded = [trajectory for trajectory in trajectories if trajectory.rewards]
+    for name in rewarded[0].rewards if rewarded else ():
+        groups: dict[str, set[float]] = {}
+        values = []
+        for trajectory in rewarded:
+            if (value := trajectory.rewards[name]) is not None:
+                values.append(value)
+                groups.setdefault(trajectory.task.id, set()).add(value)
+        if values:
+            num_varied = sum(len(distinct) > 1 for distinct in groups.values())
+            row[f"reward/{name}/mean"] = sum(values) / len(values)
+            row[f"reward/{name}/varied"] = num_varied / len(groups)
+        row[f"reward/{name}/errors"] = len(rewarded) - len(values)
+    return row
 
 
 def event_metrics(trajectories: Sequence[Trajectory]) -> Row:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
+from courtside.recipe.teacher import choose_route
 from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Sample, Scored, Target, Task, Trajectory
 
@@ -43,7 +44,7 @@ class RoutedTeachers:
         return [samples[i] for i in range(len(tasks))]
 
     def route(self, task: Task) -> str:
-        tag = next((tag for tag in task.tags if tag in self.routes), self.default)
+        tag = choose_route(task.tags, self.routes, self.default)
         if tag is None:
             raise TaskError(
                 f"task {task.id}: none of its tags {list(task.tags)} has a route "

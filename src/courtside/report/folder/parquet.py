@@ -180,6 +180,7 @@ def _schema() -> Any:
             ("grade_feedback", pa.string()),
             ("grade_error", pa.string()),
             ("fault", pa.string()),
+            ("rewards", pa.string()),
             ("preference", pa.string()),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
@@ -204,6 +205,7 @@ def _serialize_row(scored: Scored, student_logp: tuple[float, ...] | None) -> Tr
     return {
         **tree,
         "task": json.dumps(tree["task"]),
+        "rewards": json.dumps(tree["rewards"]),
         **{f"grade_{name}": grade.get(name) for name in GRADE},
         "teacher": target and target.teacher,
         "context": target and target.context,
@@ -239,6 +241,7 @@ def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
         turns=turns,
         grade=None if grade["passed"] is None else _parse_grade(grade),
         fault=row.get("fault"),
+        rewards=json.loads(row.get("rewards") or "{}"),
     )
 
 
@@ -294,6 +297,7 @@ def serialize_trajectory(trajectory: Trajectory) -> Tree:
             for turn in trajectory.turns
         ],
         "grade": None if grade is None else serialize_record(grade),
+        "rewards": dict(trajectory.rewards),
     }
 
 
