@@ -94,8 +94,8 @@ class ChatTemplate:
 
     def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         cut = unused_noncharacters(messages)[0]
-        asked, prefill = split_prefill(messages)
-        prompt = self.tokenize(self.render(asked, cut, add_generation_prompt=True), cut)
+        request, prefill = split_prefill(messages)
+        prompt = self.tokenize(self.render(request, cut, add_generation_prompt=True), cut)
         return prompt + self.tokenize(self._split_special(prefill, cut), cut)
 
     def count_prompt_tokens(
@@ -112,10 +112,10 @@ class ChatTemplate:
     def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
         """Ids of a text from outside as the answer to `messages`, its EOS token included. After a
         prefill, those of the text alone."""
-        asked, prefill = split_prefill(messages)
-        conversation = (*asked, Message(role="assistant", content=prefill + text))
+        request, prefill = split_prefill(messages)
+        conversation = (*request, Message(role="assistant", content=prefill + text))
         cut = unused_noncharacters(conversation)[0]
-        before = self.render(asked, cut, add_generation_prompt=True)
+        before = self.render(request, cut, add_generation_prompt=True)
         before += self._split_special(prefill, cut)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
         if not rendered.startswith(before):
@@ -275,9 +275,9 @@ def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """What is asked, and the start of the answer; empty: none is given."""
-    *asked, last = messages
-    return (asked, last.content) if asked and last.role == "assistant" else (messages, "")
+    """What is request, and the start of the answer; empty: none is given."""
+    *request, last = messages
+    return (request, last.content) if request and last.role == "assistant" else (messages, "")
 
 
 def message_tree(message: Message) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def make_map(seed: int) -> Map:
         neighbors[active[index]].append(cell)
         neighbors[cell] = [active[index]]
         active.append(cell)
-    return {cell: tuple(sorted(others)) for cell, others in sorted(neighbors.items())}
+    return {cell: tuple(sorted(open_cells)) for cell, open_cells in sorted(neighbors.items())}
 
 
 def _adjacent(cell: str) -> list[str]:
@@ -135,11 +135,11 @@ def _wander(config: MazeTasks, start: str, goal: str, random: SeededRandom) -> l
     for _ in range(random.randbelow(distances[start])):
         cells.append(_nearest(neighbors[cells[-1]], distances))
     for _ in range(random.randint(1, config.detour)):
-        others = [cell for cell in neighbors[cells[-1]] if cell != goal]
-        ahead = [cell for cell in others if len(cells) < 2 or cell != cells[-2]]
-        if not others:
+        open_cells = [cell for cell in neighbors[cells[-1]] if cell != goal]
+        ahead = [cell for cell in open_cells if len(cells) < 2 or cell != cells[-2]]
+        if not open_cells:
             break
-        cells.append(random.choice(ahead or others))
+        cells.append(random.choice(ahead or open_cells))
     return cells
 
 

@@ -3,6 +3,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiny_model import tiny_tokenizer
 
 from courtside.chat.template import ChatTemplate
 from courtside.recipe.tasks import MazeTasks
@@ -10,7 +11,6 @@ from courtside.tasks.graders import grade
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.maze import COLUMNS, ROWS, find_distances, make_map, maze_space
 from courtside.types import Task
-from tests.support.tiny_model import tiny_tokenizer
 
 SEEDS = st.integers(1, 50)
 
@@ -31,7 +31,7 @@ def test_a_map_is_a_tree_over_all_cells(seed: int) -> None:
     """Connected with one edge fewer than cells, so every shortest way is the only one."""
     neighbors = make_map(seed)
     assert set(neighbors) == {column + row for column in COLUMNS for row in ROWS}
-    edges = {frozenset((a, b)) for a, others in neighbors.items() for b in others}
+    edges = {frozenset((a, b)) for a, open_cells in neighbors.items() for b in open_cells}
     assert len(edges) == len(neighbors) - 1
     assert find_distances(seed, "A0").keys() == neighbors.keys()
     for a, b in edges:
@@ -56,9 +56,9 @@ def test_every_completion_arrives_and_a_wrong_one_does_not(fields: dict[str, obj
 def test_a_wrong_turn_is_mended_by_coming_back_but_not_forever() -> None:
     task = make_task_source(config(), seed=0).batch(0, 1)[0]
     assert task.completion is not None
-    first, second, *rest = task.completion.split()
-    assert is_passed(task, " ".join([first, second, first, second, *rest]))
-    assert not is_passed(task, " ".join([*[first, second] * 40, *rest]))
+    first, second, *remaining = task.completion.split()
+    assert is_passed(task, " ".join([first, second, first, second, *remaining]))
+    assert not is_passed(task, " ".join([*[first, second] * 40, *remaining]))
 
 
 def test_ways_have_the_lengths_that_were_asked_for() -> None:
