@@ -21,6 +21,8 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
+Correction = Literal["choose", "rewrite"]
+"""The way of a recipe's `drafts` that made a trajectory a correction of another."""
 StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time", "fault"]
 
 
@@ -109,6 +111,15 @@ class Sample:
         return min((span.version for span in self.policy_versions), default=requested)
 
 
+class TokenUsage(NamedTuple):
+    """Tokens of one model in a stage."""
+
+    input_tokens: int = 0
+    """Prompts, and sequences that were scored."""
+    output_tokens: int = 0
+    """Sampled tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """An error in one assistant turn, as its environment reports it."""
@@ -176,6 +187,12 @@ class Trajectory:
     has no [[rewards]], and the grade is the reward."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
+    draft: str | None = None
+    """Id of the student's trajectory that this one corrects or is preferred to; None: of none."""
+    correction: Correction | None = None
+    """How it corrects `draft`: it ranks above it (`choose`), or repairs it (`rewrite`)."""
+    critique: str | None = None
+    """What a critic wrote about it, for a teacher's context."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -215,6 +232,11 @@ class Trajectory:
         """Indices of turns that can get a hint: assistant turns with completion tokens."""
         turns = enumerate(self.turns)
         return tuple(i for i, t in turns if t.role == "assistant" and any(t.completion_mask))
+
+    @property
+    def is_draft_copy(self) -> bool:
+        """Whether it repeats a turn of a student's episode as the worse member of a pair."""
+        return self.correction is not None and self.preference == "worse"
 
     @property
     def response(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.drafts import DraftFactory
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
@@ -113,6 +114,15 @@ def assemble(
             "hints are scored before the update, which takes a second pass over the trajectories "
             f"({score_first_reason})"
         )
+    drafts = DraftFactory(
+        recipe=recipe,
+        teacher=teacher.teacher,
+        template=incremental,
+        context_length=engine.context_length,
+        grade=make_grader(recipe),
+        environment=environment,
+        progress=progress,
+    )
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
         ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
@@ -121,6 +131,7 @@ def assemble(
         recipe=recipe,
         tasks=tasks,
         rollout=rollout,
+        drafts=drafts.make_stages(),
         reader=reader,
         teacher=teacher,
         student=student,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
+from courtside.assemble.drafts import check_drafts
 from courtside.assemble.hint_checks import check_penalties, check_readers
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
@@ -59,6 +60,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
     check_penalties(recipe, tasks)
+    check_drafts(recipe, tasks, template)
     check_demonstrations(recipe, environment, tasks)
     return Inputs(
         tokenizer=tokenizer,

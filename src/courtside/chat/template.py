@@ -275,7 +275,7 @@ def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """What is request, and the start of the answer; empty: none is given."""
+    """The request, and the start of the answer; empty: none is given."""
     *request, last = messages
     return (request, last.content) if request and last.role == "assistant" else (messages, "")
 

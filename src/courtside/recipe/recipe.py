@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from courtside.recipe.base import Section
+from courtside.recipe.drafts import DraftConfig
 from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
@@ -36,6 +37,8 @@ class Recipe(Section):
     student: StudentConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    drafts: tuple[DraftConfig, ...] = ()
+    """Corrections of what the student sampled, in their order."""
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
@@ -98,6 +101,16 @@ class Recipe(Section):
     def trains_on_data(self) -> bool:
         """Whether some trajectories are the tasks' own `completion`."""
         return self.rollout.off_policy == "dataset"
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether a draft stage makes preference pairs."""
+        return any(config.makes_pairs for config in self.drafts)
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a draft stage adds repairs, whose source is the teacher."""
+        return any(config.kind == "rewrite" for config in self.drafts)
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)

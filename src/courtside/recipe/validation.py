@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.draft_validation import find_draft_problems
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import (
@@ -71,6 +72,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
+    yield from find_draft_problems(recipe)
     yield from _size_problems(recipe)
     if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
         yield (
@@ -139,20 +141,29 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
-        if high > 0 or rollout.off_policy_source != "dataset":
+        if recipe.makes_pairs:
+            if loss.on != "all":
+                yield f"on = {loss.on!r}: a pair trains as a whole; remove it"
+        elif high > 0 or rollout.off_policy_source != "dataset":
             yield (
-                "preference pairs come from the tasks (`completion` and `rejected`); "
-                "set rollout.student_fraction = 0"
+                "preference pairs come from the tasks (`completion` and `rejected`); set "
+                "rollout.student_fraction = 0. Or from the student's samples; add [[drafts]] with "
+                "kind = 'choose'"
             )
-        if loss.on not in ("all", "dataset"):
+        elif loss.on not in ("all", "dataset"):
             yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
         return
+    if loss.on == "chosen" and not recipe.makes_pairs:
+        yield (
+            "on = 'chosen' are the better members of preference pairs; add [[drafts]] with kind = "
+            "'choose'"
+        )
     # The source of stored trajectories is known when they are read.
     is_stored = recipe.tasks.kind == "trajectories"
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or is_stored,
+        "teacher": rollout.off_policy == "teacher" or recipe.rewrites or is_stored,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -162,7 +173,8 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        if (low < 1 or rollout.corrections) and loss.on not in ("student", "hinted_turns"):
+        has_other_authors = low < 1 or rollout.corrections or recipe.rewrites
+        if has_other_authors and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
                 "set on = 'student', or rollout.student_fraction = 1"
@@ -172,13 +184,14 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
                 "advantage = 'reward' compares samples of one prompt; "
                 "set rollout.samples_per_prompt to 2 or more"
             )
-    is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
+    corrected = ("dataset", "teacher", "chosen")
+    is_imitation = loss.kind == "cross_entropy" and loss.on not in corrected
     is_control = loss.kind == "cross_entropy" and loss.self_imitation
     if is_imitation and has_source["student"] and not is_control:
         yield (
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
-            "'teacher' (with rollout.student_fraction below 1); as a control, on = 'student' with "
-            "self_imitation = true"
+            "'teacher' (with rollout.student_fraction below 1), or 'chosen' (with [[drafts]]); as "
+            "a control, on = 'student' with self_imitation = true"
         )
 
 
@@ -194,13 +207,16 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
         differs = teacher.context or recipe.reader or recipe.needs_reference
+        differs = differs or not any(map(_needs_teacher, recipe.losses))
         if teacher.weights == "live" and not differs:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    is_used = recipe.rollout.off_policy_source == "teacher" or any(
-        map(_needs_teacher, recipe.losses)
+    is_used = (
+        recipe.rollout.off_policy_source == "teacher"
+        or any(map(_needs_teacher, recipe.losses))
+        or any(config.asks_teacher for config in recipe.drafts)
     )
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"

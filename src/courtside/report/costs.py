@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 
-from courtside.types import Evaluation, Scored, Trajectory, Update
+from courtside.types import Evaluation, Scored, TokenUsage, Trajectory, Update
 
 SLOWDOWN_FACTOR = 3
 """How much slower than the run's median a step must be to count as slow."""
@@ -110,8 +111,10 @@ class CostMeter:
         *,
         sizes: ModelSizes,
         is_recorded: bool,
+        draft_usage: Mapping[str, TokenUsage] = MappingProxyType({}),
     ) -> StepCost:
-        """`is_recorded`: the trajectories were not sampled in this step."""
+        """`is_recorded`: the trajectories were not sampled in this step. `draft_usage`: of the
+        draft stages, by model; an endpoint's model has an unknown size."""
         size = sizes.student
         num_student = num_teacher = 0
         # Summed by itself: the difference of two totals would depend on the steps before.
@@ -125,7 +128,8 @@ class CostMeter:
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not is_recorded:
+            is_sampled = s.trajectory.correction != "rewrite"  # which `draft_usage` counts
+            if is_sampled and s.trajectory.source != "dataset" and not is_recorded:
                 num_sampled = s.trajectory.num_completion_tokens
                 is_student = s.trajectory.source == "student"
                 writer_size = size if is_student else teacher_size
@@ -157,6 +161,10 @@ class CostMeter:
             teacher_tokens=num_teacher,
             flops=step_flops,
         )
+
+        for name, usage in draft_usage.items():
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
+            self.add("drafts", **usage._asdict(), flops=flops)
 
     def add_evaluation(self, evaluation: Evaluation, sizes: ModelSizes) -> None:
         metrics, size = evaluation.metrics, sizes.student

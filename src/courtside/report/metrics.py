@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from courtside.report.costs import StepCost
@@ -11,6 +12,7 @@ from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+DRAFTS = "drafts/"
 
 
 def compute_metrics(
@@ -18,11 +20,13 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    draft_counts: Mapping[str, int] = MappingProxyType({}),
     *,
     cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    trajectories = [s.trajectory for s in scored]
+    # Repairs of drafts are the teacher's, and `drafts/` counts them.
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction != "rewrite"]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -48,6 +52,7 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
+    row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if cost is not None:
         row["cost/student_tokens"] = cost.student_tokens

@@ -29,6 +29,7 @@ from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
+    Event,
     Grade,
     Observation,
     Sample,
@@ -352,14 +353,31 @@ def reply_passes(
     turn: int,
     reply: str,
 ) -> bool:
-    """Whether `reply`, in place of that turn, causes no event. The episode is replayed up to that
-    turn: it follows from its task and the student's replies."""
-    earlier_replies = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
-
+    """Whether `reply`, in place of that turn, causes no event."""
     try:
-        episode = start(trajectory.task)
-        for text in earlier_replies:
-            episode.step(text)
-        return not episode.step(reply).events
+        return not _replay(start, trajectory, turn, reply)[1].events
     except EnvironmentFault:
         return False
+
+
+def replay_with_reply(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[tuple[Event, ...], Grade | None]:
+    """Events of `reply` in place of that turn, and the grade where it was the episode's last; a
+    fault of the environment is an event."""
+    is_last = not any(t.role == "assistant" for t in trajectory.turns[turn + 1 :])
+    try:
+        episode, observation = _replay(start, trajectory, turn, reply)
+        return observation.events, episode.grade() if is_last else None
+    except EnvironmentFault as fault:
+        return (Event(kind="environment_fault", details={"message": str(fault)}),), None
+
+
+def _replay(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[Episode, Observation]:
+    """The episode follows from its task and the student's replies up to that turn."""
+    episode = start(trajectory.task)
+    for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
+        episode.step(text)
+    return episode, episode.step(reply)

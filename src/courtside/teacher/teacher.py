@@ -19,6 +19,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import (
     Engine,
     InProcessEngine,
+    PromptSize,
     SampleRequest,
     Sampling,
     ScoreRequest,
@@ -156,14 +157,26 @@ class Teacher:
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Sample]:
         """Samples of the teacher itself, with the context that is known before any answer."""
-        requests = []
-        for task, seed in zip(tasks, seeds, strict=True):
-            messages = task.messages
-            if self.context and (text := task_context(self.context, task)) is not None:
-                messages = insert_context_text(self.context, task, text)
-            requests.append(SampleRequest(prompt_ids=self.renderer.prompt_ids(messages), seed=seed))
+        requests = [
+            SampleRequest(prompt_ids=self._prompt_ids(task), seed=seed)
+            for task, seed in zip(tasks, seeds, strict=True)
+        ]
         with self.weights():
-            return self.engine.sample(requests, sampling)
+            return self.engine.sample(requests, sampling) if requests else []
+
+    def measure_prompt(self, task: Task) -> PromptSize:
+        """Of what `write` samples after."""
+        return PromptSize(
+            model=self.name,
+            num_tokens=len(self._prompt_ids(task)),
+            context_length=self.engine.context_length,
+        )
+
+    def _prompt_ids(self, task: Task) -> tuple[int, ...]:
+        messages = task.messages
+        if self.context and (text := task_context(self.context, task)) is not None:
+            messages = insert_context_text(self.context, task, text)
+        return self.renderer.prompt_ids(messages)
 
     def _defer(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], scorer: HintScorer

@@ -34,6 +34,8 @@ VERSION_KEY = b"courtside.schema_version"
 GRADE = ("score", "passed", "feedback", "error")
 PLAIN = ("id", "source", "policy_version", "temperature", "stop", "preference")
 """Fields of a trajectory that are stored as they are."""
+DRAFT = ("draft", "correction", "critique")
+"""The same, of trajectories that a draft stage added or marked; older files have none."""
 
 Tree = dict[str, Any]
 
@@ -182,6 +184,7 @@ def _schema() -> Any:
             ("fault", pa.string()),
             ("rewards", pa.string()),
             ("preference", pa.string()),
+            *((name, pa.string()) for name in DRAFT),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
             ("context", pa.string()),
@@ -242,6 +245,9 @@ def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
         grade=None if grade["passed"] is None else _parse_grade(grade),
         fault=row.get("fault"),
         rewards=json.loads(row.get("rewards") or "{}"),
+        draft=row.get("draft"),
+        correction=row.get("correction"),
+        critique=row.get("critique"),
     )
 
 
