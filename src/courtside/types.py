@@ -172,6 +172,13 @@ class Trajectory:
     it says nothing about the student."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
+    pair: str | None = None
+    """Names the pair of a member that only preference losses train, so that a task can have several
+    pairs; None: members pair by their task."""
+    draft: str | None = None
+    """Id of the trajectory that this corrects; None: it corrects none."""
+    correction: str | None = None
+    """How it corrects its draft, e.g. "takeover"; None: it is no correction."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -270,6 +277,24 @@ class HintOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeoverOutcome:
+    """What became of a draft that was selected for a take-over by the teacher."""
+
+    turn: int | None
+    """Index of the turn in which the teacher takes over; None: no turn was located."""
+    teacher: str | None = None
+    """Name of the teacher; None: it never sampled."""
+    num_input_tokens: int = 0
+    """What the teacher was given: its prompt, the student's tokens and the environment's."""
+    num_sampled_tokens: int = 0
+    stop: StopReason | None = None
+    grade: Grade | None = None
+    """Of the answer or episode that the teacher finished."""
+    drop_reason: str | None = None
+    """Why it does not train, e.g. "not_passed", "replay"; None: it trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """A turn with a hint before it: what follows the trunk's first `splice` ids."""
 
@@ -358,6 +383,8 @@ class Scored:
     """The student before training, where a loss needs it (extrapolation, preference)."""
     hints: tuple[HintOutcome, ...] = ()
     """Hints for this trajectory, also those that were dropped."""
+    takeover: TakeoverOutcome | None = None
+    """What became of this draft's take-over; None: it was not selected for one."""
 
     @property
     def hint_context(self) -> str:

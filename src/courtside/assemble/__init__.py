@@ -12,6 +12,7 @@ from courtside.assemble.rollouts import (
     make_offline_rollout,
     make_single_turn_rollout,
 )
+from courtside.assemble.takeovers import make_takeover
 from courtside.assemble.teachers import (
     Serve,
     TeacherFactory,
@@ -83,6 +84,11 @@ def assemble(
     )
     teacher = teachers.make_stage()
     notes += teachers.notes
+    if recipe.takeover is not None:
+        teacher.take_over = make_takeover(
+            recipe, recipe.takeover, teacher=teacher.teacher, environment=environment,
+            template=incremental, engine=engine, progress=progress,
+        )  # fmt: skip
 
     rollout: Rollout
     run_episodes: RunEpisodes | None = None

@@ -15,6 +15,7 @@ from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rea
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
+from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.tasks import TasksConfig
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
@@ -36,6 +37,7 @@ class Recipe(Section):
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
+    takeover: TakeoverConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

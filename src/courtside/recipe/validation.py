@@ -16,6 +16,7 @@ from courtside.recipe.reader import (
 )
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
@@ -62,6 +63,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
                 if details["type"] == "union_tag_invalid":
                     text = f"kind = {changes['kind']!r} is not known; leave it out"
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
+    yield from find_takeover_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
@@ -131,20 +133,22 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
-        if high > 0 or rollout.off_policy_source != "dataset":
+        makes_pairs = recipe.takeover is not None and recipe.takeover.pair
+        if not makes_pairs and (high > 0 or rollout.off_policy_source != "dataset"):
             yield (
                 "preference pairs come from the tasks (`completion` and `rejected`); "
-                "set rollout.student_fraction = 0"
+                "set rollout.student_fraction = 0. Or a teacher makes them: takeover.pair = true"
             )
-        if loss.on not in ("all", "dataset"):
-            yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
+        if loss.on not in ("all", "dataset") or (makes_pairs and loss.on == "dataset"):
+            authors = "student and the teacher" if makes_pairs else "dataset"
+            yield f"on = {loss.on!r}, but preference pairs are written by the {authors}"
         return
     # The source of stored trajectories is known when they are read.
     is_stored = recipe.tasks.kind == "trajectories"
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or is_stored,
+        "teacher": rollout.off_policy == "teacher" or is_stored or recipe.takeover is not None,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -154,7 +158,8 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        if (low < 1 or rollout.corrections) and loss.on not in ("student", "hinted_turns"):
+        is_mixed = low < 1 or rollout.corrections or recipe.takeover is not None
+        if is_mixed and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
                 "set on = 'student', or rollout.student_fraction = 1"
@@ -189,9 +194,8 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    is_used = recipe.rollout.off_policy_source == "teacher" or any(
-        map(_needs_teacher, recipe.losses)
-    )
+    samples = recipe.takeover is not None or recipe.rollout.off_policy_source == "teacher"
+    is_used = samples or any(map(_needs_teacher, recipe.losses))
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"
 
@@ -280,7 +284,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "hints.resamples are checked by an environment, and tasks.kind = "
             f"{recipe.tasks.kind!r} is none; set it to 0"
         )
-    if all(loss.on != "hinted_turns" for loss in recipe.losses):
+    locates_takeovers = recipe.takeover is not None and recipe.takeover.at == "reader"
+    if not locates_takeovers and all(loss.on != "hinted_turns" for loss in recipe.losses):
         yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
     yield from _control_problems(recipe, recipe.reader)
     if any(teacher.context is not None for teacher in recipe.model_teachers):
@@ -289,7 +294,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "remove one of the two"
         )
     for index, loss in enumerate(recipe.losses):
-        if _needs_teacher(loss) and loss.on != "hinted_turns":
+        is_takeover = loss.on == "teacher" and recipe.takeover is not None
+        if _needs_teacher(loss) and loss.on != "hinted_turns" and not is_takeover:
             yield (
                 f"losses[{index}] ({loss.kind}): with a [reader] the teacher scores hinted turns "
                 "only; set on = 'hinted_turns', or against = 'reference' for the others"

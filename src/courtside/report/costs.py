@@ -105,7 +105,8 @@ class CostMeter:
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not is_recorded:
+            is_takeover = s.trajectory.correction == "takeover"
+            if s.trajectory.source != "dataset" and not is_recorded and not is_takeover:
                 num_sampled = s.trajectory.num_completion_tokens
                 writer_size = size if s.trajectory.source == "student" else teacher_size
                 self.add("rollout", input_tokens=length - num_sampled, output_tokens=num_sampled,
@@ -115,6 +116,12 @@ class CostMeter:
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
                 self.add("teacher", input_tokens=total, flops=forward_flops(teacher_size, total))
+            if s.takeover is not None and s.takeover.teacher is not None:
+                # Also what did not train was sampled.
+                num_input = s.takeover.num_input_tokens
+                num_output = s.takeover.num_sampled_tokens
+                flops = forward_flops(sizes.teachers[s.takeover.teacher], num_input + num_output)
+                self.add("teacher", input_tokens=num_input, output_tokens=num_output, flops=flops)
             if s.reference is not None:
                 self.add("teacher", input_tokens=length, flops=forward_flops(size, length))
             num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))

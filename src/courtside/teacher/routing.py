@@ -42,6 +42,10 @@ class RoutedTeachers:
             samples |= zip(indices, answers, strict=True)
         return [samples[i] for i in range(len(tasks))]
 
+    def choose(self, task: Task) -> Teacher:
+        """The teacher of a task."""
+        return self.routes[self.route(task)]
+
     def route(self, task: Task) -> str:
         tag = next((tag for tag in task.tags if tag in self.routes), self.default)
         if tag is None:

@@ -34,6 +34,8 @@ VERSION_KEY = b"courtside.schema_version"
 GRADE = ("score", "passed", "feedback", "error")
 PLAIN = ("id", "source", "policy_version", "temperature", "stop", "preference")
 """Fields of a trajectory that are stored as they are."""
+LATER = ("fault", "pair", "draft", "correction")
+"""Such fields that files of earlier versions do not have."""
 
 Tree = dict[str, Any]
 
@@ -181,6 +183,9 @@ def _schema() -> Any:
             ("grade_error", pa.string()),
             ("fault", pa.string()),
             ("preference", pa.string()),
+            ("pair", pa.string()),
+            ("draft", pa.string()),
+            ("correction", pa.string()),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
             ("context", pa.string()),
@@ -233,12 +238,13 @@ def parse_row(row: Tree, step: int) -> StoredTrajectory:
 
 def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
     grade = {name: row[f"grade_{name}"] for name in GRADE}
+    later: Tree = {name: row.get(name) for name in LATER}
     return Trajectory(
         **{name: row[name] for name in PLAIN},
+        **later,
         task=_parse_task(json.loads(row["task"])),
         turns=turns,
         grade=None if grade["passed"] is None else _parse_grade(grade),
-        fault=row.get("fault"),
     )
 
 
