@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from support.textbook import naive_loss
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble
-from courtside.errors import RecipeError
+from courtside.errors import RecipeError, RunError
+from courtside.report.alarms import check_empty_update
 from courtside.runtime import Runtime
 from courtside.types import Scored
 
@@ -27,7 +29,7 @@ ARITHMETIC = {"kind": "arithmetic"}
 EVERYTHING = {"select": "all", "require": "none"}
 
 
-def single_turn(student: Path, teacher: Path, **changes: Any) -> Any:
+def single_turn(student: Path, teacher: Path, /, **changes: Any) -> Any:
     tree: dict[str, Any] = {
         "tasks": ARITHMETIC,
         "takeover": EVERYTHING,
@@ -38,7 +40,7 @@ def single_turn(student: Path, teacher: Path, **changes: Any) -> Any:
     return small_recipe(student, teacher, **(tree | changes))
 
 
-def episodes(student: Path, teacher: Path, **changes: Any) -> Any:
+def episodes(student: Path, teacher: Path, /, **changes: Any) -> Any:
     tree: dict[str, Any] = {
         "tasks": {"kind": "toolbox"},
         "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6, "limits": {"turns": 3}},
@@ -108,7 +110,8 @@ def test_pairs_at_forks_are_dpos(
     assert len(drafts) == 6 and len({s.trajectory.task.id for s in members.values()}) == 3
     assert all(s.target is None for s in members.values()), "only the reference scores them"
     pairs = [members[f"{id}+{side}"] for id in drafts for side in ("better", "worse")]
-    check(parts, scored[::-1], pairs, losses)
+    apart = [s for s in scored if s.trajectory.id not in members] + pairs[0::2] + pairs[1::2][::-1]
+    check(parts, apart, pairs, losses)
 
 
 def test_pair_members_train_by_preferences_alone(tiny_folder: Path, tiny_teacher_folder: Path):
@@ -159,6 +162,61 @@ def test_a_run_stores_where_takeovers_come_from(
     rows = rescore(run.path)
     assert [row["trajectories"] for row in rows] == before, "nothing is taken over again"
     assert (run.path / "report.html").is_file()
+
+
+READER = {
+    "kind": "rules",
+    "rules": [{"detect": "no_call", "hint": "Call a tool."},
+              {"detect": "unparsable_call", "hint": "Write JSON."}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["live", "frozen"])
+def test_the_readers_turn_is_taken_over_and_its_hints_train_too(
+    weights: str, roomy_folder: Path, roomy_teacher_folder: Path, tmp_path: Path
+) -> None:
+    recipe = episodes(
+        roomy_folder,
+        roomy_teacher_folder,
+        reader=READER,
+        teacher={"kind": "self", "weights": weights},
+        takeover=EVERYTHING | {"at": "reader"},
+        losses=[
+            {"kind": "divergence", "on": "hinted_turns"},
+            {"kind": "divergence", "name": "taken", "on": "teacher", "divergence": "forward_kl"},
+        ],
+    )
+    run = train(recipe, tmp_path / "run")
+    for row in run.metrics():
+        assert row["hints/trained"] + row.get("hints/dropped/harmful", 0) > 0
+        stored = run.trajectories(row["step"])
+        first = {s.trajectory.id: min(o.hint.turn for o in s.hints) for s in stored if s.hints}
+        takeovers = [s for s in stored if s.trajectory.correction == "takeover"]
+        assert len(takeovers) == row["takeover/trained"] == len(first) > 0
+        for s in takeovers:
+            assert s.trajectory.hintable_turns[0] == first[s.trajectory.draft or ""]
+            assert s.teacher == f"self:{weights}" and not s.hints
+        tokens = sum(s.trajectory.num_completion_tokens for s in takeovers)
+        assert row["tokens/taken"] == tokens
+
+
+def test_a_first_step_without_any_takeover_stops(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    takeover = EVERYTHING | {"at": 5}
+    rollout = {"samples_per_prompt": 1, "max_new_tokens": 6}
+    changes = {"takeover": takeover, "rollout": rollout, "train": {"prompts_per_step": 1}}
+    parts = assemble(single_turn(tiny_folder, tiny_teacher_folder, **changes))
+    (task,) = parts.tasks.batch(0, 1)
+    (draft,) = parts.rollout([task], 0)
+    answer = replace(draft.turns[1], token_ids=(9, 1), completion_mask=(True,) * 2,
+                     sampler_logp=(-1.0,) * 2)  # fmt: skip
+    scored = parts.teacher([replace(draft, turns=(draft.turns[0], answer))])
+    update = parts.student.step(0, scored)
+    with pytest.raises(RunError, match=r"took over none of 1 drafts \(draft_ended\)"):
+        check_empty_update(parts.recipe, scored, update)
+    check_empty_update(parts.recipe, scored, parts.student.step(1, scored))
+    check_empty_update(parts.recipe, [replace(scored[0], takeover=None)], update)
 
 
 def test_tasks_without_a_grader_are_refused(
