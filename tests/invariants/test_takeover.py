@@ -164,6 +164,22 @@ def test_a_run_stores_where_takeovers_come_from(
     assert (run.path / "report.html").is_file()
 
 
+def test_a_teacher_plays_off_policy_episodes(
+    roomy_folder: Path, roomy_teacher_folder: Path, tmp_path: Path
+) -> None:
+    rollout = {
+        "samples_per_prompt": 2, "max_new_tokens": 6, "limits": {"turns": 3},
+        "student_fraction": 0.5, "off_policy_source": "teacher",
+    }  # fmt: skip
+    tree = {"rollout": rollout, "takeover": None}
+    run = train(episodes(roomy_folder, roomy_teacher_folder, **tree), tmp_path / "run")
+    for row in run.metrics():
+        stored = [s.trajectory for s in run.trajectories(row["step"])]
+        assert [t.source for t in stored].count("teacher") == 2 == len(stored) / 2
+        tokens = sum(t.num_completion_tokens for t in stored if t.source == "teacher")
+        assert row["tokens/cross_entropy"] == tokens > 0 and row["loss"] > 0
+
+
 READER = {
     "kind": "rules",
     "rules": [{"detect": "no_call", "hint": "Call a tool."},

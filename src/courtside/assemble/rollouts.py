@@ -27,11 +27,13 @@ from courtside.rollout.off_policy import (
 )
 from courtside.rollout.offline import ReplayRollout, describe_prompt_difference
 from courtside.rollout.single_turn import SingleTurnRollout
+from courtside.rollout.teacher_episodes import TeacherEpisodes
 from courtside.runtime import Rollout
 from courtside.tasks.base import TaskSource
 from courtside.tasks.graders import grade as grade_response
 from courtside.tasks.stored_trajectories import ReplaySource
-from courtside.teacher.teacher import ScoringTeacher
+from courtside.teacher.routing import RoutedTeachers
+from courtside.teacher.teacher import ScoringTeacher, Teacher
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
@@ -89,10 +91,12 @@ def make_episode_rollout(
     environment: HostedEnvironment,
     engine: Engine,
     template: IncrementalTemplate,
+    teacher: ScoringTeacher | None,
     *,
     progress: ProgressMeter,
 ) -> tuple[EpisodeRollout, Rollout]:
-    """The student's episodes, and these with demonstrations and corrections as the recipe says."""
+    """The student's episodes, and these with demonstrations, episodes of the teacher and
+    corrections as the recipe says."""
     config = recipe.rollout
     rollout: Rollout
     rollout = episodes = EpisodeRollout(
@@ -110,6 +114,10 @@ def make_episode_rollout(
         assert expert is not None, "the inputs were checked"
         source = Demonstrations(expert=expert, template=template, temperature=config.temperature)
         rollout = MixedRollout(student=episodes, source=source, config=config, seed=recipe.seed)
+    elif config.off_policy == "teacher":
+        assert isinstance(teacher, (Teacher, RoutedTeachers)), "the recipe was checked"
+        played = TeacherEpisodes(choose_teacher=teacher.choose, episodes=episodes)
+        rollout = MixedRollout(student=episodes, source=played, config=config, seed=recipe.seed)
     if config.corrections:
         rollout = CorrectedRollout(rollout=rollout, template=template)
     return episodes, rollout

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from courtside.assemble.rollouts import find_max_turns, make_grader
-from courtside.chat.incremental import IncrementalTemplate
+from courtside.assemble.rollouts import make_grader
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
-from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.takeover import TakeoverConfig
 from courtside.rollout.continuations import AnswerContinuation, EpisodeContinuation
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.takeover import Continue, Takeover
 from courtside.tasks.base import TaskSource
 from courtside.teacher.routing import RoutedTeachers
@@ -22,17 +22,17 @@ def make_takeover(
     config: TakeoverConfig,
     *,
     teacher: ScoringTeacher | None,
-    environment: HostedEnvironment | None,
-    template: IncrementalTemplate,
+    episodes: EpisodeRollout | None,
+    template: ChatTemplate,
     engine: Engine,
     progress: ProgressMeter,
 ) -> Takeover:
-    """`engine`: the student's."""
+    """`engine`: the student's. `episodes`: the student's in an environment; None: there is none."""
     assert isinstance(teacher, (Teacher, RoutedTeachers)), "the recipe was checked"
     continue_drafts: Continue
-    if environment is None:
+    if episodes is None:
         continue_drafts = AnswerContinuation(
-            template=template.renderer,
+            template=template,
             config=recipe.rollout,
             grade=make_grader(recipe),
             context_length=engine.context_length,
@@ -40,20 +40,12 @@ def make_takeover(
             progress=progress,
         )
     else:
-        continue_drafts = EpisodeContinuation(
-            template=template,
-            config=recipe.rollout,
-            start=environment.start,
-            context_length=engine.context_length,
-            seed=recipe.seed,
-            max_turns=find_max_turns(recipe),
-            progress=progress,
-        )
+        continue_drafts = EpisodeContinuation(episodes=episodes)
     return Takeover(
         config=config,
         choose_teacher=teacher.choose,
         continue_drafts=continue_drafts,
-        has_episodes=environment is not None,
+        has_episodes=episodes is not None,
         seed=recipe.seed,
     )
 

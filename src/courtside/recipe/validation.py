@@ -202,14 +202,8 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.tasks.is_environment:
-        if recipe.rollout.off_policy == "teacher":
-            yield (
-                "rollout.off_policy_source = 'teacher': a teacher does not play episodes. Use "
-                "off_policy_source = 'dataset' for the environment's own demonstrations, or "
-                "student_fraction = 1"
-            )
         if recipe.evaluate.forward_kl:
-            yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
+            yield "evaluate.forward_kl: a teacher is not evaluated in episodes; remove it"
         return
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
     if recipe.rollout.corrections:

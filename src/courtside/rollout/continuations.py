@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Protocol
 
-from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, SampleRequest, Sampling
+from courtside.engines.base import Engine, SampleRequest
 from courtside.environments.base import EpisodeRequest, HostedEpisode
 from courtside.environments.guard import EnvironmentFault, FaultMonitor
 from courtside.progress import PhaseProgress, ProgressMeter
@@ -177,24 +176,21 @@ class EpisodeContinuation:
     answers otherwise than it did is not continued.
     """
 
-    template: IncrementalTemplate
-    config: RolloutConfig
-    start: Callable[[Task], HostedEpisode]
-    context_length: int
+    episodes: EpisodeRollout
     """The student's."""
-    seed: int
-    max_turns: int | None = None
-    progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __call__(self, teacher: SamplingTeacher, forks: Sequence[Fork]) -> list[Continuation]:
         """In the order of `forks`."""
+        rollout = self.episodes.with_engine(teacher.engine)
+        # Faults and replays that differ are counted drops; the student's own episodes stop a run.
+        rollout.faults = FaultMonitor(max_fraction=1.0, has_printed=True)
         different: set[str] = set()
         """Drafts whose replay differs."""
         requests = [
             EpisodeRequest(
                 id=fork.draft.id,
                 task=fork.draft.task,
-                seed=seed_for(self.seed, "takeover", fork.draft.id),
+                seed=seed_for(rollout.seed, "takeover", fork.draft.id),
                 start=self._make_start(fork, different),
                 turns=fork.trunk,
                 prompt_ids=fork.teacher_ids(teacher),
@@ -202,35 +198,16 @@ class EpisodeContinuation:
             for fork in forks
         ]
         with teacher.weights():
-            trajectories = self._make_rollout(teacher).run_episodes(requests, self._sampling, 0)
+            trajectories = rollout.run_episodes(requests, rollout.sampling, 0)
         return [
             self._finish(trajectory, request, replay_differs=trajectory.id in different)
             for trajectory, request in zip(trajectories, requests, strict=True)
         ]
 
-    @property
-    def _sampling(self) -> Sampling:
-        return make_sampling(self.config)
-
-    def _make_rollout(self, teacher: SamplingTeacher) -> EpisodeRollout:
-        rollout = EpisodeRollout(
-            engine=teacher.engine,
-            template=self.template,
-            config=self.config,
-            start=self.start,
-            context_length=min(self.context_length, teacher.engine.context_length),
-            seed=self.seed,
-            max_turns=self.max_turns,
-            progress=self.progress,
-        )
-        # Faults and replays that differ are counted drops; the student's own episodes stop a run.
-        rollout.faults = FaultMonitor(max_fraction=1.0, has_printed=True)
-        return rollout
-
     def _make_start(self, fork: Fork, different: set[str]) -> Callable[[Task], HostedEpisode]:
         def start(task: Task) -> HostedEpisode:
-            episode = self.start(task)
-            if (difference := replay(episode, fork, self.config.limits)) is not None:
+            episode = self.episodes.start(task)
+            if (difference := replay(episode, fork, self.episodes.limits)) is not None:
                 different.add(fork.draft.id)
                 raise EnvironmentFault(difference)
             return episode

@@ -65,6 +65,11 @@ class EpisodeRollout:
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
 
+    def with_engine(self, engine: Engine) -> EpisodeRollout:
+        """The same episodes played by another model; they must fit both contexts."""
+        context_length = min(self.context_length, engine.context_length)
+        return replace(self, engine=engine, context_length=context_length)
+
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from courtside.recipe.takeover import TakeoverConfig
 from courtside.rollout.continuations import EpisodeContinuation
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.takeover import Takeover
+from courtside.rollout.teacher_episodes import TeacherEpisodes
 from courtside.types import Event, Grade, Hint, Message, Observation, Task, Trajectory
 
 ENGINE = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny")
@@ -83,20 +84,21 @@ def make_parts(
         Task(id=f"t{n}", split="train", messages=(Message(role="user", content=f"Go {n}."),))
         for n in range(3)
     ]
-    drafts = EpisodeRollout(
+    episodes = EpisodeRollout(
         engine=ENGINE, template=TEMPLATE, config=config, start=guard(start),
         context_length=512, seed=0,
-    )(tasks, 0)  # fmt: skip
+    )  # fmt: skip
+    drafts = episodes(tasks, 0)
+    episodes = replace(
+        episodes, start=guard(takeover_start or start), context_length=context_length
+    )
     takeover = Takeover(
         config=TakeoverConfig(**options),
         choose_teacher=lambda task: TEACHER,
-        continue_drafts=EpisodeContinuation(
-            template=TEMPLATE, config=config, start=guard(takeover_start or start),
-            context_length=context_length, seed=0,
-        ),
+        continue_drafts=EpisodeContinuation(episodes=episodes),
         has_episodes=True,
         seed=0,
-    )  # fmt: skip
+    )
     return drafts, takeover
 
 
@@ -289,3 +291,33 @@ def test_pairs_are_the_two_turns_at_the_fork() -> None:
         assert worse.turns[turn] == draft.turns[turn]
         assert better.turns[:turn] == worse.turns[:turn]
         assert not any(mask for t in better.turns[:turn] for mask in t.completion_mask)
+
+
+def test_a_teacher_plays_whole_episodes() -> None:
+    """As a source of off-policy trajectories: with its own prompt, and the student's in what
+    trains."""
+    tasks = {
+        n: Task(id=f"t{n}", split="train", messages=(Message(role="user", content=f"Go {n}."),))
+        for n in (2, 5)
+    }
+    episodes = EpisodeRollout(
+        engine=ENGINE, template=TEMPLATE, config=RolloutConfig(max_new_tokens=6),
+        start=guard(lambda task: Ledger()), context_length=512, seed=0,
+    )  # fmt: skip
+    source = TeacherEpisodes(choose_teacher=lambda task: TEACHER, episodes=episodes)
+    trajectories = source(tasks, 7)
+    assert [t.id for t in trajectories] == [f"000007-00{i}-{n}" for i in (2, 5) for n in range(4)]
+    assert not source({}, 7)
+    for t in trajectories:
+        assert (t.source, t.policy_version, t.stop) == ("teacher", None, "done")
+        assert t.turns[0].token_ids == TEMPLATE.render_prompt(t.task.messages).token_ids
+        prompt, num = TEACHER.prompt_ids(t.task), len(t.turns[0].token_ids)
+        request = ScoreRequest(
+            token_ids=prompt + t.token_ids[num:],
+            scored=(False,) * len(prompt) + t.completion_mask[num:],
+        )
+        (scores,) = TEACHER.engine.score([request])
+        torch.testing.assert_close(
+            torch.tensor(t.sampler_logp), scores.logp_T, rtol=1e-4, atol=1e-4
+        )
+    assert len(episodes.faults.recent) == 8
