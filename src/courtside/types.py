@@ -172,6 +172,8 @@ class Trajectory:
     it says nothing about the student."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
+    num_replaced: int | None = None
+    """Tokens of the student that the teacher replaced in mixed sampling; None: not sampled so."""
     pair: str | None = None
     """Names the pair of a member that only preference losses train, so that a task can have several
     pairs; None: members pair by their task."""

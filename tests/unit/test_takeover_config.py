@@ -115,3 +115,63 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
     with pytest.raises(RecipeError) as caught:
         parse_recipe(tree(**changes))
     assert message in str(caught.value)
+
+
+# ── rollout.mixed_sampling ───────────────────────────────────────────────────────────────────────
+
+MIXED: dict[str, Any] = {"mixed_sampling": {"top_k": 20}}
+
+
+def mixed_tree(rollout: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    sections: dict[str, Any] = {"takeover": None, "losses": [{"kind": "divergence"}]}
+    return tree(rollout=MIXED | (rollout or {}), **(sections | changes))
+
+
+REWARD = {"kind": "policy_gradient", "advantage": "reward"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rollout": {"mixed_sampling": {"fraction": {"start": 1.0, "end": 0.0, "steps": 10}}}},
+        {"rollout": {"student_fraction": 0.5}},
+        {"losses": [REWARD]},
+        {"takeover": {}, "losses": [IMITATE]},
+    ],
+)
+def test_mixed_sampling_that_works(changes: dict[str, Any]) -> None:
+    parse_recipe(mixed_tree(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": TOOLBOX}, "tasks.kind = 'toolbox' has episodes"),
+        (
+            {
+                "tasks": {"kind": "conversations", "path": "logs.jsonl"},
+                "rollout": {"student_fraction": 0},
+            },
+            "nothing is sampled with tasks.kind = 'conversations'",
+        ),
+        ({"rollout": {"student_fraction": 0}}, "rollout.student_fraction = 0 has none"),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p truncates the student's proposals"),
+        ({"rollout": {"top_k": 5}}, "rollout.top_k truncates the student's proposals"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p truncates the student's proposals"),
+        ({"teacher": None, "losses": [REWARD]}, "no [teacher] to replace tokens"),
+        ({"teacher": {"kind": "custom", "path": "a:B"}}, "cannot decode with the student"),
+        (
+            {"teacher": {"kind": "self", "context": {"kind": "sibling"}}},
+            "teacher.context.kind = 'sibling' is known after an answer",
+        ),
+        ({"losses": [{"kind": "policy_gradient"}]}, "advantage = 'teacher_gap' takes the sampler"),
+        ({"losses": [REWARD | {"ratio": "none"}]}, "Use ratio = 'importance'"),
+        ({"rollout": {"mixed_sampling": {"top_k": 0}}}, "rollout.mixed_sampling.top_k"),
+        ({"rollout": {"mixed_sampling": {"fraction": 1.2}}}, "rollout.mixed_sampling.fraction"),
+    ],
+)
+def test_mixed_sampling_that_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(mixed_tree(**changes))
+    assert message in str(caught.value)

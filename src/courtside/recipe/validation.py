@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
+from courtside.recipe.mixed_sampling_validation import find_mixed_sampling_problems
 from courtside.recipe.reader import (
     CombinedReaderConfig,
     CustomReaderConfig,
@@ -64,6 +65,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
                     text = f"kind = {changes['kind']!r} is not known; leave it out"
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from find_takeover_problems(recipe)
+    yield from find_mixed_sampling_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
@@ -194,7 +196,11 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    samples = recipe.takeover is not None or recipe.rollout.off_policy_source == "teacher"
+    samples = (
+        recipe.takeover is not None
+        or recipe.rollout.mixed_sampling is not None
+        or recipe.rollout.off_policy_source == "teacher"
+    )
     is_used = samples or any(map(_needs_teacher, recipe.losses))
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"

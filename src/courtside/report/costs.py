@@ -111,6 +111,10 @@ class CostMeter:
                 writer_size = size if s.trajectory.source == "student" else teacher_size
                 self.add("rollout", input_tokens=length - num_sampled, output_tokens=num_sampled,
                          flops=forward_flops(writer_size, length))  # fmt: skip
+            if s.trajectory.num_replaced is not None and not is_recorded:
+                num_read = length + (s.target.num_context_tokens if s.target else 0)
+                flops = forward_flops(teacher_size, num_read)
+                self.add("rollout", input_tokens=num_read, flops=flops)
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length

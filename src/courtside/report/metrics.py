@@ -46,6 +46,10 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
+    mixed = [t for t in trajectories if t.num_replaced is not None]
+    if mixed:
+        num_tokens = sum(t.num_completion_tokens for t in mixed)
+        row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
     row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if sum(seconds.values()) > 0:

@@ -148,6 +148,7 @@ def make_trajectories(fork: Fork, continuation: Continuation, *, pair: bool) -> 
         id=f"{draft_id}+takeover",
         source="teacher",
         policy_version=None,
+        num_replaced=None,
         draft=draft_id,
         correction="takeover",
     )
@@ -170,6 +171,7 @@ def make_side(
         id=f"{fork.draft.id}+{preference}",
         turns=(*fork.trunk, replace(turn, completion_mask=mask, sampler_logp=logp)),
         preference=preference,
+        num_replaced=None,
         pair=fork.draft.id,
         draft=fork.draft.id,
         correction="takeover",

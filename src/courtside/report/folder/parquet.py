@@ -34,7 +34,7 @@ VERSION_KEY = b"courtside.schema_version"
 GRADE = ("score", "passed", "feedback", "error")
 PLAIN = ("id", "source", "policy_version", "temperature", "stop", "preference")
 """Fields of a trajectory that are stored as they are."""
-LATER = ("fault", "pair", "draft", "correction")
+LATER = ("fault", "num_replaced", "pair", "draft", "correction")
 """Such fields that files of earlier versions do not have."""
 
 Tree = dict[str, Any]
@@ -183,6 +183,7 @@ def _schema() -> Any:
             ("grade_error", pa.string()),
             ("fault", pa.string()),
             ("preference", pa.string()),
+            ("num_replaced", pa.int32()),
             ("pair", pa.string()),
             ("draft", pa.string()),
             ("correction", pa.string()),
