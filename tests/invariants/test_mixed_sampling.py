@@ -53,6 +53,7 @@ def test_a_self_teacher_with_a_context_replaces_tokens(
     run = train(recipe, tmp_path / "run")
     for row in run.metrics():
         assert 0 < row["mixed_sampling/replaced"] < 1 and row["tokens/divergence"] > 0
+        assert "kl" in row and "kl_estimate" not in row, "no token is the student's own sample"
 
 
 def test_sampler_logps_are_those_of_the_mixture(
