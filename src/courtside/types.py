@@ -221,6 +221,11 @@ class Trajectory:
         turns = enumerate(self.turns)
         return tuple(i for i, t in turns if t.role == "assistant" and any(t.completion_mask))
 
+    def author_of(self, turn: int) -> Source:
+        """Who wrote an assistant turn: what precedes a take-over is the student's."""
+        is_trunk = self.correction == "takeover" and not any(self.turns[turn].completion_mask)
+        return "student" if is_trunk else self.source
+
     @property
     def response(self) -> str:
         """Text of the last assistant turn, for graders."""

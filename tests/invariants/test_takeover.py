@@ -22,6 +22,8 @@ from courtside.api import rescore, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, RunError
 from courtside.report.alarms import check_empty_update
+from courtside.report.page.samples import render_scored_answer
+from courtside.report.page.transcript import Conversation
 from courtside.runtime import Runtime
 from courtside.types import Scored
 
@@ -162,6 +164,17 @@ def test_a_run_stores_where_takeovers_come_from(
     rows = rescore(run.path)
     assert [row["trajectories"] for row in rows] == before, "nothing is taken over again"
     assert (run.path / "report.html").is_file()
+    for item in run.trajectories(1):
+        trajectory, page = item.trajectory, render_scored_answer(item, None)
+        if trajectory.correction is None:
+            assert "takeover of" not in page
+            continue
+        assert f"takeover of {trajectory.draft}" in page
+        for number, turn in enumerate(trajectory.turns):
+            if turn.role == "assistant":
+                entry = Conversation.of(item, None).render_turn(number)
+                author = "teacher" if any(turn.completion_mask) else "student"
+                assert f"<b>{author}</b>" in entry
 
 
 def test_a_teacher_plays_off_policy_episodes(
