@@ -266,7 +266,7 @@ def rescore(
         console.print_line(f"scoring step {step}")
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
-        scored: list[Scored] = parts.teacher(trajectories, reading.hints)
+        scored: list[Scored] = parts.teacher.score(trajectories, reading.hints)
         metrics = MetricAccumulator()
         terms = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
         parts.student.accumulate(step, scored, terms, metrics)

@@ -138,7 +138,8 @@ def test_every_recipe_in_the_tree_is_valid() -> None:
 
 
 FIELD = re.compile(
-    r"(student|tasks|rollout|reader|hints|teacher|losses|train|evaluate|run)\.([a-z_.]+)(?: = .*)?"
+    r"(student|tasks|rollout|reader|hints|teacher|takeover|losses|train|evaluate|run)"
+    r"\.([a-z_.]+)(?: = .*)?"
 )
 
 

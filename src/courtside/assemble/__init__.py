@@ -13,6 +13,7 @@ from courtside.assemble.rollouts import (
     make_offline_rollout,
     make_single_turn_rollout,
 )
+from courtside.assemble.takeovers import make_takeover
 from courtside.assemble.teachers import (
     Serve,
     TeacherFactory,
@@ -23,13 +24,14 @@ from courtside.engines.base import Engine
 from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
-from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
+from courtside.evaluate.evaluator import Evaluator, TaskSuite
 from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.rewarded import RewardedRollout
 from courtside.runtime import Rollout, Runtime
 from courtside.training.student import Student
@@ -87,7 +89,7 @@ def assemble(
     notes += teachers.notes
 
     rollout: Rollout
-    run_episodes: RunEpisodes | None = None
+    episodes: EpisodeRollout | None = None
     if recipe.tasks.is_recorded:
         rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
@@ -97,10 +99,14 @@ def assemble(
         )
     else:
         episodes, rollout = make_episode_rollout(
-            recipe, environment, engine, incremental, progress=progress
+            recipe, environment, engine, incremental, teacher.teacher, progress=progress
         )
-        run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
+    if recipe.takeover is not None:
+        teacher.take_over = make_takeover(
+            recipe, recipe.takeover, teacher=teacher.teacher, episodes=episodes,
+            template=template, engine=engine, progress=progress,
+        )  # fmt: skip
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
     if tasks.num_dropped:
@@ -144,7 +150,7 @@ def assemble(
             renderer=template,
             grade=make_grader(recipe),
             teacher=teacher.teacher,
-            run_episodes=run_episodes,
+            run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,
         ),
         progress=progress,

@@ -18,6 +18,7 @@ from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
+from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.tasks import TasksConfig
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
@@ -43,6 +44,7 @@ class Recipe(Section):
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
     rewards: tuple[Reward, ...] = ()
+    takeover: TakeoverConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -104,13 +106,14 @@ class Recipe(Section):
 
     @property
     def makes_pairs(self) -> bool:
-        """Whether a draft stage makes preference pairs."""
-        return any(config.makes_pairs for config in self.drafts)
+        """Whether preference pairs are made from the student's samples."""
+        takes_over = self.takeover is not None and self.takeover.pair
+        return takes_over or any(config.makes_pairs for config in self.drafts)
 
     @property
-    def rewrites(self) -> bool:
-        """Whether a draft stage adds repairs, whose source is the teacher."""
-        return any(config.kind == "rewrite" for config in self.drafts)
+    def teacher_adds_text(self) -> bool:
+        """Whether repairs or take-overs are added, whose source is the teacher."""
+        return self.takeover is not None or any(c.kind == "rewrite" for c in self.drafts)
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)

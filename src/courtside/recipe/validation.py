@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from courtside.recipe.draft_validation import find_draft_problems
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
+from courtside.recipe.mixed_sampling_validation import find_mixed_sampling_problems
 from courtside.recipe.reader import (
     CombinedReaderConfig,
     CustomReaderConfig,
@@ -22,6 +23,7 @@ from courtside.recipe.reward_validation import (
     find_route_problems,
 )
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
@@ -69,6 +71,8 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
                 if details["type"] == "union_tag_invalid":
                     text = f"kind = {changes['kind']!r} is not known; leave it out"
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
+    yield from find_takeover_problems(recipe)
+    yield from find_mixed_sampling_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
@@ -148,7 +152,7 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
             yield (
                 "preference pairs come from the tasks (`completion` and `rejected`); set "
                 "rollout.student_fraction = 0. Or from the student's samples; add [[drafts]] with "
-                "kind = 'choose'"
+                "kind = 'choose', or [takeover] with pair = true"
             )
         elif loss.on not in ("all", "dataset"):
             yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
@@ -163,7 +167,7 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or recipe.rewrites or is_stored,
+        "teacher": rollout.off_policy == "teacher" or recipe.teacher_adds_text or is_stored,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -173,7 +177,7 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        has_other_authors = low < 1 or rollout.corrections or recipe.rewrites
+        has_other_authors = low < 1 or rollout.corrections or recipe.teacher_adds_text
         if has_other_authors and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
@@ -213,25 +217,21 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    is_used = (
-        recipe.rollout.off_policy_source == "teacher"
-        or any(map(_needs_teacher, recipe.losses))
+    samples = (
+        recipe.takeover is not None
+        or recipe.rollout.mixed_sampling is not None
+        or recipe.rollout.off_policy_source == "teacher"
         or any(config.asks_teacher for config in recipe.drafts)
     )
+    is_used = samples or any(map(_needs_teacher, recipe.losses))
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.tasks.is_environment:
-        if recipe.rollout.off_policy == "teacher":
-            yield (
-                "rollout.off_policy_source = 'teacher': a teacher does not play episodes. Use "
-                "off_policy_source = 'dataset' for the environment's own demonstrations, or "
-                "student_fraction = 1"
-            )
         if recipe.evaluate.forward_kl:
-            yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
+            yield "evaluate.forward_kl: a teacher is not evaluated in episodes; remove it"
         return
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
     if recipe.rollout.corrections:
@@ -306,7 +306,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "hints.resamples are checked by an environment, and tasks.kind = "
             f"{recipe.tasks.kind!r} is none; set it to 0"
         )
-    if all(loss.on != "hinted_turns" for loss in recipe.losses):
+    locates_takeovers = recipe.takeover is not None and recipe.takeover.at == "reader"
+    if not locates_takeovers and all(loss.on != "hinted_turns" for loss in recipe.losses):
         yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
     yield from _control_problems(recipe, recipe.reader)
     if any(teacher.context is not None for teacher in recipe.model_teachers):
@@ -315,7 +316,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "remove one of the two"
         )
     for index, loss in enumerate(recipe.losses):
-        if _needs_teacher(loss) and loss.on != "hinted_turns":
+        is_takeover = loss.on == "teacher" and recipe.takeover is not None
+        if _needs_teacher(loss) and loss.on != "hinted_turns" and not is_takeover:
             yield (
                 f"losses[{index}] ({loss.kind}): with a [reader] the teacher scores hinted turns "
                 "only; set on = 'hinted_turns', or against = 'reference' for the others"

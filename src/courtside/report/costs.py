@@ -128,7 +128,8 @@ class CostMeter:
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            is_sampled = s.trajectory.correction != "rewrite"  # which `draft_usage` counts
+            # The usage of draft stages and the outcomes of take-overs count theirs.
+            is_sampled = s.trajectory.correction not in ("rewrite", "takeover")
             if is_sampled and s.trajectory.source != "dataset" and not is_recorded:
                 num_sampled = s.trajectory.num_completion_tokens
                 is_student = s.trajectory.source == "student"
@@ -137,12 +138,23 @@ class CostMeter:
                 num_teacher += 0 if is_student else length
                 flops = forward_flops(writer_size, length)
                 add("rollout", length - num_sampled, num_sampled, flops)
+            if s.trajectory.num_replaced is not None and not is_recorded:
+                num_read = length + (s.target.num_context_tokens if s.target else 0)
+                num_teacher += num_read
+                add("rollout", num_read, 0, forward_flops(teacher_size, num_read))
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
                 add("teacher", total, 0, forward_flops(teacher_size, total))
                 num_teacher += total
+            if s.takeover is not None and s.takeover.teacher is not None:
+                # Also what did not train was sampled.
+                num_input = s.takeover.num_input_tokens
+                num_output = s.takeover.num_sampled_tokens
+                flops = forward_flops(sizes.teachers[s.takeover.teacher], num_input + num_output)
+                num_teacher += num_input + num_output
+                add("teacher", num_input, num_output, flops)
             if s.reference is not None:
                 num_teacher += length
                 add("teacher", length, 0, forward_flops(size, length))

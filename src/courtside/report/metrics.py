@@ -8,11 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from courtside.report.costs import StepCost
-from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
+from courtside.types import HintOutcome, Scored, TakeoverOutcome, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
 DRAFTS = "drafts/"
+LIMITS = ("length", "turns", "time")
+"""Stop reasons of what a limit ended."""
 
 
 def compute_metrics(
@@ -25,8 +27,9 @@ def compute_metrics(
     cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    # Repairs of drafts are the teacher's, and `drafts/` counts them.
-    trajectories = [s.trajectory for s in scored if s.trajectory.correction != "rewrite"]
+    # Repairs and take-overs are the teacher's, and counted under names of their own.
+    by_teacher = ("rewrite", "takeover")
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction not in by_teacher]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -53,6 +56,11 @@ def compute_metrics(
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
     row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
+    mixed = [t for t in trajectories if t.num_replaced is not None]
+    if mixed:
+        num_tokens = sum(t.num_completion_tokens for t in mixed)
+        row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
+    row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
     if cost is not None:
         row["cost/student_tokens"] = cost.student_tokens
@@ -117,6 +125,27 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
     """Whether there are several assistant turns, or an environment's turn."""
     num_assistant = sum(turn.role == "assistant" for turn in trajectory.turns)
     return num_assistant > 1 or any(turn.role == "environment" for turn in trajectory.turns)
+
+
+def takeover_metrics(outcomes: Sequence[TakeoverOutcome]) -> Row:
+    """Selected drafts, how many the teacher finished and how many train, drops by reason; empty
+    where none was selected."""
+    if not outcomes:
+        return {}
+    played = [outcome for outcome in outcomes if outcome.num_sampled_tokens]
+    dropped = Counter(outcome.drop_reason for outcome in outcomes if outcome.drop_reason)
+    row: Row = {
+        "takeover/drafts": len(outcomes),
+        "takeover/played": len(played),
+        "takeover/trained": sum(outcome.drop_reason is None for outcome in outcomes),
+        "takeover/limited": sum(outcome.stop in LIMITS for outcome in played),
+        "takeover/sampled_tokens": sum(outcome.num_sampled_tokens for outcome in played),
+    }
+    row |= {f"takeover/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
+    grades = [outcome.grade for outcome in played if outcome.grade is not None]
+    if grades:
+        row["takeover/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
+    return row
 
 
 def hint_metrics(hints: Sequence[HintOutcome]) -> Row:

@@ -31,6 +31,7 @@ from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
     Event,
     Grade,
+    Message,
     Observation,
     Sample,
     StopReason,
@@ -64,6 +65,11 @@ class EpisodeRollout:
         self.names = NameMonitor()
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
+
+    def with_engine(self, engine: Engine) -> EpisodeRollout:
+        """The same episodes played by another model; they must fit both contexts."""
+        context_length = min(self.context_length, engine.context_length)
+        return replace(self, engine=engine, context_length=context_length)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
@@ -208,7 +214,7 @@ class EpisodeRollout:
     ) -> int:
         """Expected tokens of the longest episode, within the context length."""
         longest_prompt = max(
-            len(self.template.render_prompt(request.task.messages).token_ids)
+            len(request.prompt_ids or self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
         turn_limits = [n for n in (turn_limit, self.max_turns) if n is not None]
@@ -244,13 +250,15 @@ class EpisodeState:
     def make(
         cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
     ) -> EpisodeState:
-        prompt = template.prompt_turn(request.task)
+        turns = list(request.turns) or [template.prompt_turn(request.task)]
+        ids = tuple(i for turn in turns for i in turn.token_ids)
+        pending_ids = ids if request.prompt_ids is None else request.prompt_ids
         return cls(
             index=index,
             request=request,
-            turns=[prompt],
-            pending_ids=prompt.token_ids,
-            num_tokens=len(prompt.token_ids),
+            turns=turns,
+            pending_ids=pending_ids,
+            num_tokens=max(len(ids), len(pending_ids)),
         )
 
     def describe_position(self) -> str:
@@ -297,12 +305,9 @@ class EpisodeState:
         if observation.done:
             self.stop = "done"
             return
-        messages = tuple(
-            replace(message, content=_cut(message.content, limits.observation_chars))
-            for message in observation.messages
-        )
         answer = template.environment_turn(
-            messages, add_end_of_turn=not template.is_ended(sample.token_ids)
+            cut_messages(observation, limits),
+            add_end_of_turn=not template.is_ended(sample.token_ids),
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids
@@ -339,6 +344,14 @@ class EpisodeState:
     def _append(self, turn: Turn) -> None:
         self.turns.append(turn)
         self.num_tokens += len(turn.token_ids)
+
+
+def cut_messages(observation: Observation, limits: LimitsConfig) -> tuple[Message, ...]:
+    """The environment's messages as the student gets them."""
+    return tuple(
+        replace(message, content=_cut(message.content, limits.observation_chars))
+        for message in observation.messages
+    )
 
 
 def _cut(text: str, limit: int) -> str:

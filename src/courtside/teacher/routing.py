@@ -44,7 +44,11 @@ class RoutedTeachers:
         return [samples[i] for i in range(len(tasks))]
 
     def measure_prompt(self, task: Task) -> PromptSize:
-        return self.routes[self.route(task)].measure_prompt(task)
+        return self.choose(task).measure_prompt(task)
+
+    def choose(self, task: Task) -> Teacher:
+        """The teacher of a task."""
+        return self.routes[self.route(task)]
 
     def route(self, task: Task) -> str:
         tag = choose_route(task.tags, self.routes, self.default)

@@ -142,8 +142,8 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     none, all_ = ((value,) * trajectory.num_completion_tokens for value in (False, True))
     if loss.kind == "preference":
         return all_ if trajectory.preference is not None else none
-    if trajectory.is_draft_copy or (loss.on == "chosen" and trajectory.preference != "better"):
-        return none
+    if trajectory.is_pair_copy or (loss.on == "chosen" and trajectory.preference != "better"):
+        return none  # a copy's tokens are those of trajectories that train elsewhere
     if loss.on in ("student", "teacher", "dataset") and loss.on != trajectory.source:
         return none
     if loss.kind == "cross_entropy" and trajectory.preference == "worse":
@@ -238,21 +238,12 @@ def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]
 
 
 def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
-    """(better, worse) of each whole preference pair: a correction with its draft; of a data set,
-    the two answers to a task. A task that is in the batch twice has two pairs."""
-    better = [s for s in scored if s.trajectory.preference == "better"]
-    worse = {
-        s.trajectory.draft or s.trajectory.id: s
-        for s in scored
-        if s.trajectory.preference == "worse"
-    }
-    corrected = [(s, worse.pop(s.trajectory.draft or "", None)) for s in better]
-    by_task: dict[str, list[Scored]] = {}
-    for s in worse.values():
-        by_task.setdefault(s.trajectory.task.id, []).append(s)
-    pairs: list[tuple[Scored, Scored]] = []
-    for s, draft in corrected:
-        answers = [] if s.trajectory.draft else by_task.get(s.trajectory.task.id, [])
-        other = draft or (answers.pop(0) if answers else None)
-        pairs += [] if other is None else [(s, other)]
-    return pairs
+    """(better, worse) of each preference pair: those that share `pair`, else their task. A task
+    that is in the batch twice has two pairs."""
+    sides: dict[tuple[str | None, str], tuple[list[Scored], list[Scored]]] = {}
+    for s in scored:
+        if s.trajectory.preference is not None:
+            key = (s.trajectory.pair, s.trajectory.task.id)
+            better, worse = sides.setdefault(key, ([], []))
+            (better if s.trajectory.preference == "better" else worse).append(s)
+    return [pair for two in sides.values() for pair in zip(*two, strict=True)]
