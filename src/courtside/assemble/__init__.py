@@ -8,7 +8,7 @@ from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
     make_episode_rollout,
-    make_grader,
+    make_episodes,
     make_offline_rollout,
     make_single_turn_rollout,
 )
@@ -30,6 +30,7 @@ from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.runtime import Rollout, Runtime
+from courtside.tasks.graders import make_grader
 from courtside.training.student import Student
 
 
@@ -99,6 +100,10 @@ def assemble(
         )
         run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
+    worlds = [s.environment for s in inputs.suites.values() if s.environment is not None]
+    if run_episodes is None and worlds:
+        episodes = make_episodes(recipe, worlds[0], engine, incremental, progress=progress)
+        run_episodes = episodes.run_episodes
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()
@@ -124,11 +129,10 @@ def assemble(
         engine=engine,
         evaluator=Evaluator(
             recipe,
-            tasks=TaskSuite(tasks, environment),
+            tasks=TaskSuite(tasks, environment, make_grader(recipe.tasks)),
             suites=inputs.suites,
             engine=engine,
             renderer=template,
-            grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=run_episodes,
             progress=progress,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from courtside.assemble.recordings import make_chat_log_rollout
+from courtside.assemble.recordings import make_chat_log_rollout, make_document_rollout
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
@@ -14,13 +12,12 @@ from courtside.errors import RecipeError
 from courtside.evaluate.surprise import surprise
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
-from courtside.recipe.tasks import ConversationTasks, GradedTasks, override_tasks
+from courtside.recipe.tasks import ConversationTasks
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.off_policy import (
     CorrectedRollout,
     DatasetCompletions,
     Demonstrations,
-    Grader,
     MixedRollout,
     Source,
     TeacherCompletions,
@@ -29,18 +26,13 @@ from courtside.rollout.offline import ReplayRollout, describe_prompt_difference
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.runtime import Rollout
 from courtside.tasks.base import TaskSource
-from courtside.tasks.graders import grade as grade_response
+from courtside.tasks.documents import DocumentSource
+from courtside.tasks.graders import make_grader
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.teacher import ScoringTeacher
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
-
-
-def make_grader(recipe: Recipe) -> Grader:
-    if isinstance(recipe.tasks, GradedTasks):
-        return partial(grade_response, seconds=recipe.tasks.grader_seconds)
-    return grade_response
 
 
 # ── the student samples ──────────────────────────────────────────────────────────────────────────
@@ -54,7 +46,7 @@ def make_single_turn_rollout(
     *,
     progress: ProgressMeter,
 ) -> Rollout:
-    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe)
+    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe.tasks)
     student = SingleTurnRollout(
         engine=engine,
         template=template,
@@ -84,6 +76,26 @@ def make_single_turn_rollout(
     return MixedRollout(student=student, source=source, config=config, seed=seed)
 
 
+def make_episodes(
+    recipe: Recipe,
+    environment: HostedEnvironment,
+    engine: Engine,
+    template: IncrementalTemplate,
+    *,
+    progress: ProgressMeter,
+) -> EpisodeRollout:
+    return EpisodeRollout(
+        engine=engine,
+        template=template,
+        config=recipe.rollout,
+        start=environment.start,
+        context_length=engine.context_length,
+        seed=recipe.seed,
+        max_turns=find_max_turns(recipe),
+        progress=progress,
+    )
+
+
 def make_episode_rollout(
     recipe: Recipe,
     environment: HostedEnvironment,
@@ -95,16 +107,7 @@ def make_episode_rollout(
     """The student's episodes, and these with demonstrations and corrections as the recipe says."""
     config = recipe.rollout
     rollout: Rollout
-    rollout = episodes = EpisodeRollout(
-        engine=engine,
-        template=template,
-        config=config,
-        start=environment.start,
-        context_length=engine.context_length,
-        seed=recipe.seed,
-        max_turns=find_max_turns(recipe),
-        progress=progress,
-    )
+    rollout = episodes = make_episodes(recipe, environment, engine, template, progress=progress)
     if recipe.trains_on_data:
         expert = environment.demonstrate
         assert expert is not None, "the inputs were checked"
@@ -117,8 +120,9 @@ def make_episode_rollout(
 
 def find_max_turns(recipe: Recipe) -> int | None:
     """Of the longest episode, suites included; None: some environment does not tell."""
-    suites = [override_tasks(recipe.tasks, changes) for changes in recipe.evaluate.suites.values()]
-    numbers = [config.max_turns for config in (recipe.tasks, *suites)]
+    suites = [recipe.suite_tasks(name) for name in recipe.evaluate.suites]
+    environments = [config for config in (recipe.tasks, *suites) if config.is_environment]
+    numbers = [config.max_turns for config in environments]
     return None if None in numbers else max(n for n in numbers if n is not None)
 
 
@@ -132,13 +136,15 @@ def make_offline_rollout(
     rollout: Rollout
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = make_chat_log_rollout(recipe, template, engine.context_length)
+    elif isinstance(tasks, DocumentSource):
+        rollout = make_document_rollout(recipe, tasks, template)
     else:
         assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
         rollout = ReplayRollout(
             load=tasks.load, template=template, vocab_size=engine.head.vocab_size
         )
-    what = "recorded conversations"
+    what = f"recorded {recipe.tasks.kind}"
     sample = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, MAX_PROBED)), 0)
     notes = []
     if isinstance(rollout, ReplayRollout):

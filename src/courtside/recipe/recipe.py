@@ -15,7 +15,7 @@ from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rea
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
-from courtside.recipe.tasks import TasksConfig
+from courtside.recipe.tasks import TasksConfig, override_tasks
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
@@ -72,13 +72,17 @@ class Recipe(Section):
         """Policies and tasks that are evaluated after so many steps: test tasks before and after
         training, validation tasks in between. Those that come together run together."""
         config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
-        if num_steps in (0, self.train.steps):
+        if num_steps == self.train.steps or (num_steps == 0 and config.before):
             due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
         if num_steps == 0 and config.teacher and self.teacher is not None:
             due.append((("teacher",), "test"))
         if config.every and num_steps % config.every == 0:
             due.append((("student",), "validation"))
         return due
+
+    def suite_tasks(self, name: str) -> TasksConfig:
+        """The [tasks] section of one of `evaluate.suites`."""
+        return override_tasks(self.tasks, self.evaluate.suites[name])
 
     @property
     def needs_reference(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import (
@@ -53,14 +54,22 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         if not name.isidentifier():
             yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
         try:
-            override_tasks(recipe.tasks, changes)
+            tasks = override_tasks(recipe.tasks, changes)
+            if "kind" in changes and tasks.is_recorded:
+                yield (
+                    f"evaluate.suites.{name}: nothing answers the student with kind = "
+                    f"{tasks.kind!r}; use a kind with prompts, such as 'jsonl'"
+                )
         except ValidationError as error:
             for details in error.errors():
                 # The first part is the kind of the section.
                 path = ".".join([f"evaluate.suites.{name}", *map(str, details["loc"][1:])])
                 text = details["msg"].removeprefix("Value error, ")
                 if details["type"] == "union_tag_invalid":
-                    text = f"kind = {changes['kind']!r} is not known; leave it out"
+                    text = (
+                        f"kind = {changes['kind']!r} is not known; leave it out, or use one of the "
+                        "kinds of [tasks]"
+                    )
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
@@ -229,19 +238,42 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
             "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
         )
-    if recipe.evaluate.suites:
-        yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
+    for name, changes in recipe.evaluate.suites.items():
+        if "kind" not in changes:
+            yield (
+                f"evaluate.suites: nothing answers the student with {kind}; give {name!r} a `kind` "
+                "of its own with all of its fields, or remove it"
+            )
     if recipe.evaluate.collateral:
         yield f"evaluate.collateral: nothing answers the student with {kind}; remove it"
     if isinstance(recipe.tasks, TrajectoryTasks):
         yield from _stored_problems(recipe, recipe.tasks)
         return
+    if isinstance(recipe.tasks, DocumentTasks):
+        yield from _document_problems(recipe)
     for index, loss in enumerate(recipe.losses):
         if loss.kind == "policy_gradient":
             yield (
                 f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
                 f"sampled with, and {kind} has none. Use kind = 'divergence'"
             )
+
+
+def _document_problems(recipe: Recipe) -> Iterator[str]:
+    kind = "tasks.kind = 'documents'"
+    for name in SAMPLING:
+        is_used = name == "temperature" or (
+            name in ("max_new_tokens", "stop") and bool(recipe.evaluate.suites)
+        )
+        if not is_used and getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
+            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
+    if recipe.reader is not None:
+        yield f"reader: {kind} has no turns that a hint could precede; remove it"
+    if any(teacher.context is not None for teacher in recipe.model_teachers):
+        yield f"teacher.context: {kind} has no prompt that a context could join; remove it"
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "preference":
+            yield f"losses[{index}]: preferences compare the texts of a pair, and {kind} has none"
 
 
 def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:

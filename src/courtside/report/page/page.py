@@ -91,21 +91,34 @@ def write_report(
         for section in _make_sections(reader, metrics, evaluations, differences or {}, decode)
         if section.body
     ]
-    page = PAGE.format(
-        title=escape(folder.path.resolve().name),
-        summary=escape(summarize_recipe(recipe)),
+    return write_page(
+        folder.path,
+        summary=summarize_recipe(recipe),
         progress=f"{_num_steps_done(metrics)} of {recipe.train.steps} steps",
+        sections=sections,
+        banners=[render_problems(reader.problems), _render_alarms(alarms)],
+    )
+
+
+def write_page(
+    folder: Path,
+    *,
+    summary: str,
+    progress: str,
+    sections: Sequence[Section],
+    banners: Sequence[str] = (),
+) -> Path:
+    """`report.html` in the folder, under the folder's name; `banners` are HTML before the first
+    section."""
+    page = PAGE.format(
+        title=escape(folder.resolve().name),
+        summary=escape(summary),
+        progress=escape(progress),
         style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
         contents=_render_contents(sections),
-        body="\n".join(
-            [
-                _render_problems(reader.problems),
-                _render_alarms(alarms),
-                *(section.render() for section in sections),
-            ]
-        ),
+        body="\n".join([*banners, *(section.render() for section in sections)]),
     )
-    path = folder.path / "report.html"
+    path = folder / "report.html"
     replace_file(path, show_invisible(page).encode("utf-8", "replace"))
     return path
 
@@ -133,12 +146,12 @@ def _make_sections(
         Section("More metrics", _render_grid(more) if more else "", is_folded=True),
         Section("Hints", render_hints(reader, metrics, decode)),
         Section("Tokens with the largest shift", _render_shifted(stored, decode)),
-        Section("Costs", _render_costs(reader.read(folder.read_costs, {}))),
+        Section("Costs", render_costs(reader.read(folder.read_costs, {}))),
         Section("Episodes", _render_episodes(stored, decode)),
         Section(
             "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
         ),
-        Section("Environment", _render_facts(reader.read(folder.environment, {}))),
+        Section("Environment", render_facts(reader.read(folder.environment, {}))),
         Section("Recipe", _render_recipe(folder.recipe()), is_folded=True),
     ]
 
@@ -166,7 +179,7 @@ PAGE = """<!doctype html>
 """
 
 
-def _render_costs(costs: Mapping[str, PhaseCost]) -> str:
+def render_costs(costs: Mapping[str, PhaseCost]) -> str:
     if not costs:
         return ""
     seconds = sum(cost.seconds for cost in costs.values())
@@ -258,7 +271,7 @@ def _render_recipe(recipe: Recipe) -> str:
     return f"<pre>{escape(toml.dumps(dump_recipe(recipe)))}</pre>"
 
 
-def _render_facts(values: Mapping[str, Any]) -> str:
+def render_facts(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{escape(str(key).replace('_', ' '))}</th><td>{escape(str(value))}</td></tr>"
         for key, value in values.items()
@@ -276,7 +289,7 @@ def _render_contents(sections: Sequence[Section]) -> str:
     return f'<nav class="contents" aria-label="Contents">{links}</nav>'
 
 
-def _render_problems(problems: Sequence[str]) -> str:
+def render_problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)

@@ -27,6 +27,8 @@ def render_result(
     evaluations: Sequence[Evaluation], differences: Differences, suites: Mapping[str, Pair]
 ) -> str:
     before, after = first_and_last_evaluation(evaluations)
+    if before is None and any(is_student(policy) for policy in suites):
+        return _render_scores(suites, differences)  # nothing answers the student in its own tasks
     if before is None:
         return '<p class="empty">No evaluation has been recorded.</p>'
     teacher = next((e for e in evaluations if e.policy == "teacher"), None)
@@ -74,7 +76,8 @@ def _render_scores(suites: Mapping[str, Pair], differences: Differences) -> str:
         for policy, (before, after) in suites_of_student.items()
     )
     heads = ["policy", "tasks", "score before", "score after", "difference, points"]
-    return render_table(heads, rows) if len(suites_of_student) > 1 else ""
+    is_repeated = [*suites_of_student] == ["student"]  # it is above
+    return "" if is_repeated else render_table(heads, rows)
 
 
 def _render_score(evaluation: Evaluation | None) -> str:
