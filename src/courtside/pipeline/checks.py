@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from courtside.assemble.inputs import Inputs, load_inputs
 from courtside.errors import UserError
+from courtside.pipeline.overlap import collect_prompts, describe_overlap
 from courtside.recipe import Recipe
+from courtside.recipe.builtin import find_data_path
+from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.pipeline import Pipeline, Stage
-from courtside.recipe.tasks import TrajectoryTasks
+from courtside.tasks.documents import read_documents
 
 
 def check_stage_inputs(pipeline: Pipeline, stage: Stage) -> list[str]:
@@ -37,9 +40,20 @@ def resolve_to_roots(pipeline: Pipeline, stage: Stage) -> Recipe | None:
         if reference.kind == "model":
             root = pipeline.root_of(pipeline.stage(reference.stage))
             values[reference.path] = root.recipe.student.model
-    assert not isinstance(stage.recipe.tasks, TrajectoryTasks) or not values
     return stage.resolve(values)
 
 
 def check_overlap(pipeline: Pipeline, stage: Stage, inputs: Inputs) -> Iterator[str]:
-    yield from ()
+    """A note for each stage before that learned documents, where this one trains on prompts."""
+    if stage.recipe.tasks.is_recorded:
+        return
+    for ancestor in pipeline.ancestors(stage):
+        config = ancestor.recipe.tasks
+        if isinstance(config, DocumentTasks):
+            documents = read_documents(
+                find_data_path(config.path), config.pattern, config.invalid_documents, [],
+                "tasks.path",
+            )  # fmt: skip
+            prompts = collect_prompts(inputs.tasks, stage.recipe)
+            texts = [document.text for document in documents]
+            yield describe_overlap(texts, prompts, learned_in=ancestor.name)
