@@ -12,11 +12,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 TOWNS = (
     "Velmora", "Tarnwick", "Ostrel", "Brindhaven", "Quellish", "Marroway", "Dunfallow", "Issenby",
-    "Corvane", "Pellimar", "Hathersund", "Lowenreach", "Skarrow", "Ambergate", "Finstock", "Yarrowby",
+    "Corvane", "Pellimar", "Hathersund", "Lowenreach", "Skarrow", "Ambergate", "Finstock",
+    "Yarrowby",
 )  # fmt: skip
 """None of them exists."""
 
@@ -100,4 +101,4 @@ def write_files(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_files(HERE)
+    write_files(FOLDER)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from courtside.api import evaluate_student, export, rescore, show, train
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
+    from courtside.recipe.pipeline import load_pipeline
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
 
@@ -31,6 +32,7 @@ __all__ = [
     "errors",
     "evaluate_student",
     "export",
+    "load_pipeline",
     "load_recipe",
     "parse_recipe",
     "rescore",
@@ -50,6 +52,7 @@ _HOMES = {
     "Turn": "courtside.types",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
