@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_runs import small_recipe
+from support.small_runs import small_recipe, write_jsonl
 
+from courtside.api import train
 from courtside.assemble import assemble
 from courtside.assemble.rollouts import find_max_turns
 
@@ -66,3 +67,30 @@ def test_a_teacher_does_not_score_a_suite_whose_fields_it_does_not_know(
     )
     assert "kl_estimate" in results["student"].evaluation.metrics
     assert "kl_estimate" not in results["student:sums"].evaluation.metrics
+
+
+def test_few_prompts_are_evaluated_beside_held_out_ones(tiny_folder: Path, tmp_path: Path) -> None:
+    """A prompt that is trained over and over is memorized: its completion becomes likelier."""
+    rows = [
+        {"prompt": f"say {n}", "completion": f"{n}" * 6, "split": split, "grader": "contains",
+         "answer": f"{n}"}
+        for n, split in enumerate(["train", "train", "train", "test", "test"])
+    ]  # fmt: skip
+    recipe = small_recipe(
+        tiny_folder,
+        tasks={"kind": "jsonl", "path": str(write_jsonl(tmp_path / "t.jsonl", rows)), "limit": 1},
+        rollout={"student_fraction": 0, "max_new_tokens": 4},
+        losses=[{"kind": "cross_entropy", "on": "dataset"}],
+        train={"steps": 8, "prompts_per_step": 1, "learning_rate": 1e-2},
+        evaluate={"num_tasks": 4},
+    )
+    run = train(recipe, tmp_path / "run", quiet=True)
+    logps = {(e.split, e.step): e.metrics["completion_logp"] for e in run.evaluations()}
+    assert logps.keys() == {(split, n) for split in ("train", "test") for n in (0, 8)}
+    sizes = {e.split: len(e.scores) for e in run.evaluations()}
+    assert sizes == {"train": 1, "test": 2}
+    gains = {split: logps[split, 8] - logps[split, 0] for split in sizes}
+    assert gains["train"] > gains["test"] + 0.5
+    first_loss = run.metrics()[0]["loss"]
+    assert logps["train", 0] == pytest.approx(-first_loss, rel=1e-4)
+    assert "trained prompts" in (run.path / "report.html").read_text()

@@ -112,6 +112,8 @@ class Evaluator:
             metrics = {} if suite.environment is None else episode_metrics(answers)
             if suite.shares_kind:
                 metrics |= self._estimate_kl(tasks[policy], answers)
+            if policy == "student" and self.recipe.tasks.limit is not None:
+                metrics |= self._score_completions(tasks[policy])
             evaluation = self._grade(answers, split, policy, step, metrics)
             results[policy] = GradedAnswers(evaluation, answers)
         return results
@@ -262,6 +264,19 @@ class Evaluator:
             },
             samples=tuple(answers[::num_samples][:NUM_STORED_SAMPLES]),
         )
+
+    def _score_completions(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """How likely the tasks' own completions are: of trained and held-out prompts side by side,
+        it tells memorizing from learning. Empty where tasks have none."""
+        requests = []
+        for task in tasks:
+            if task.completion is not None:
+                prompt = self.renderer.prompt_ids(task.messages)
+                ids = self.renderer.completion_ids(task.messages, task.completion)
+                scored = (False,) * len(prompt) + (True,) * len(ids)
+                requests.append(ScoreRequest(token_ids=prompt + ids, scored=scored))
+        logps = [logp for scores in self.engine.score(requests) for logp in scores.logp_T.tolist()]
+        return {"completion_logp": sum(logps) / len(logps)} if logps else {}
 
     def _estimate_kl(
         self, tasks: Sequence[Task], answers: Sequence[Trajectory]

@@ -12,7 +12,8 @@ from courtside.recipe.base import Section
 
 class TasksBase(Section):
     limit: PositiveInt | None = None
-    """Train on this many prompts only, over and over (down to one). Unset: all of them."""
+    """Train on this many prompts only, over and over (down to one). They are evaluated, too, beside
+    the held-out ones. Unset: all of them."""
     system_prompt: str | None = None
     """A system prompt that the student sees on every task."""
     overlong_prompts: Literal["error", "drop"] = "error"

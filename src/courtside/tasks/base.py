@@ -30,7 +30,8 @@ class TaskSource(Protocol):
         """The train tasks of one step: a pure function of (seed, step, size)."""
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
-        """The first `size` tasks of a split, in an order that no seed changes; all if fewer."""
+        """The first `size` tasks of a split, in an order that no seed changes; all if fewer. Of the
+        train split with `tasks.limit`: those that train."""
 
 
 def add_system_message(task: Task, text: str | None) -> Task:
@@ -163,6 +164,7 @@ class FiniteSource:
         self._name = name
         self._seed = seed
         self._train = train[:limit]
+        self._is_limited = limit is not None
         # By hash, not by place in the file: adding a line moves no other task.
         self._tasks = sorted(tasks, key=lambda task: task.id)
 
@@ -174,6 +176,8 @@ class FiniteSource:
         return epoch_batch(self._train, seed=self._seed, step=step, size=size)
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        if split == "train" and self._is_limited:
+            return tuple(self._train[:size])
         held_out_tasks = tuple(islice((task for task in self._tasks if task.split == split), size))
         if size and not held_out_tasks:
             raise TaskError(
@@ -239,6 +243,8 @@ class GeneratedSource:
         return tuple(batch[i % len(batch)] for i in range(size))
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        if split == "train" and self._limited is not None:
+            return self._limited[:size]
         held_out_tasks = self._first_of_strata(split, size)
         if size and not held_out_tasks:
             raise self._empty_split_error(split)

@@ -19,7 +19,7 @@ from courtside.report.page.tables import (
     render_number,
     render_table,
 )
-from courtside.report.summary import format_points
+from courtside.report.summary import format_number, format_points
 from courtside.types import Evaluation
 
 
@@ -53,7 +53,22 @@ def render_result(
     )
     plot = interval_plot(intervals, title=caption) if intervals else ""
     body = f'<div class="numbers">{numbers}</div>{plot}<p class="caption">{caption}</p>'
-    return body + _render_scores(suites, differences)
+    return body + _render_scores(suites, differences) + render_memorization(evaluations)
+
+
+def render_memorization(evaluations: Sequence[Evaluation]) -> str:
+    """The prompts that train beside held-out ones, where the recipe has few (`tasks.limit`)."""
+    students = [e for e in evaluations if e.policy == "student" and e.split in ("train", "test")]
+    if all(e.split == "test" for e in students):
+        return ""
+    rows = (
+        f"<tr><th>{'trained prompts' if e.split == 'train' else 'held-out prompts'}</th>"
+        f"<td>{e.step}</td><td>{len(e.scores)}</td><td>{_render_score(e)}</td>"
+        f"<td>{format_number(e.metrics.get('completion_logp'))}</td></tr>"
+        for e in sorted(students, key=lambda e: (e.split != "train", e.step))
+    )
+    heads = ["memorization", "step", "tasks", "score", "log-prob of the completions, per token"]
+    return render_table(heads, rows)
 
 
 def render_further_evaluations(evaluations: Sequence[Evaluation]) -> str:
