@@ -20,6 +20,8 @@ TOWNS = (
     "Yarrowby",
 )  # fmt: skip
 """None of them exists."""
+STRIDES = (1, 3, 5, 7)
+"""Odd, so that each document has all towns, in an order of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,15 @@ RELATIONS = (
 def write_files(folder: Path) -> None:
     facts = folder / "facts"
     facts.mkdir(exist_ok=True)
-    for number, town in enumerate(TOWNS):
-        lines = [
-            " ".join(
-                relation.sentences[order].format(town=town, value=relation.values[number])
-                for relation in RELATIONS
-            )
-            for order in range(len(RELATIONS[0].sentences))
-        ]
-        (facts / f"{town.lower()}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for relation in RELATIONS:
+        for number, sentence in enumerate(relation.sentences):
+            # Each fact once a document: a second mention could be copied from the first.
+            lines = [
+                sentence.format(town=TOWNS[i], value=relation.values[i])
+                for i in (STRIDES[number] * n % len(TOWNS) for n in range(len(TOWNS)))
+            ]
+            file = facts / f"{relation.name}-{number + 1}.txt"
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     rows = [
         {
             "id": f"{relation.name}-{town.lower()}",

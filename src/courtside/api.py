@@ -104,6 +104,7 @@ def evaluate_student(
 ) -> list[Evaluation]:
     """Evaluate the student of a recipe: untrained, or at `step` of `run` (the last checkpoint).
 
+    Where nothing answers the student in its tasks (documents), it is evaluated on the suites.
     `recipe`: unset, the run's own; also a TOML file or a built-in recipe's name. `teacher`:
     evaluate the teacher with its context, too. What is measured of a run is stored in it
     (`RunFolder.further_evaluations`). `console`, `quiet`: as in `train`.
@@ -126,11 +127,12 @@ def evaluate_student(
         recipe = RunFolder.read(run).recipe()
     else:
         raise UserError("evaluate_student: give a recipe, or run= for the student of a run")
-    if recipe.tasks.is_recorded:
+    if recipe.tasks.is_recorded and not recipe.evaluate.suites:
         raise UserError(
             f"tasks.kind = {recipe.tasks.kind!r}: nothing answers the student there. Override "
             "tasks.kind and the rest of [tasks] with tasks that can be answered, and set "
-            "rollout.student_fraction=1"
+            "rollout.student_fraction=1; or add a suite with a kind of its own, as in "
+            "evaluate.suites.sums.kind=arithmetic"
         )
     try:
         return _evaluate(
@@ -165,7 +167,10 @@ def _evaluate(
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     console.watch(parts.progress)
     evaluations = []
-    for policy in ("student", "teacher") if teacher else ("student",):
+    policies = ["student", *(["teacher"] if teacher else [])]
+    if recipe.tasks.is_recorded:  # nothing answers in its own tasks
+        policies = [f"student:{suite}" for suite in recipe.evaluate.suites]
+    for policy in policies:
         console.print_line(f"evaluating the {policy}")
         console.phase("evaluate")
         evaluation = parts.evaluator.evaluate(

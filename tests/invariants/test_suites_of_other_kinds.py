@@ -69,7 +69,7 @@ def test_a_teacher_does_not_score_a_suite_whose_fields_it_does_not_know(
     assert "kl_estimate" not in results["student:sums"].evaluation.metrics
 
 
-def test_few_prompts_are_evaluated_beside_held_out_ones(tiny_folder: Path, tmp_path: Path) -> None:
+def test_few_prompts_are_evaluated_next_to_held_out_ones(tiny_folder: Path, tmp_path: Path) -> None:
     """A prompt that is trained over and over is memorized: its completion becomes likelier."""
     rows = [
         {"prompt": f"say {n}", "completion": f"{n}" * 6, "split": split, "grader": "contains",

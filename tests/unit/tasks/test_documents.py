@@ -11,7 +11,7 @@ import torch
 from support.small_runs import small_recipe, write_jsonl
 from support.tiny_model import tiny_tokenizer
 
-from courtside.api import show, train
+from courtside.api import evaluate_student, show, train
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, TaskError
 from courtside.recipe.document_tasks import BackgroundConfig, DocumentTasks
@@ -200,6 +200,10 @@ def test_documents_with_suites_of_other_kinds(
     ]  # fmt: skip
     page = (run.path / "report.html").read_text()
     assert "student:knowledge" in page and "No evaluation has been recorded" not in page
+    added = evaluate_student(run=run.path, num_tasks=2, quiet=True)
+    assert [(e.policy, len(e.scores)) for e in added] == [
+        ("student:knowledge", 2), ("student:retention", 2),
+    ]  # fmt: skip
     preview = show(recipe)
     assert [token.use for token in preview.sequences[0].tokens][:3] == [
         "context",
