@@ -268,6 +268,9 @@ def test_the_report_has_all_stages(tree: Tree, finished: Path) -> None:
         assert f'<a href="stages/{stage}/report.html">{stage}</a>' in text
         assert f"after {stage}" in text
     assert re.search(r"<tr><th>talk</th><td>32 test</td>(<td><b>[\d.]+%.*?</td>){3}", text)
+    # The second stage has evaluate.before = false: its only score is not one before training.
+    later = (finished / "stages" / "02-sevens" / "report.html").read_text()
+    assert re.search(r"<tr><th>student:talk</th><td>32 test</td><td>–</td><td><b>[\d.]+%", later)
     costs = [
         json.loads((finished / "stages" / s / "costs.json").read_text())["update"]["input_tokens"]
         for s in ("01-learn", "02-sevens")

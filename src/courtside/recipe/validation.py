@@ -80,6 +80,11 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
             "evaluate.collateral is a mean over what the student samples, and evaluate.temperature "
             "= 0 samples nothing. Use a temperature above 0"
         )
+    if not recipe.evaluate.before and (recipe.tasks.is_environment or recipe.evaluate.collateral):
+        yield (
+            "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
+            "the evaluation before training. Set it to true"
+        )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
 

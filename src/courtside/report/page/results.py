@@ -32,9 +32,9 @@ def render_result(
     if before is None:
         return '<p class="empty">No evaluation has been recorded.</p>'
     teacher = next((e for e in evaluations if e.policy == "teacher"), None)
-    labeled = [("before", before), (f"after {after.step} steps" if after else "after", after)]
-    labeled.append(("teacher, with its context", teacher))
-    numbers = "".join(render_number(name, *_score(e)) for name, e in labeled if e is not None)
+    labeled = [(_label(e), e) for e in (before, after) if e is not None]
+    labeled += [("teacher, with its context", teacher)] if teacher is not None else []
+    numbers = "".join(render_number(name, *_score(e)) for name, e in labeled)
     if ("student", "score") in differences:
         numbers += _render_difference_card(differences["student", "score"])
     intervals = [
@@ -45,7 +45,7 @@ def render_result(
             high=e.ci_high,
         )
         for name, e in labeled
-        if e is not None and e.mean_score == e.mean_score
+        if e.mean_score == e.mean_score
     ]
     caption = (
         f"Mean score on {len(before.scores)} held-out tasks ({before.split}), with 95% intervals. "
@@ -85,14 +85,28 @@ def _render_scores(suites: Mapping[str, Pair], differences: Differences) -> str:
     """Scores by suite, where the recipe has further suites."""
     suites_of_student = {policy: pair for policy, pair in suites.items() if is_student(policy)}
     rows = (
-        f"<tr><th>{escape(policy)}</th><td>{len(before.scores)} {before.split}</td>"
+        f"<tr><th>{escape(policy)}</th><td>{_count_tasks(before or after)}</td>"
         f"<td>{_render_score(before)}</td><td>{_render_score(after)}</td>"
         f"<td>{render_difference(differences.get((policy, 'score')))}</td></tr>"
-        for policy, (before, after) in suites_of_student.items()
+        for policy, (before, after) in map(_order, suites_of_student.items())
     )
     heads = ["policy", "tasks", "score before", "score after", "difference, points"]
     is_repeated = [*suites_of_student] == ["student"]  # it is above
     return "" if is_repeated else render_table(heads, rows)
+
+
+def _label(evaluation: Evaluation) -> str:
+    return "before" if evaluation.step == 0 else f"after {evaluation.step} steps"
+
+
+def _order(item: tuple[str, Pair]) -> tuple[str, tuple[Evaluation | None, Evaluation | None]]:
+    """The only evaluation of a recipe without one before training is that after it."""
+    policy, (first, last) = item
+    return (policy, (None, first)) if last is None and first.step > 0 else item
+
+
+def _count_tasks(evaluation: Evaluation | None) -> str:
+    return "–" if evaluation is None else f"{len(evaluation.scores)} {evaluation.split}"
 
 
 def _render_score(evaluation: Evaluation | None) -> str:
