@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from courtside.comparison.comparison import Comparison, compare
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
+    from courtside.recipe.pipeline import load_pipeline
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
 
@@ -34,6 +35,7 @@ __all__ = [
     "errors",
     "evaluate_student",
     "export",
+    "load_pipeline",
     "load_recipe",
     "parse_recipe",
     "rescore",
@@ -55,6 +57,7 @@ _HOMES = {
     "compare": "courtside.comparison.comparison",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
     "rescore": "courtside.api",
