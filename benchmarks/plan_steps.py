@@ -137,9 +137,8 @@ def main() -> None:
     if args.case:
         store(args.out, measure(args))
         return
-    from gpu_machine import header
-
     import torch
+    from gpu_machine import header
 
     device = torch.device(make_job(args).device)
     result = {**header("plan_steps", device), "job": {**vars_of(make_job(args))}, "cases": []}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.api import evaluate_student, export, plan, rescore, show, train
+    from courtside.planning.plan import CostPlan
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CostPlan",
     "Evaluation",
     "Grade",
     "Message",
@@ -33,6 +35,7 @@ __all__ = [
     "export",
     "load_recipe",
     "parse_recipe",
+    "plan",
     "rescore",
     "show",
     "train",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CostPlan": "courtside.planning.plan",
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
@@ -52,6 +56,7 @@ _HOMES = {
     "export": "courtside.api",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
+    "plan": "courtside.api",
     "rescore": "courtside.api",
     "show": "courtside.api",
     "train": "courtside.api",

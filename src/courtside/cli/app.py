@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from courtside import __version__
 from courtside.cli import commands
 from courtside.cli.check_env import check_env
+from courtside.cli.plan import plan
 from courtside.errors import Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 
@@ -85,3 +86,4 @@ COMMANDS = "train show evaluate report view rescore export recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
 app.command()(check_env)
+app.command()(plan)
