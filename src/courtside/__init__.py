@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, plan, rescore, show, train
-    from courtside.planning.plan import CostPlan
+    from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.planning.plan import CostPlan, plan
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
@@ -56,7 +56,7 @@ _HOMES = {
     "export": "courtside.api",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
-    "plan": "courtside.api",
+    "plan": "courtside.planning.plan",
     "rescore": "courtside.api",
     "show": "courtside.api",
     "train": "courtside.api",

@@ -19,7 +19,6 @@ from courtside.types import Evaluation, Scored, Split
 if TYPE_CHECKING:
     from courtside.artifacts.export import ExportDtype
     from courtside.assemble.preview import Preview
-    from courtside.planning.plan import CostPlan
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
@@ -94,50 +93,6 @@ def show(recipe: Recipe | str | Path) -> Preview:
 
     _check_recipe(recipe, "show")
     return make_preview(_load(recipe))
-
-
-def plan(
-    recipe: Recipe | str | Path,
-    *,
-    gpu: str = "h200",
-    num_gpus: int = 1,
-    shape: str | None = None,
-    teacher_shape: str | None = None,
-    prompt_tokens: float | None = None,
-    new_tokens: float | None = None,
-    turns: float | None = None,
-    observation_tokens: float | None = None,
-    context_tokens: float | None = None,
-    price_per_hour: float | None = None,
-    run: str | Path | None = None,
-) -> CostPlan:
-    """Memory, time and cost of a recipe on a device, before it runs; docs/plan.md explains them.
-
-    `recipe`: also a TOML file, or the name of a built-in recipe. `shape`, `teacher_shape`: of
-    models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
-    or assumed, which the plan says. `run`: an earlier run on the same kind of device.
-    """
-    from courtside.planning.lengths import GivenLengths
-    from courtside.planning.plan import make_plan
-
-    _check_recipe(recipe, "plan")
-    given = GivenLengths(
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        turns=turns,
-        observation_tokens=observation_tokens,
-        context_tokens=context_tokens,
-    )
-    return make_plan(
-        _load(recipe),
-        gpu=gpu,
-        num_gpus=num_gpus,
-        shape=shape,
-        teacher_shape=teacher_shape,
-        lengths=given,
-        price_per_hour=price_per_hour,
-        run=None if run is None else Path(run),
-    )
 
 
 def evaluate_student(

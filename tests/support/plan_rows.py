@@ -172,8 +172,8 @@ def step_rows() -> list[Row]:
                 )  # fmt: skip
             suffix = {"courtside": "", "courtside_lean": ", lean", "hints": ", hints",
                       "hints_lean": ", hints, lean"}[side["side"]]  # fmt: skip
-            again = ", again" if number == 2 else ""
-            name = f"{side['shape'].upper()}{suffix}{again}"
+            repeat = ", again" if number == 2 else ""
+            name = f"{side['shape'].upper()}{suffix}{repeat}"
             rows += _rows_of(name, work, side["phases"], side["gpu_peaks"])
     return rows
 

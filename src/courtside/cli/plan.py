@@ -115,8 +115,8 @@ def plan(
 
     parsed = load_recipe(find_recipe(recipe), overrides or ())
 
-    from courtside.api import plan as make_plan
     from courtside.cli.tables import print_json, print_table
+    from courtside.planning.plan import plan as make_plan
 
     result = make_plan(
         parsed,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from courtside.errors import UserError
+from courtside.errors import PlanError
 
 GIB = 2**30
 MAX_GPUS = 4096
@@ -17,10 +17,6 @@ CPU_CORE_FLOPS = 250e9
 """bf16 FLOP/s of one core with avx512_bf16: the rate of large matmuls, measured on an EPYC."""
 CPU_CORE_BANDWIDTH = 12e9
 """Bytes/s of main memory by one core, on the same machine."""
-
-
-class PlanError(UserError):
-    """Something that cannot be estimated as it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

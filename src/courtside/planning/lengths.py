@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
-from courtside.planning.gpus import PlanError
+from courtside.errors import PlanError
 from courtside.planning.workload import Lengths
 from courtside.recipe import Recipe
 
@@ -17,7 +17,7 @@ HINT_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenLengths:
+class KnownLengths:
     """What a user or an earlier run says. None: not given."""
 
     prompt_tokens: float | None = None
@@ -43,25 +43,25 @@ class MeasuredTasks:
 
 
 def choose_lengths(
-    recipe: Recipe, given: GivenLengths, measure: Callable[[], MeasuredTasks]
+    recipe: Recipe, lengths: KnownLengths, measure: Callable[[], MeasuredTasks]
 ) -> tuple[Lengths, list[str]]:
     """`measure` is called only where something was not given: it loads tasks and a tokenizer."""
     notes: list[str] = []
     is_recorded = recipe.tasks.is_recorded or recipe.rollout.student_fraction_range[1] == 0
     has_context = any(teacher.context for teacher in recipe.model_teachers)
-    missing = given.prompt_tokens is None or (is_recorded and given.new_tokens is None)
+    missing = lengths.prompt_tokens is None or (is_recorded and lengths.new_tokens is None)
     measured = measure() if missing else None
-    where = f"mean of {measured.num_tasks} tasks" if measured else given.source
+    where = f"mean of {measured.num_tasks} tasks" if measured else lengths.source
 
-    prompt = given.prompt_tokens
+    prompt = lengths.prompt_tokens
     if prompt is None:
         assert measured is not None
         prompt = measured.prompt
     notes.append(f"prompts of {prompt:,.0f} tokens ({where})")
-    turns = _choose_turns(recipe, given, notes)
-    new = given.new_tokens
+    turns = _choose_turns(recipe, lengths, notes)
+    new = lengths.new_tokens
     if new is not None:
-        notes.append(f"{new:,.0f} sampled tokens a turn ({given.source})")
+        notes.append(f"{new:,.0f} sampled tokens a turn ({lengths.source})")
     elif measured is not None and measured.new is not None:
         new = measured.new
         notes.append(f"answers of {new:,.0f} tokens ({where})")
@@ -73,14 +73,14 @@ def choose_lengths(
         )
     observed = 0.0
     if turns > 1:
-        size = given.observation_tokens
-        text = given.source if size is not None else "assumed; --observation-tokens"
+        size = lengths.observation_tokens
+        text = lengths.source if size is not None else "assumed; --observation-tokens"
         size = OBSERVATION_TOKENS if size is None else size
         observed = (turns - 1) * size
         notes.append(f"messages of the environment of {size:,.0f} tokens ({text})")
-    context = given.context_tokens
+    context = lengths.context_tokens
     if context is not None:
-        notes.append(f"{context:,.0f} more tokens for the teacher ({given.source})")
+        notes.append(f"{context:,.0f} more tokens for the teacher ({lengths.source})")
     elif recipe.reader is not None:
         context = HINT_TOKENS + new
         notes.append(
@@ -99,7 +99,9 @@ def choose_lengths(
     if limit is None:
         evaluated = None
     else:
-        evaluated = turns * (limit if given.new_tokens is None else min(limit, given.new_tokens))
+        evaluated = turns * (
+            limit if lengths.new_tokens is None else min(limit, lengths.new_tokens)
+        )
     return (
         Lengths(
             prompt=prompt,
@@ -120,9 +122,9 @@ def _trained_tokens(recipe: Recipe, new: float, turns: float) -> float | None:
     return new if only_hinted and turns > 1 else None
 
 
-def _choose_turns(recipe: Recipe, given: GivenLengths, notes: list[str]) -> float:
-    if given.turns is not None:
-        return given.turns
+def _choose_turns(recipe: Recipe, lengths: KnownLengths, notes: list[str]) -> float:
+    if lengths.turns is not None:
+        return lengths.turns
     if not recipe.tasks.is_environment:
         return 1.0
     turns = recipe.rollout.limits.turns or recipe.tasks.max_turns

@@ -1,6 +1,6 @@
 """Lengths and speed of an earlier run, in place of defaults.
 
-A run's seconds by phase, over those that the defaults give for its own recipe and lengths, are the
+A run's seconds by phase, over those that the defaults give for its recipe and lengths, are the
 factors of a plan. They carry the device's real utilisation to other sizes of the same work.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from courtside.errors import PlanError
 from courtside.planning.estimate import estimate
-from courtside.planning.gpus import Device, PlanError
-from courtside.planning.lengths import GivenLengths, MeasuredTasks, choose_lengths
+from courtside.planning.gpus import Device
+from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths
 from courtside.planning.models import resolve_shapes
 from courtside.planning.workload import Workload, plan_models
 from courtside.recipe import Recipe
@@ -27,28 +28,28 @@ class MeasuredRun:
     path: Path
     recipe: Recipe
     num_steps: int
-    lengths: GivenLengths
+    lengths: KnownLengths
     factors: Mapping[str, float]
     """By phase: measured seconds of a step (the median) over estimated ones."""
     utilisation: Mapping[str, float]
     """By phase: executed FLOPs over what the device could do in its seconds."""
 
-    def fill(self, given: GivenLengths, recipe: Recipe) -> GivenLengths:
+    def fill(self, lengths: KnownLengths, recipe: Recipe) -> KnownLengths:
         """The run's lengths where none are given and the tasks are the same."""
         if recipe.tasks != self.recipe.tasks:
-            return given
-        own = self.lengths
-        new = own.new_tokens
+            return lengths
+        measured = self.lengths
+        new = measured.new_tokens
         if new is not None:
             new = min(new, float(recipe.rollout.max_new_tokens))
         return replace(
-            given,
-            prompt_tokens=_first(given.prompt_tokens, own.prompt_tokens),
-            new_tokens=_first(given.new_tokens, new),
-            turns=_first(given.turns, own.turns),
-            observation_tokens=_first(given.observation_tokens, own.observation_tokens),
-            context_tokens=_first(given.context_tokens, own.context_tokens),
-            source=own.source if given == GivenLengths() else f"given, or {own.source}",
+            lengths,
+            prompt_tokens=_first(lengths.prompt_tokens, measured.prompt_tokens),
+            new_tokens=_first(lengths.new_tokens, new),
+            turns=_first(lengths.turns, measured.turns),
+            observation_tokens=_first(lengths.observation_tokens, measured.observation_tokens),
+            context_tokens=_first(lengths.context_tokens, measured.context_tokens),
+            source=measured.source if lengths == KnownLengths() else f"given, or {measured.source}",
         )
 
     def describe(self) -> str:
@@ -76,7 +77,7 @@ def read_run(path: Path, device: Device) -> MeasuredRun:
     work = Workload(
         recipe=recipe,
         models=plan_models(recipe, student, teachers, device),
-        lengths=choose_lengths(recipe, _ONE_TOKEN, _never)[0],
+        lengths=choose_lengths(recipe, _SHORTEST, _never)[0],
         device=device,
     )
     lengths = _read_lengths(folder, work)
@@ -99,7 +100,7 @@ def read_run(path: Path, device: Device) -> MeasuredRun:
     )  # fmt: skip
 
 
-_ONE_TOKEN = GivenLengths(
+_SHORTEST = KnownLengths(
     prompt_tokens=1, new_tokens=1, turns=1, observation_tokens=0, context_tokens=0
 )
 
@@ -108,7 +109,7 @@ def _never() -> MeasuredTasks:
     raise AssertionError("all lengths of a run are known")
 
 
-def _read_lengths(folder: RunFolder, work: Workload) -> GivenLengths:
+def _read_lengths(folder: RunFolder, work: Workload) -> KnownLengths:
     """Means of a trajectory, from the tokens that the run counted."""
     costs, num_steps = folder.read_costs(), len(folder.metrics())
     num_rows = num_steps * work.num_rows
@@ -125,7 +126,7 @@ def _read_lengths(folder: RunFolder, work: Workload) -> GivenLengths:
         repeated = (costs["update"].input_tokens / num_rows + 1) / (prompt + mean_new)
         trunk = 0.0 if work.defers_hints else prompt + mean_new
         context = costs["teacher"].input_tokens / num_rows / max(repeated, 1.0) - trunk
-    return GivenLengths(
+    return KnownLengths(
         prompt_tokens=prompt,
         new_tokens=mean_new,
         turns=1.0,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from courtside.errors import ModelError
-from courtside.planning.gpus import PlanError
+from courtside.errors import ModelError, PlanError
 from courtside.planning.presets import find_preset, match_preset
 from courtside.planning.shapes import ModelShape, shape_from_config
 from courtside.recipe import Recipe

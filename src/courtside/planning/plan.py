@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from courtside.errors import ModelError
+from courtside.errors import ModelError, PlanError
 from courtside.planning.changes import Change, propose_changes
 from courtside.planning.estimate import Estimate, estimate
-from courtside.planning.gpus import Device, PlanError, find_device
-from courtside.planning.lengths import GivenLengths, MeasuredTasks, choose_lengths, measure_tasks
+from courtside.planning.gpus import Device, find_device
+from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
 from courtside.planning.measured import MeasuredRun, read_run
 from courtside.planning.models import resolve_shapes
 from courtside.planning.timing import Utilisation, default_utilisation
 from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
 from courtside.recipe import Recipe
+from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
 from courtside.report.summary import summarize_recipe
 
 PAPER_NOTE = (
@@ -71,32 +72,49 @@ class CostPlan:
         return None if self.price_per_hour is None else self.gpu_hours * self.price_per_hour
 
 
-def make_plan(
-    recipe: Recipe,
+def plan(
+    recipe: Recipe | str | Path,
     *,
-    gpu: str,
+    gpu: str = "h200",
     num_gpus: int = 1,
     shape: str | None = None,
     teacher_shape: str | None = None,
-    lengths: GivenLengths | None = None,
+    prompt_tokens: float | None = None,
+    new_tokens: float | None = None,
+    turns: float | None = None,
+    observation_tokens: float | None = None,
+    context_tokens: float | None = None,
     price_per_hour: float | None = None,
-    run: Path | None = None,
+    run: str | Path | None = None,
 ) -> CostPlan:
-    """`run`: the folder of an earlier run on the same kind of device, whose lengths and seconds
-    replace defaults."""
+    """Memory, time and cost of a recipe on a device, before it runs; docs/plan.md explains them.
+
+    `recipe`: also a TOML file, or the name of a built-in recipe. `shape`, `teacher_shape`: of
+    models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
+    or assumed, which the plan says; `new_tokens` and `observation_tokens` are those of one turn.
+    `run`: an earlier run on the same kind of device, whose lengths and seconds replace defaults.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(require_path(recipe, "plan: recipe", f"a Recipe, {RECIPE_PATH}"))
+    lengths = KnownLengths(
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        turns=turns,
+        observation_tokens=observation_tokens,
+        context_tokens=context_tokens,
+    )
     device = find_device(gpu, num_gpus)
     _check_device(recipe, device)
     if price_per_hour is not None and not 0 <= price_per_hour < 1e6:
         raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
     student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
     models = plan_models(recipe, student, teachers, device)
-    given = lengths or GivenLengths()
     measured: MeasuredRun | None = None
     if run is not None:
-        measured = read_run(run, device)
-        given = measured.fill(given, recipe)
+        measured = read_run(require_path(run, "plan: run", "the path of a run folder"), device)
+        lengths = measured.fill(lengths, recipe)
     measure = partial(_measure_or_explain, recipe)
-    chosen, assumptions = choose_lengths(recipe, given, measure)
+    chosen, assumptions = choose_lengths(recipe, lengths, measure)
     work = Workload(recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus)
     factors = measured.factors if measured is not None else {}
     utilisation = default_utilisation(work)
@@ -119,10 +137,10 @@ def make_plan(
 
 
 def _check_device(recipe: Recipe, device: Device) -> None:
-    wanted = recipe.student.device
-    if wanted != "auto" and (wanted == "cuda") != device.is_gpu:
+    device_kind = recipe.student.device
+    if device_kind != "auto" and (device_kind == "cuda") != device.is_gpu:
         raise PlanError(
-            f"student.device = {wanted!r} and --gpu {device.name} contradict each other. Set "
+            f"student.device = {device_kind!r} and --gpu {device.name} contradict each other. Set "
             "student.device = 'auto'"
         )
 

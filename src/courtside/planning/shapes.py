@@ -87,8 +87,8 @@ class ModelShape:
         per_layer += 2 * self.head_dim if self.head_norms else 0
         per_layer += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
         embeddings = (1 if self.tied else 2) * self.num_head_parameters
-        others = self.num_layers * per_layer + self.hidden_size
-        return self.num_linear_parameters + embeddings + others
+        vectors = self.num_layers * per_layer + self.hidden_size
+        return self.num_linear_parameters + embeddings + vectors
 
     @property
     def kv_elements_per_token(self) -> int:

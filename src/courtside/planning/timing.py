@@ -163,9 +163,10 @@ def rollout_seconds(work: Workload, use: Utilisation) -> float:
 def _pass_seconds(
     flops: PhaseFlops, shape: ModelShape, work: Workload, use: Utilisation, *, limit: int,
     num_forward: float,
+    extra: float = 0.0,
 ) -> float:  # fmt: skip
     """`num_forward`: forward passes that one costs as much as; a backward pass counts as two."""
-    passes, _ = work.pack(limit, work.lengths.context if num_forward == 1 else 0.0)
+    passes, _ = work.pack(limit, extra)
     overhead = passes * shape.num_layers * use.pass_layer_seconds * num_forward
     return flops.executed / matmul_rate(work, use) + overhead
 
@@ -186,8 +187,17 @@ def teacher_seconds(work: Workload, use: Utilisation) -> float:
     if not work.is_scored and not work.recipe.needs_reference:
         return 0.0
     limit = PASS_TOKENS[work.device.is_gpu]
-    flops = teacher_flops(work)
-    seconds = _pass_seconds(flops, work.models.scorer, work, use, limit=limit, num_forward=1)
+    # Hints before the update: the trunks' passes, and those of their branches.
+    is_tree = work.recipe.reader is not None and not work.defers_hints
+    seconds = _pass_seconds(
+        teacher_flops(work),
+        work.models.scorer,
+        work,
+        use,
+        limit=limit,
+        num_forward=2 if is_tree else 1,
+        extra=0.0 if work.recipe.reader else work.lengths.context,
+    )
     return seconds + _gather_seconds(work, work.models.scorer, limit, times=1)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from courtside.planning.gpus import Device, PlanError
+from courtside.errors import PlanError
+from courtside.planning.gpus import Device
 from courtside.planning.shapes import ModelShape
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
@@ -191,8 +192,8 @@ class Workload:
     def num_attended(self, extra: float = 0.0) -> float:
         """Pairs of a token and one that it attends to, in all of these passes."""
         prefix, suffix = self.lengths.prompt + extra, self.suffix_tokens
-        own = self.group_size * suffix * (prefix + suffix / 2)
-        return self.num_rows / self.group_size * (prefix**2 / 2 + own)
+        suffix_pairs = self.group_size * suffix * (prefix + suffix / 2)
+        return self.num_rows / self.group_size * (prefix**2 / 2 + suffix_pairs)
 
     @property
     def micro_batch_tokens(self) -> int:
