@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from courtside.planning.plan import plan
 from courtside.planning.workload import Lengths, Workload, plan_models
 from courtside.report.folder.folder import RunFolder
 
+DATA = {"kind": "jsonl", "path": "DATA"}
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "LoRA": {"student": {"lora": {"rank": 4}}},
@@ -33,6 +35,18 @@ CASES: dict[str, dict[str, Any]] = {
             {"kind": "divergence", "against": "reference", "name": "near"},
         ],
     },
+    "fine-tuning on data": {
+        "tasks": DATA, "rollout": {"student_fraction": 0.0}, "teacher": None,
+        "losses": [{"kind": "cross_entropy"}],
+    },
+    "half data, half samples": {
+        "tasks": DATA, "rollout": {"student_fraction": 0.5, "max_new_tokens": 6},
+        "losses": [{"kind": "cross_entropy", "on": "dataset"}, {"kind": "divergence"}],
+    },
+    "preferences": {
+        "tasks": DATA, "rollout": {"student_fraction": 0.0}, "teacher": None,
+        "losses": [{"kind": "preference"}],
+    },
     "fine-tuning on the teacher's answers": {
         "rollout": {
             "samples_per_prompt": 2, "max_new_tokens": 6, "student_fraction": 0.0,
@@ -43,17 +57,31 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run_lengths(folder: RunFolder, num_rows: int) -> Lengths:
-    """Means of what the run sampled, exactly."""
+ANSWER_BYTES = 5
+
+
+def write_data(file: Path) -> Path:
+    """Prompts and answers of one length, with the end token that of a sample: bytes are tokens."""
+    rows = [
+        {"prompt": f"letter {a}?", "completion": a * ANSWER_BYTES, "rejected": "z" * ANSWER_BYTES}
+        for a in "abcdefghij"
+    ]
+    file.write_text("".join(json.dumps({**row, "split": "train"}) + "\n" for row in rows))
+    return file
+
+
+def run_lengths(folder: RunFolder, work: Workload) -> Lengths:
+    """Means of what the run sampled or read, exactly."""
     costs = folder.read_costs()
-    new = costs["rollout"].output_tokens / num_rows
-    prompt = costs["rollout"].input_tokens / num_rows
+    num_rows = len(folder.metrics()) * work.num_rows
+    new = sum(row["length/mean"] for row in folder.metrics()) / len(folder.metrics())
+    prompt = (costs["update"].input_tokens / num_rows) + 1 - new
+    if not work.is_scored:
+        return Lengths(prompt=prompt, new=new)
     context = costs["teacher"].input_tokens / num_rows - prompt - new
     if folder.recipe().needs_reference:
         context -= prompt + new
-    tests = [e for e in folder.evaluations() if e.split == "test"]
-    evaluated = sum(e.metrics["length"] for e in tests) / len(tests)
-    return Lengths(prompt=prompt, new=new, context=context, evaluated=evaluated)
+    return Lengths(prompt=prompt, new=new, context=max(context, 0.0))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,10 +89,17 @@ def test_flops_of_the_plan_are_those_of_the_run(
     name: str, tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
 ) -> None:
     changes = dict(CASES[name])
+    if changes.get("tasks") is DATA:
+        changes["tasks"] = {"kind": "jsonl", "path": str(write_data(tmp_path / "data.jsonl"))}
     if "student" in changes:
         changes["student"] = {"model": str(tiny_folder), **changes["student"]}
+    has_teacher = changes.get("teacher", "model") is not None
+    changes = {section: value for section, value in changes.items() if value is not None}
     recipe = small_recipe(
-        tiny_folder, tiny_teacher_folder, evaluate={"num_tasks": 2, "teacher": False}, **changes
+        tiny_folder,
+        tiny_teacher_folder if has_teacher else None,
+        evaluate={"num_tasks": 2, "teacher": False},
+        **changes,
     )
     folder = train(recipe, tmp_path / "run", quiet=True)
     costs = folder.read_costs()
@@ -76,8 +111,7 @@ def test_flops_of_the_plan_are_those_of_the_run(
         lengths=Lengths(prompt=1, new=1),
         device=device,
     )
-    num_rows = recipe.train.steps * work.num_rows
-    work = replace(work, lengths=run_lengths(folder, num_rows))
+    work = replace(work, lengths=run_lengths(folder, work))
     result = estimate(work)
     for phase in result.phases:
         if phase.name == "record":
@@ -90,8 +124,12 @@ def test_flops_of_the_plan_are_those_of_the_run(
     assert {phase.name for phase in result.phases if phase.flops.counted} == {
         name for name, cost in costs.items() if cost.flops and name != "evaluate"
     }
-    # A run rounds the tokens of an evaluation.
-    assert result.evaluation.flops.counted == pytest.approx(costs["evaluate"].flops, rel=0.05)
+    tokens = sum(round(e.metrics["length"] * len(e.scores)) for e in folder.evaluations())
+    evaluated = tokens / result.num_evaluations / 2
+    if tokens:
+        work = replace(work, lengths=replace(work.lengths, evaluated=evaluated))
+        flops = estimate(work).evaluation.flops
+        assert flops.counted == pytest.approx(costs["evaluate"].flops, rel=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -87,13 +87,8 @@ def _with(work: Workload, section: str, **changes: Any) -> Workload:
 
 
 def _with_recipe(work: Workload, recipe: Recipe) -> Workload:
-    shapes = {teacher.shape.name: teacher.shape for teacher in work.models.teachers}
-    by_model = {
-        teacher.model: shapes.get(teacher.model) or work.models.scorer
-        for teacher in recipe.model_teachers
-        if isinstance(teacher, ModelTeacherConfig)
-    }
-    models = plan_models(recipe, work.models.student, by_model, work.device)
+    shapes = {teacher.model: teacher.shape for teacher in work.models.teachers}
+    models = plan_models(recipe, work.models.student, shapes, work.device)
     return replace(work, recipe=recipe, models=models)
 
 
@@ -124,8 +119,8 @@ def _offload(work: Workload) -> Iterator[_Variant]:
 
 
 def _shrink_kv_cache(work: Workload) -> Iterator[_Variant]:
-    rows = num_cache_rows(work)
-    if rows > 8 and work.sampled_fraction > 0:
+    rows = num_cache_rows(work, work.num_student_rows)
+    if rows > 8 and work.num_student_rows:
         tokens = int(rows // 2 * row_tokens(work))
         changed = _with(work, "rollout", kv_cache_tokens=tokens)
         yield _Variant(setting=f"rollout.kv_cache_tokens={tokens}", work=changed)

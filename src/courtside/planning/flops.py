@@ -64,15 +64,13 @@ def sampling_flops(
 
 def rollout_flops(work: Workload) -> PhaseFlops:
     models = work.models
-    student_rows = work.num_rows * work.sampled_fraction
-    teacher_rows = work.num_rows * work.teacher_sampled_fraction
     student = sampling_flops(
-        models.student, models.num_student, rows=student_rows,
-        prompts=student_rows / work.group_size, work=work,
+        models.student, models.num_student, rows=work.num_student_rows,
+        prompts=work.num_student_rows / work.group_size, work=work,
     )  # fmt: skip
     teacher = sampling_flops(
-        models.scorer, models.num_scorer, rows=teacher_rows,
-        prompts=teacher_rows / work.group_size, work=work,
+        models.scorer, models.num_scorer, rows=work.num_teacher_rows,
+        prompts=work.num_teacher_rows / work.group_size, work=work,
     )  # fmt: skip
     return add_flops(student, teacher)
 

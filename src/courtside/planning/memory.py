@@ -122,16 +122,17 @@ def kv_cache_tokens(work: Workload) -> int:
     return budget_kv_tokens(int(work.device.memory - held), kv_bytes_per_token(work))
 
 
-def kv_bytes_per_token(work: Workload) -> int:
-    """A CPU attends in float32. Several GPUs split the heads."""
+def kv_bytes_per_token(work: Workload, shape: ModelShape | None = None) -> int:
+    """Of the student, or a teacher of that shape. A CPU attends in float32; several GPUs split the
+    heads."""
     item = ITEM_SIZE[work.models.dtype] if work.device.is_gpu else 4
-    return max(1, work.models.student.kv_elements_per_token * item // work.num_gpus)
+    shape = shape or work.models.student
+    return max(1, shape.kv_elements_per_token * item // work.num_gpus)
 
 
-def num_cache_rows(work: Workload) -> int:
-    """Rows that are sampled at a time."""
-    rows = max(1, round(work.num_rows * max(work.sampled_fraction, 0.0)))
-    return min(rows, max(1, int(kv_cache_tokens(work) // row_tokens(work))))
+def num_cache_rows(work: Workload, rows: float) -> int:
+    """Of `rows` answers, those that are sampled at a time."""
+    return min(max(1, round(rows)), max(1, int(kv_cache_tokens(work) // row_tokens(work))))
 
 
 def row_tokens(work: Workload) -> float:
@@ -143,15 +144,17 @@ def row_tokens(work: Workload) -> float:
 
 def rollout_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
-    shape = work.models.student
-    if work.sampled_fraction > 0:
-        rows = num_cache_rows(work)
+    is_teachers = work.num_student_rows < work.num_teacher_rows
+    shape = work.models.scorer if is_teachers else work.models.student
+    num_sampled = work.num_teacher_rows if is_teachers else work.num_student_rows
+    if num_sampled:
+        rows = num_cache_rows(work, num_sampled)
         positions = row_tokens(work)
         if work.device.is_gpu:
             rows = -(-rows // ROW_STEP) * ROW_STEP
             positions = -(-int(positions) // POSITION_STEP) * POSITION_STEP
-        parts["KV cache"] = rows * positions * kv_bytes_per_token(work)
-        if _casts(work):
+        parts["KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
+        if _casts(work) and not is_teachers:
             parts["bf16 weights"] = 2.0 * shape.num_parameters / work.num_gpus
         prefill = min(PASS_TOKENS[work.device.is_gpu], rows * work.lengths.prompt)
         parts["forward pass"] = max(

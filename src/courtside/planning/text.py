@@ -100,7 +100,7 @@ def summary_lines(plan: CostPlan) -> list[str]:
     if estimate.host_bytes:
         lines.append(f"main memory for AdamW's moments: {_gib(estimate.host_bytes)} GiB, pinned")
     lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
-    hours = f"{plan.hours:,.3g} h"
+    hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
     if plan.num_gpus > 1:
         hours += f", {plan.gpu_hours:,.3g} GPU hours"
     lines.append(f"whole run: {hours}, models loaded in addition")

@@ -99,14 +99,13 @@ def decode_seconds(
     use: Utilisation,
     *,
     rows: float,
-    at_a_time: int,
     new: float,
     group_size: int,
 ) -> float:
-    """`rows` answers of `new` tokens, `at_a_time` of them in the KV cache."""
+    """`rows` answers of `new` tokens, as many of them at a time as the KV cache holds."""
     device, shards = work.device, work.num_gpus
     item = ITEM_SIZE[work.models.dtype]
-    busy = min(float(at_a_time), rows)
+    busy = min(float(num_cache_rows(work, rows)), rows)
     rounds = rows / busy if busy else 0.0
     if new / work.lengths.turns >= work.recipe.rollout.max_new_tokens:
         rounds = ceil(rounds)  # rows that all end together leave none free in between
@@ -115,8 +114,7 @@ def decode_seconds(
     read_again = 1 / group_size + (1 - 1 / group_size) * use.shared_reads
     after_prompt = new / 2 + work.lengths.observed / 2
     positions = busy * (work.lengths.prompt * read_again + after_prompt)
-    cached = positions * kv_bytes_per_token(work) * shape.kv_elements_per_token
-    cached /= work.models.student.kv_elements_per_token
+    cached = positions * kv_bytes_per_token(work, shape)
     sampled = use.sampler_passes * 4 * busy * shape.vocab_size / shards
     read = (weights / shards + cached) / (use.bandwidth * device.bandwidth)
     seconds = read + sampled / device.bandwidth + shape.num_layers * use.decode_layer_seconds
@@ -146,15 +144,15 @@ def _prefill_seconds(
 def rollout_seconds(work: Workload, use: Utilisation) -> float:
     total = 0.0
     shapes = (
-        (work.models.student, work.num_rows * work.sampled_fraction),
-        (work.models.scorer, work.num_rows * work.teacher_sampled_fraction),
+        (work.models.student, work.num_student_rows),
+        (work.models.scorer, work.num_teacher_rows),
     )
     for shape, rows in shapes:
         if rows:
             total += _prefill_seconds(shape, work, use, prompts=rows / work.group_size, rows=rows)
             total += TURN_SECONDS * rows * (work.lengths.turns - 1)
             total += decode_seconds(
-                shape, work, use, rows=rows, at_a_time=num_cache_rows(work), new=work.lengths.new,
+                shape, work, use, rows=rows, new=work.lengths.new,
                 group_size=work.group_size,
             )  # fmt: skip
     return total
@@ -178,7 +176,7 @@ def reader_seconds(work: Workload, use: Utilisation) -> float:
     flops = reader_flops(work)
     prefill = flops.executed * flops.input_tokens / (flops.input_tokens + flops.output_tokens)
     return prefill / matmul_rate(work, use) + decode_seconds(
-        work.models.student, work, use, rows=work.num_rows, at_a_time=num_cache_rows(work),
+        work.models.student, work, use, rows=work.num_rows,
         new=config.max_new_tokens, group_size=1,
     )  # fmt: skip
 
@@ -237,10 +235,7 @@ def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) ->
     prefill = flops.layers * lengths.prompt / (lengths.prompt + new) / matmul_rate(work, use)
     passes = max(lengths.turns, tokens / PASS_TOKENS[work.device.is_gpu])
     prefill += passes * shape.num_layers * use.pass_layer_seconds
-    rows_at_a_time = max(num_cache_rows(work), min(int(rows), work.num_rows))
-    return prefill + decode_seconds(
-        shape, work, use, rows=rows, at_a_time=rows_at_a_time, new=new, group_size=1
-    )
+    return prefill + decode_seconds(shape, work, use, rows=rows, new=new, group_size=1)
 
 
 def estimate_seconds(work: Workload, use: Utilisation) -> Timing:

@@ -39,11 +39,12 @@ class Lengths:
     """Sampled tokens of an evaluated answer or episode. None: as in training."""
 
     def __post_init__(self) -> None:
-        fields = (("prompt", self.prompt), ("new", self.new), ("turns", self.turns))
-        for name, value in fields:
-            if not 0 < value <= MAX_TOKENS:
+        lowest = {"turns": 1, "prompt": 1, "new": 1, "observed": 0, "context": 0}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if not least <= value <= MAX_TOKENS:
                 raise PlanError(
-                    f"{name} tokens = {value:g}: give a number from 1 to {MAX_TOKENS:,}"
+                    f"{name} tokens = {value:g}: give a number from {least} to {MAX_TOKENS:,}"
                 )
 
     @property
@@ -57,6 +58,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherModel:
+    model: str
+    """Its name in the recipe."""
     shape: ModelShape
     dtype: str
     """bfloat16, float32, int8 or nf4."""
@@ -111,24 +114,46 @@ class Workload:
     """GPUs that share the rows of a step and the states of the models."""
 
     @property
-    def num_rows(self) -> int:
-        """Trajectories of a step."""
-        samples = 1 if self.recipe.tasks.is_recorded else self.recipe.rollout.samples_per_prompt
-        return self.recipe.train.prompts_per_step * samples
+    def num_rows(self) -> float:
+        """Trajectories of a step; the mean over steps where the mix changes."""
+        return self.num_student_rows + self.num_teacher_rows + self.num_dataset_rows
 
     @property
-    def sampled_fraction(self) -> float:
-        """Of the rows, the share that the student samples; mean over the steps."""
-        if self.recipe.tasks.is_recorded:
-            return 0.0
-        steps = range(self.recipe.train.steps)
-        return mean(self.recipe.rollout.student_fraction_at(step) for step in steps)
+    def num_student_rows(self) -> float:
+        """Trajectories that the student samples."""
+        return self._num_sampled_prompts * self.recipe.rollout.samples_per_prompt
 
     @property
-    def teacher_sampled_fraction(self) -> float:
+    def num_teacher_rows(self) -> float:
+        """Trajectories that the teacher samples."""
         if self.recipe.tasks.is_recorded or self.recipe.rollout.off_policy != "teacher":
             return 0.0
-        return 1 - self.sampled_fraction
+        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        return prompts * self.recipe.rollout.samples_per_prompt
+
+    @property
+    def num_dataset_rows(self) -> float:
+        """Recorded trajectories, and the tasks' own completions: once each, or as a pair."""
+        if self.recipe.tasks.is_recorded:
+            return float(self.recipe.train.prompts_per_step)
+        if self.recipe.rollout.off_policy != "dataset":
+            return 0.0
+        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        return prompts * self._num_completions
+
+    @property
+    def _num_completions(self) -> int:
+        """Of a task of a data set."""
+        return 2 if any(loss.kind == "preference" for loss in self.recipe.losses) else 1
+
+    @property
+    def _num_sampled_prompts(self) -> float:
+        """Prompts of a step that the student answers; the mean over the steps."""
+        if self.recipe.tasks.is_recorded:
+            return 0.0
+        prompts, rollout = self.recipe.train.prompts_per_step, self.recipe.rollout
+        steps = range(self.recipe.train.steps)
+        return mean(round(prompts * rollout.student_fraction_at(step)) for step in steps)
 
     @property
     def is_scored(self) -> bool:
@@ -166,17 +191,17 @@ class Workload:
         )
 
     @property
-    def shares_prompts(self) -> bool:
-        samples, lengths = self.recipe.rollout.samples_per_prompt, self.lengths
-        if self.recipe.tasks.is_recorded or samples < 2 or self.models.student.has_window:
-            return False
-        is_long = lengths.prompt >= MIN_PREFIX_TOKENS
-        return is_long and lengths.prompt >= MIN_PREFIX_FRACTION * lengths.sequence
-
-    @property
     def group_size(self) -> int:
         """Trajectories that share the computation of a prompt."""
-        return self.recipe.rollout.samples_per_prompt if self.shares_prompts else 1
+        lengths = self.lengths
+        is_long = lengths.prompt >= MIN_PREFIX_TOKENS
+        if not is_long or lengths.prompt < MIN_PREFIX_FRACTION * lengths.sequence:
+            return 1
+        if self.recipe.tasks.is_recorded or self.models.student.has_window:
+            return 1
+        if self.num_dataset_rows > self.num_rows / 2:
+            return self._num_completions
+        return self.recipe.rollout.samples_per_prompt
 
     @property
     def suffix_tokens(self) -> float:
@@ -229,6 +254,11 @@ def plan_models(
 ) -> PlannedModels:
     """`teachers`: by `teacher.model`."""
     lora = recipe.student.lora
+    if lora is not None and lora.rank > student.hidden_size:
+        raise PlanError(
+            f"student.lora.rank = {lora.rank:,}: the layers of {student.name} are "
+            f"{student.hidden_size:,} wide. Use a smaller rank"
+        )
     keys = {
         (teacher.model, teacher.dtype)
         for teacher in recipe.model_teachers
@@ -239,7 +269,7 @@ def plan_models(
         dtype=resolve_dtype(recipe.student.dtype, device),
         num_adapter=student.num_lora_parameters(lora.rank, lora.target_modules) if lora else None,
         teachers=tuple(
-            TeacherModel(shape=teachers[model], dtype=resolve_dtype(dtype, device))
+            TeacherModel(model=model, shape=teachers[model], dtype=resolve_dtype(dtype, device))
             for model, dtype in sorted(keys)
         ),
     )

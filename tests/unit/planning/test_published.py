@@ -54,11 +54,10 @@ def test_on_policy_distillation() -> None:
 
 def fine_tuning(num_tokens: float) -> Estimate:
     tree = {
-        "rollout": {"student_fraction": 0.0},
+        "rollout": {"samples_per_prompt": 1, "student_fraction": 0.0},
         "losses": [{"kind": "cross_entropy"}],
         "train": {"steps": 1, "prompts_per_step": NUM_EXAMPLES},
     }
-    tree["rollout"]["samples_per_prompt"] = 1  # type: ignore[index]
     return run(tree, Lengths(prompt=PROMPT_TOKENS, new=num_tokens - PROMPT_TOKENS))
 
 
