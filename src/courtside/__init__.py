@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from courtside import errors
     from courtside.api import evaluate_student, export, rescore, show, train
     from courtside.comparison.comparison import Comparison, compare
+    from courtside.planning.plan import CostPlan, plan
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.recipe.pipeline import load_pipeline
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "CostPlan",
     "Evaluation",
     "Grade",
     "Message",
@@ -38,6 +40,7 @@ __all__ = [
     "load_pipeline",
     "load_recipe",
     "parse_recipe",
+    "plan",
     "rescore",
     "show",
     "train",
@@ -46,6 +49,7 @@ __all__ = [
 
 _HOMES = {
     "Comparison": "courtside.comparison.comparison",
+    "CostPlan": "courtside.planning.plan",
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
@@ -60,6 +64,7 @@ _HOMES = {
     "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
+    "plan": "courtside.planning.plan",
     "rescore": "courtside.api",
     "show": "courtside.api",
     "train": "courtside.api",

@@ -22,6 +22,10 @@ class ModelError(UserError):
     """A model, tokenizer or chat template that is missing or does not fit."""
 
 
+class PlanError(UserError):
+    """An estimate that cannot be made from what was given."""
+
+
 class RunError(RuntimeError):
     """A run that was going and had to stop. What it had saved is still there."""
 

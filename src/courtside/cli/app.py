@@ -19,6 +19,7 @@ from courtside.cli import commands
 from courtside.cli.check_env import check_env
 from courtside.cli.comparisons import compare
 from courtside.cli.experiments import experiment
+from courtside.cli.plan import plan
 from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 
@@ -93,3 +94,4 @@ for name in COMMANDS.split():
 app.command()(experiment)
 app.command()(compare)
 app.command()(check_env)
+app.command()(plan)
