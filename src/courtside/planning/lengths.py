@@ -9,6 +9,7 @@ from statistics import mean
 from courtside.errors import PlanError
 from courtside.planning.workload import Lengths
 from courtside.recipe import Recipe
+from courtside.recipe.rollout import TurnRamp
 
 NUM_MEASURED = 64
 """Tasks whose prompts are rendered."""
@@ -127,7 +128,13 @@ def _choose_turns(recipe: Recipe, lengths: KnownLengths, notes: list[str]) -> fl
         return lengths.turns
     if not recipe.tasks.is_environment:
         return 1.0
-    turns = recipe.rollout.limits.turns or recipe.tasks.max_turns
+    limit = recipe.rollout.limits.turns
+    if isinstance(limit, TurnRamp):
+        steps = recipe.train.steps
+        mean = sum(limit.at(step) for step in range(steps)) / steps
+        notes.append(f"episodes of {mean:.1f} turns (the mean of the recipe's ramp)")
+        return mean
+    turns = limit or recipe.tasks.max_turns
     if turns is None:
         raise PlanError(
             f"tasks.kind = {recipe.tasks.kind!r} does not say how many turns an episode has. Give "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from importlib import resources
 from pathlib import Path
 
 from courtside.planning.plan import CostPlan
@@ -16,7 +15,7 @@ from courtside.planning.text import (
     summary_lines,
 )
 from courtside.report.folder.files import replace_file
-from courtside.report.page.page import PAGE, Section
+from courtside.report.page.layout import Section, render_page
 from courtside.report.page.tables import render_table
 
 
@@ -30,15 +29,8 @@ def write_plan_page(plan: CostPlan, path: Path) -> None:
         Section("Assumptions", _render_lines(plan.assumptions)),
         Section("Notes", _render_lines(plan.notes)),
     ]
-    page = PAGE.format(
-        title="Plan",
-        summary=escape(summary),
-        progress=escape(where),
-        style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
-        contents="",
-        body="\n".join(section.render() for section in sections if section.body),
-    )
-    replace_file(path, page.encode())
+    page = render_page(title="Plan", summary=summary, progress=where, alerts="", sections=sections)
+    replace_file(path, page)
 
 
 def _render_rows(rows: Rows) -> str:
