@@ -172,7 +172,7 @@ class Run:
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        self.meter.add_step(
+        cost = self.meter.add_step(
             scored,
             update,
             reader_counts,
@@ -186,6 +186,7 @@ class Run:
             scored,
             update,
             seconds=self.meter.lap(),
+            cost=cost,
             store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
             reader_counts=reader_counts if self.recipe.reader is not None else None,
             draft_counts=drafts.counts,

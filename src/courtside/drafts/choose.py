@@ -43,21 +43,22 @@ class Chooser:
         counts = Counter({"pairs": 0, **ranking.counts})
         marked: dict[str, Trajectory] = {}
         for group in groups.values():
-            pair = choose_pair(
+            outcome = choose_pair(
                 [draft for draft in group if draft.id in ranking.scores],
                 ranking.scores,
                 max_length_ratio=self.config.length_control,
                 min_gap=self.config.min_gap,
             )
-            if isinstance(pair, str):
-                counts[f"dropped/{pair}"] += 1
+            if isinstance(outcome, str):
+                counts[f"dropped/{outcome}"] += 1
                 continue
-            better, worse = pair
+            better, worse = outcome
             counts["pairs"] += 1
+            pair_id = f"{worse.id}+choose"
             marked[better.id] = replace(
-                better, preference="better", draft=worse.id, correction="choose"
+                better, preference="better", pair=pair_id, draft=worse.id, correction="choose"
             )
-            marked[worse.id] = replace(worse, preference="worse")
+            marked[worse.id] = replace(worse, preference="worse", pair=pair_id)
         return DraftOutcome(
             trajectories=[marked.get(t.id, t) for t in trajectories],
             counts=counts,

@@ -140,6 +140,7 @@ class Rewriter:
             stop="eos",
             grade=grade,
             preference="better" if self.config.pairs else None,
+            pair=name_pair(draft) if self.config.pairs else None,
             draft=draft.id,
             correction="rewrite",
             critique=None,
@@ -150,7 +151,7 @@ def make_worse_member(draft: Trajectory, turn: int) -> Trajectory:
     """The draft in a pair with its repair: itself, or of several turns the repaired one alone, as
     its pair must differ in that turn only."""
     if draft.hintable_turns == (turn,) and turn == len(draft.turns) - 1:
-        return replace(draft, preference="worse")
+        return replace(draft, preference="worse", pair=name_pair(draft))
     context = tuple(mask_turn(t) for t in draft.turns[:turn])
     return replace(
         draft,
@@ -158,9 +159,14 @@ def make_worse_member(draft: Trajectory, turn: int) -> Trajectory:
         turns=(*context, draft.turns[turn]),
         grade=None,
         preference="worse",
+        pair=name_pair(draft),
         draft=draft.id,
         correction="rewrite",
     )
+
+
+def name_pair(draft: Trajectory) -> str:
+    return f"{draft.id}+rewrite"
 
 
 def mask_turn(turn: Turn) -> Turn:

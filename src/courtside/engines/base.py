@@ -171,6 +171,8 @@ class Capabilities:
     """Whether it has `score_branches`, which scores all hints of a trajectory in one pass."""
     weight_updates: bool
     """Whether `load_weights` makes it follow the student."""
+    mixed_sampling: bool = False
+    """Whether its model decodes token by token with another one (`engines/mixed_sampling.py`)."""
 
 
 class Engine(Protocol):

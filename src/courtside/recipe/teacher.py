@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -103,6 +103,11 @@ class ModelTeacherConfig(Section):
                 "Give `model` a folder that `courtside export` wrote, or take dtype = 'int8'"
             )
         return self
+
+
+def choose_route(tags: Sequence[str], routes: Collection[str], default: str | None) -> str | None:
+    """The first tag of a task that has a route, or the default."""
+    return next((tag for tag in tags if tag in routes), default)
 
 
 class RoutedTeacherConfig(Section):

@@ -77,6 +77,16 @@ class RunAlarms:
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
     """An empty batch is not a zero loss: raise unless the student made no mistake to correct."""
+    if recipe.takeover is not None:
+        outcomes = [s.takeover for s in scored if s.takeover is not None]
+        if update.step > 0 or not outcomes or any(o.num_sampled_tokens for o in outcomes):
+            return
+        reasons = sorted({outcome.drop_reason or "" for outcome in outcomes})
+        raise RunError(
+            f"step {update.step}: the teacher took over none of {len(outcomes)} drafts "
+            f"({', '.join(reasons)}), so there is nothing to train on. See takeover.at, and "
+            "docs/takeover.md for what each reason means"
+        )
     if recipe.reader is not None:
         hints = [hint for s in scored for hint in s.hints]
         # A threshold that drops every hint of the first step is a mistake in the recipe; later the
@@ -94,7 +104,9 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
             "what would have been right, so rollout.corrections has nothing to imitate. Put it "
             "into the events' details as `correct`, or remove rollout.corrections"
         )
-    elif scored and recipe.drafts:
+    if update.metrics.get("reward/zero_variance_groups"):
+        return  # zero_variance_groups = "drop": all samples of every prompt have equal rewards
+    if scored and recipe.drafts:
         return  # no sample is better than another, or none needs a correction: `drafts/` counts why
     raise RunError(
         f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "

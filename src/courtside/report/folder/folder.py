@@ -21,7 +21,7 @@ from courtside.errors import RecipeError, UserError
 from courtside.files import read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe, require_path
-from courtside.report.costs import PhaseCost
+from courtside.report.costs import PhaseCost, StepCost
 from courtside.report.folder import toml
 from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.files import (
@@ -106,6 +106,11 @@ class RunFolder:
     def read(cls, path: str | Path) -> RunFolder:
         """Open the folder of a run read-only, also while it is training."""
         path = require_path(path, "run", "the path of a run folder as str or Path")
+        if (path / "pipeline.json").is_file() and not (path / RECIPE).is_file():
+            raise UserError(
+                f"{path}: is the folder of a pipeline. Give one of its stages, such as "
+                f"{next(iter(sorted((path / 'stages').glob('*/'))), path / 'stages')}"
+            )
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
@@ -273,6 +278,7 @@ class RunFolder:
         seconds: Mapping[str, float],
         store_trajectories: bool,
         reader_counts: Mapping[str, int] | None = None,
+        cost: StepCost | None = None,
         draft_counts: Mapping[str, int] = MappingProxyType({}),
     ) -> Row:
         """Store one training step and return its row of metrics (None where not finite).
@@ -282,7 +288,7 @@ class RunFolder:
         """
         assert step == update.step
         self._check_writable()
-        metrics = compute_metrics(scored, update, seconds, reader_counts, draft_counts)
+        metrics = compute_metrics(scored, update, seconds, reader_counts, draft_counts, cost=cost)
         row: Row = replace_non_finite(metrics)
         if store_trajectories:
             # Who deletes trajectories/ to save space may go on.
