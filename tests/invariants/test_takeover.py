@@ -15,11 +15,12 @@ from support.gradients import (
     score_batch,
     take_gradients,
 )
+from support.remote_engine import RemoteEngine
 from support.small_runs import small_recipe
 from support.textbook import naive_loss
 
 from courtside.api import rescore, train
-from courtside.assemble import assemble
+from courtside.assemble import assemble, in_process
 from courtside.errors import RecipeError, RunError
 from courtside.report.alarms import check_empty_update
 from courtside.report.page.samples import render_scored_answer
@@ -227,6 +228,20 @@ def test_the_readers_turn_is_taken_over_and_its_hints_train_too(
             assert s.teacher == f"self:{weights}" and not s.hints
         tokens = sum(s.trajectory.num_completion_tokens for s in takeovers)
         assert row["tokens/taken"] == tokens
+
+
+@pytest.mark.parametrize("make", [single_turn, episodes])
+def test_engines_elsewhere_take_over_alike(
+    make: Any, roomy_folder: Path, roomy_teacher_folder: Path
+) -> None:
+    """Through the engine protocol alone, as a server would."""
+    recipe = make(roomy_folder, roomy_teacher_folder)
+    scored = [
+        [s for s in score_batch(assemble(recipe, serve=serve)) if s.trajectory.draft is not None]
+        for serve in (in_process, RemoteEngine)
+    ]
+    ids = [[(s.trajectory.id, s.trajectory.token_ids) for s in batch] for batch in scored]
+    assert ids[0] == ids[1] and len(ids[0]) == 6
 
 
 def test_a_first_step_without_any_takeover_stops(

@@ -21,7 +21,8 @@ def compute_metrics(
     reader_counts: Mapping[str, int] | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    trajectories = [s.trajectory for s in scored if s.trajectory.correction is None]
+    # Take-overs are the teacher's, and `takeover/` counts them.
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction != "takeover"]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
