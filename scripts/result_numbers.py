@@ -178,8 +178,7 @@ def over_runs(arm: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _over_seeds(values: list[float]) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from study_arms import over_seeds
+    from courtside.experiment.arms import over_seeds
 
     return over_seeds(values)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from courtside import errors
     from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.comparison.comparison import Comparison, compare
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
     from courtside.report.folder.folder import RunFolder
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "Evaluation",
     "Grade",
     "Message",
@@ -28,6 +30,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "__version__",
+    "compare",
     "errors",
     "evaluate_student",
     "export",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Comparison": "courtside.comparison.comparison",
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
@@ -48,6 +52,7 @@ _HOMES = {
     "Task": "courtside.types",
     "Trajectory": "courtside.types",
     "Turn": "courtside.types",
+    "compare": "courtside.comparison.comparison",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
     "load_recipe": "courtside.recipe.load",

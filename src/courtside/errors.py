@@ -34,6 +34,10 @@ class EnvironmentFaultsError(RunError):
     """Bugs in an environment ended too many episodes. The steps done are saved."""
 
 
+class DraftFailuresError(RunError):
+    """A model that corrects drafts gave too few valid answers. The steps done are saved."""
+
+
 class CheckpointError(RunError):
     """A checkpoint that cannot be written or read. Older ones are untouched."""
 

@@ -21,6 +21,8 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
+Correction = Literal["choose", "rewrite", "takeover"]
+"""The way of a recipe's `drafts` that made a trajectory a correction of another."""
 StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time", "fault"]
 
 
@@ -62,11 +64,12 @@ class Task:
     """A hash of the content: equal ids mean equal tasks, and the split follows from it."""
     split: Split
     messages: tuple[Message, ...]
-    """The student's prompt. Ends with the message to be answered."""
+    """The student's prompt. Ends with the message to be answered, or after it with one of the
+    assistant: a prefill, which the answer continues."""
     answer: str | None = None
     """Reference answer for the grader; the student never sees it."""
     completion: str | None = None
-    """A text to imitate (off-policy distillation)."""
+    """A text to imitate (off-policy distillation), without the prefill."""
     rejected: str | None = None
     """The worse text of a preference pair; `completion` is the better one."""
     privileged: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +109,15 @@ class Sample:
     def oldest_version(self, requested: int) -> int:
         """`requested`: the version that the engine had when the sample was requested."""
         return min((span.version for span in self.policy_versions), default=requested)
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of one model in a stage."""
+
+    input_tokens: int = 0
+    """Prompts, and sequences that were scored."""
+    output_tokens: int = 0
+    """Sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +182,22 @@ class Trajectory:
     fault: str | None = None
     """The bug in the environment that ended the episode (`stop` is "fault", and there is no grade);
     it says nothing about the student."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """By the name of the recipe's reward, not weighted; None: user code raised. Empty: the recipe
+    has no [[rewards]], and the grade is the reward."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
+    pair: str | None = None
+    """Names the preference pair of this member; None: the two answers of a data set to one task."""
     num_replaced: int | None = None
     """Tokens of the student that the teacher replaced in mixed sampling; None: not sampled so."""
-    pair: str | None = None
-    """Names the pair of a member that only preference losses train, so that a task can have several
-    pairs; None: members pair by their task."""
     draft: str | None = None
-    """Id of the trajectory that this corrects; None: it corrects none."""
-    correction: str | None = None
-    """How it corrects its draft, e.g. "takeover"; None: it is no correction."""
+    """Id of the student's trajectory that this one corrects or is preferred to; None: of none."""
+    correction: Correction | None = None
+    """How it corrects `draft`: it ranks above it (`choose`), repairs it (`rewrite`), or plays on
+    from one of its states (`takeover`)."""
+    critique: str | None = None
+    """What a critic wrote about it, for a teacher's context."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -225,6 +242,14 @@ class Trajectory:
         """Who wrote an assistant turn: what precedes a take-over is the student's."""
         is_trunk = self.correction == "takeover" and not any(self.turns[turn].completion_mask)
         return "student" if is_trunk else self.source
+
+    @property
+    def is_pair_copy(self) -> bool:
+        """Whether it repeats one turn of another trajectory as a member of a preference pair, and
+        trains in no other loss."""
+        if self.preference is None or self.correction is None:
+            return False
+        return self.correction == "takeover" or self.preference == "worse"
 
     @property
     def response(self) -> str:

@@ -11,7 +11,7 @@ from courtside.api import train
 from courtside.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "study.toml")
+RECIPES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "experiment.toml")
 SMALL = (
     "train.steps=2", "train.prompts_per_step=2", "train.warmup_steps=0", "evaluate.num_tasks=4",
     "rollout.max_new_tokens=8",

@@ -22,6 +22,9 @@ from typer.main import get_command
 import courtside
 from courtside import errors
 from courtside.cli.app import app
+from courtside.experiment.config import ExperimentConfig, find_experiment
+from courtside.experiment.plan import read_plan
+from courtside.experiment.schedule import list_recipes
 from courtside.losses.divergences import registry
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import builtin_recipe_files, find_recipe
@@ -109,6 +112,9 @@ def first_column(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_recipes_in_the_docs_are_valid(block: Block) -> None:
     tree = tomllib.loads(block.text)
+    if block.comment == "experiment":
+        ExperimentConfig.model_validate_json(json.dumps(tree), strict=True)
+        return
     if block.comment:
         kind, _, names = block.comment.partition(": ")
         assert kind == "partial"
@@ -127,7 +133,7 @@ def test_recipes_are_marked_as_such(block: Block) -> None:
 def test_every_recipe_in_the_tree_is_valid() -> None:
     assert {"shared-rule"} <= builtin_recipe_files().keys()
     for file in (REPOSITORY / "recipes").glob("*/*.toml"):
-        if file.name != "study.toml":
+        if file.name != "experiment.toml":
             load_recipe(file)
 
 
@@ -197,6 +203,11 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if verb == "init" and not parsed["name"].isupper():
         assert parsed["name"] in builtin_recipe_files()
     if "overrides" not in parsed:
+        return
+    if verb == "experiment":
+        if Path(parsed["path"]).exists():
+            plan = read_plan(find_experiment(parsed["path"]), tmp_path, parsed["overrides"] or ())
+            assert list(list_recipes(plan))
         return
     if verb == "check-env" and ":" in parsed["target"]:
         tasks = {"kind": "environment", "path": parsed["target"]}

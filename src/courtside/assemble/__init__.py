@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.drafts import DraftFactory
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
@@ -31,6 +32,7 @@ from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.rollout.episodes import EpisodeRollout
+from courtside.rollout.rewarded import RewardedRollout
 from courtside.runtime import Rollout, Runtime
 from courtside.training.student import Student
 
@@ -105,6 +107,8 @@ def assemble(
             recipe, recipe.takeover, teacher=teacher.teacher, episodes=episodes,
             template=template, engine=engine, progress=progress,
         )  # fmt: skip
+    if inputs.rewards:
+        rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()
@@ -116,6 +120,15 @@ def assemble(
             "hints are scored before the update, which takes a second pass over the trajectories "
             f"({score_first_reason})"
         )
+    drafts = DraftFactory(
+        recipe=recipe,
+        teacher=teacher.teacher,
+        template=incremental,
+        context_length=engine.context_length,
+        grade=make_grader(recipe),
+        environment=environment,
+        progress=progress,
+    )
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
         ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
@@ -124,6 +137,7 @@ def assemble(
         recipe=recipe,
         tasks=tasks,
         rollout=rollout,
+        drafts=drafts.make_stages(),
         reader=reader,
         teacher=teacher,
         student=student,

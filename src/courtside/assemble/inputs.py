@@ -3,11 +3,12 @@ model is loaded, so that a mistake costs seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
+from courtside.assemble.drafts import check_drafts
 from courtside.assemble.hint_checks import check_penalties, check_readers
 from courtside.assemble.takeovers import check_graders
 from courtside.chat.incremental import IncrementalTemplate
@@ -23,6 +24,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.tasks import override_tasks
 from courtside.tasks.base import PromptLimit, TaskSource
 from courtside.tasks.loading import make_task_source
+from courtside.tasks.rewards import RewardFunction, load_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class Inputs:
     tasks: TaskSource
     suites: Mapping[str, TaskSuite]
     """Further held-out tasks, by the name that the recipe gives them."""
+    rewards: Mapping[str, RewardFunction]
+    """By name; empty: the grade is the reward."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""
 
@@ -57,6 +61,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
     check_contexts(recipe, tasks)
     check_penalties(recipe, tasks)
+    check_drafts(recipe, tasks, template)
     check_demonstrations(recipe, environment, tasks)
     check_graders(recipe, tasks)
     return Inputs(
@@ -68,12 +73,25 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         environment=environment,
         tasks=tasks,
         suites=make_suites(recipe, limit, template),
+        rewards=load_rewards(recipe.rewards, recipe.reward_names()),
         notes=(
             *filter(None, [listing.note]),
+            *describe_controls(recipe),
             *tasks.notes,
             *(check_readers(recipe, tasks, incremental, settings.context_length) if trains else ()),
         ),
     )
+
+
+def describe_controls(recipe: Recipe) -> Iterator[str]:
+    """Losses that are not meant to make a better student."""
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "cross_entropy" and loss.self_imitation:
+            yield (
+                f"losses[{index}] (cross_entropy): self_imitation = true trains on the student's "
+                "own samples, right and wrong alike. That is a control: its expected gradient is "
+                "zero, and the noise that is left narrows the student down"
+            )
 
 
 def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> dict[str, TaskSuite]:

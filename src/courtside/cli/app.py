@@ -16,6 +16,8 @@ from typer.core import TyperGroup
 from courtside import __version__
 from courtside.cli import commands
 from courtside.cli.check_env import check_env
+from courtside.cli.comparisons import compare
+from courtside.cli.experiments import experiment
 from courtside.errors import Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 
@@ -84,4 +86,6 @@ def courtside(
 COMMANDS = "train show evaluate report view rescore export recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
+app.command()(experiment)
+app.command()(compare)
 app.command()(check_env)

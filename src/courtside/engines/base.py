@@ -49,6 +49,15 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSize:
+    """Whether a prompt fits a model."""
+
+    model: str
+    num_tokens: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """What follows the last scored token is left out: the last observation of an episode, which
     nobody answers, may not fit the context."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from courtside.recipe.base import Section
+from courtside.recipe.drafts import DraftConfig
 from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
+from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
@@ -23,6 +26,7 @@ from courtside.recipe.teacher import (
     RoutedTeacherConfig,
     SelfTeacherConfig,
     TeacherConfig,
+    choose_route,
 )
 from courtside.recipe.train import TrainConfig
 from courtside.types import Split
@@ -34,9 +38,12 @@ class Recipe(Section):
     student: StudentConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    drafts: tuple[DraftConfig, ...] = ()
+    """Corrections of what the student sampled, in their order."""
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
+    rewards: tuple[Reward, ...] = ()
     takeover: TakeoverConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
@@ -97,8 +104,28 @@ class Recipe(Section):
         """Whether some trajectories are the tasks' own `completion`."""
         return self.rollout.off_policy == "dataset"
 
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether preference pairs are made from the student's samples."""
+        takes_over = self.takeover is not None and self.takeover.pair
+        return takes_over or any(config.makes_pairs for config in self.drafts)
+
+    @property
+    def teacher_adds_text(self) -> bool:
+        """Whether repairs or take-overs are added, whose source is the teacher."""
+        return self.takeover is not None or any(c.kind == "rewrite" for c in self.drafts)
+
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
+
+    def route_of(self, tags: Sequence[str]) -> str | None:
+        """The route of a task with these tags; None: the teacher has no routes."""
+        if not isinstance(self.teacher, RoutedTeacherConfig):
+            return None
+        return choose_route(tags, self.teacher.routes, self.teacher.default)
+
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
     def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:

@@ -52,6 +52,35 @@ class ArithmeticTasks(TasksBase):
     """True: the reference solution works digit by digit. False: it is the answer alone."""
 
 
+PathLength = Annotated[int, Field(ge=1, le=1000)]
+
+
+class MazeTasks(TasksBase):
+    """Ways between two cells of one fixed map, which no prompt shows: the student must have learned
+    it. A wrong turn can be mended by coming back."""
+
+    kind: Literal["maze"]
+    path_lengths: tuple[PathLength, PathLength] = (10, 14)
+    """Least and largest number of steps of the shortest way; an answer may take three times as
+    many."""
+    map_seed: PositiveInt = 1
+    """Another number gives another map."""
+    noise: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """How often a step of the tasks' own `completion` is random; it then goes on from there."""
+    detour: NonNegativeInt = 0
+    """Above 0: the answer is begun already, with a part of the way and up to so many random steps
+    (a prefill, which is not trained), and has to be continued from there."""
+    detour_fraction: Fraction = 1.0
+    """How many of the tasks are begun so, with `detour` above 0."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> MazeTasks:
+        low, high = self.path_lengths
+        if low > high:
+            raise ValueError(f"path_lengths = [{low}, {high}]: the least comes first")
+        return self
+
+
 CheckName = Literal[
     "lower_case", "upper_case", "word_count", "json", "bullets", "forbidden_word", "ending",
     "starts_with", "one_sentence",
@@ -89,8 +118,9 @@ class JsonlTasks(GradedTasks):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
-    optionally completion (or chosen), rejected, answer, id, privileged, tags, grader, grader_args,
-    split, metadata. Tasks without a split get one by content hash."""
+    optionally prefill (the start of the answer, which is not trained), completion (or chosen),
+    rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks without a
+    split get one by content hash."""
 
 
 class DatasetTasks(GradedTasks):
@@ -359,6 +389,7 @@ class SwitchboardTasks(TasksBase):
 
 TasksConfig = Annotated[
     ArithmeticTasks
+    | MazeTasks
     | InstructionTasks
     | JsonlTasks
     | DatasetTasks

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.draft_validation import find_draft_problems
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.mixed_sampling_validation import find_mixed_sampling_problems
@@ -16,6 +17,11 @@ from courtside.recipe.reader import (
     RuleReaderConfig,
 )
 from courtside.recipe.recipe import Recipe
+from courtside.recipe.reward_validation import (
+    find_gate_problems,
+    find_reward_problems,
+    find_route_problems,
+)
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
 from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
@@ -50,6 +56,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     for index, loss in enumerate(recipe.losses):
         for problem in _loss_problems(recipe, loss):
             yield f"losses[{index}] ({loss.kind}): {problem}"
+    yield from find_reward_problems(recipe)
     yield from _teacher_problems(recipe)
     for name, changes in recipe.evaluate.suites.items():
         if not name.isidentifier():
@@ -69,6 +76,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
+    yield from find_draft_problems(recipe)
     yield from _size_problems(recipe)
     if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
         yield (
@@ -132,25 +140,34 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
+    yield from find_route_problems(recipe, loss)
+    yield from find_gate_problems(recipe, loss)
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
-        makes_pairs = recipe.takeover is not None and recipe.takeover.pair
-        if not makes_pairs and (high > 0 or rollout.off_policy_source != "dataset"):
+        if recipe.makes_pairs:
+            if loss.on != "all":
+                yield f"on = {loss.on!r}: a pair trains as a whole; remove it"
+        elif high > 0 or rollout.off_policy_source != "dataset":
             yield (
-                "preference pairs come from the tasks (`completion` and `rejected`); "
-                "set rollout.student_fraction = 0. Or a teacher makes them: takeover.pair = true"
+                "preference pairs come from the tasks (`completion` and `rejected`); set "
+                "rollout.student_fraction = 0. Or from the student's samples; add [[drafts]] with "
+                "kind = 'choose', or [takeover] with pair = true"
             )
-        if loss.on not in ("all", "dataset") or (makes_pairs and loss.on == "dataset"):
-            authors = "student and the teacher" if makes_pairs else "dataset"
-            yield f"on = {loss.on!r}, but preference pairs are written by the {authors}"
+        elif loss.on not in ("all", "dataset"):
+            yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
         return
+    if loss.on == "chosen" and not recipe.makes_pairs:
+        yield (
+            "on = 'chosen' are the better members of preference pairs; add [[drafts]] with kind = "
+            "'choose'"
+        )
     # The source of stored trajectories is known when they are read.
     is_stored = recipe.tasks.kind == "trajectories"
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or is_stored or recipe.takeover is not None,
+        "teacher": rollout.off_policy == "teacher" or recipe.teacher_adds_text or is_stored,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -160,8 +177,8 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        is_mixed = low < 1 or rollout.corrections or recipe.takeover is not None
-        if is_mixed and loss.on not in ("student", "hinted_turns"):
+        has_other_authors = low < 1 or rollout.corrections or recipe.teacher_adds_text
+        if has_other_authors and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
                 "set on = 'student', or rollout.student_fraction = 1"
@@ -171,11 +188,14 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
                 "advantage = 'reward' compares samples of one prompt; "
                 "set rollout.samples_per_prompt to 2 or more"
             )
-    is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
-    if is_imitation and has_source["student"]:
+    corrected = ("dataset", "teacher", "chosen")
+    is_imitation = loss.kind == "cross_entropy" and loss.on not in corrected
+    is_control = loss.kind == "cross_entropy" and loss.self_imitation
+    if is_imitation and has_source["student"] and not is_control:
         yield (
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
-            "'teacher' (with rollout.student_fraction below 1)"
+            "'teacher' (with rollout.student_fraction below 1), or 'chosen' (with [[drafts]]); as "
+            "a control, on = 'student' with self_imitation = true"
         )
 
 
@@ -191,6 +211,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
         differs = teacher.context or recipe.reader or recipe.needs_reference
+        differs = differs or not any(map(_needs_teacher, recipe.losses))
         if teacher.weights == "live" and not differs:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
@@ -200,6 +221,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         recipe.takeover is not None
         or recipe.rollout.mixed_sampling is not None
         or recipe.rollout.off_policy_source == "teacher"
+        or any(config.asks_teacher for config in recipe.drafts)
     )
     is_used = samples or any(map(_needs_teacher, recipe.losses))
     if recipe.teacher is not None and not is_used:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from courtside.report.costs import StepCost
 from courtside.types import HintOutcome, Scored, TakeoverOutcome, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+DRAFTS = "drafts/"
 LIMITS = ("length", "turns", "time")
 """Stop reasons of what a limit ended."""
 
@@ -19,10 +22,14 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    draft_counts: Mapping[str, int] = MappingProxyType({}),
+    *,
+    cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    # Take-overs are the teacher's, and `takeover/` counts them.
-    trajectories = [s.trajectory for s in scored if s.trajectory.correction != "takeover"]
+    # Repairs and take-overs are the teacher's, and counted under names of their own.
+    by_teacher = ("rewrite", "takeover")
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction not in by_teacher]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -32,6 +39,7 @@ def compute_metrics(
         row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
         row["reward/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
         row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
+    row |= reward_metrics(trajectories)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
         row["length/mean"] = sum(lengths) / len(lengths)
@@ -47,17 +55,41 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
+    row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
     mixed = [t for t in trajectories if t.num_replaced is not None]
     if mixed:
         num_tokens = sum(t.num_completion_tokens for t in mixed)
         row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
     row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
     row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     clash = row.keys() & update.metrics.keys()
     assert not clash, f"metrics with the names of other columns: {clash}"
     return row | dict(update.metrics)
+
+
+def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
+    """Of each reward of the recipe, not weighted; empty where it has none."""
+    row: Row = {}
+    rewarded = [trajectory for trajectory in trajectories if trajectory.rewards]
+    for name in rewarded[0].rewards if rewarded else ():
+        groups: dict[str, set[float]] = {}
+        values = []
+        for trajectory in rewarded:
+            if (value := trajectory.rewards[name]) is not None:
+                values.append(value)
+                groups.setdefault(trajectory.task.id, set()).add(value)
+        if values:
+            num_varied = sum(len(distinct) > 1 for distinct in groups.values())
+            row[f"reward/{name}/mean"] = sum(values) / len(values)
+            row[f"reward/{name}/varied"] = num_varied / len(groups)
+        row[f"reward/{name}/errors"] = len(rewarded) - len(values)
+    return row
 
 
 def event_metrics(trajectories: Sequence[Trajectory]) -> Row:

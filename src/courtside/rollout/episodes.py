@@ -29,6 +29,7 @@ from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
+    Event,
     Grade,
     Message,
     Observation,
@@ -85,15 +86,25 @@ class EpisodeRollout:
             for index, task in tasks.items()
             for n in range(self.config.samples_per_prompt)
         ]
-        return self.run_episodes(requests, self.sampling, step)
+        turn_limit = self.limits.turns_at(step)
+        return self._run_episodes(requests, self.sampling, step, turn_limit)
 
     def run_episodes(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, policy_version: int
     ) -> list[Trajectory]:
-        """A trajectory for each request, in their order."""
+        """A trajectory for each request, in their order, with the limits of an evaluation."""
+        return self._run_episodes(requests, sampling, policy_version, self.limits.final_turns)
+
+    def _run_episodes(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: Sampling,
+        policy_version: int,
+        turn_limit: int | None,
+    ) -> list[Trajectory]:
         if not requests:
             return []
-        row_capacity = self._row_capacity(requests, sampling)
+        row_capacity = self._row_capacity(requests, sampling, turn_limit)
         num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_capacity))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free_rows = deque(enumerate(requests)), deque(range(num_rows))
@@ -110,7 +121,8 @@ class EpisodeRollout:
             running |= starting
             for state in running.values():
                 state.check_limits(
-                    self.limits,
+                    max_turns=turn_limit,
+                    max_seconds=self.limits.seconds,
                     max_new_tokens=sampling.max_new_tokens,
                     max_tokens=self.max_tokens,
                 )
@@ -124,7 +136,7 @@ class EpisodeRollout:
                 del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
-                self._count(progress, finished.values(), running.values())
+                self._count(progress, finished.values(), running.values(), turn_limit)
         trajectories = [finished[index] for index in range(len(requests))]
         self.faults.check([trajectory.fault for trajectory in trajectories])
         return trajectories
@@ -186,23 +198,26 @@ class EpisodeRollout:
         progress: PhaseProgress,
         finished: Collection[Trajectory],
         running: Collection[EpisodeState],
+        turn_limit: int | None,
     ) -> None:
         """Episodes under way count by their turns, once it is known how many there may be."""
         progress.finished = len(finished) + sum(state.stop is not None for state in running)
         if finished:
             turns = [t.role == "assistant" for episode in finished for t in episode.turns]
             self._expected_turns = sum(turns) / len(finished)
-        if limit := self.limits.turns or self._expected_turns:
+        if limit := turn_limit or self._expected_turns:
             shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
             progress.partial = sum(shares)
 
-    def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
+    def _row_capacity(
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, turn_limit: int | None
+    ) -> int:
         """Expected tokens of the longest episode, within the context length."""
         longest_prompt = max(
             len(request.prompt_ids or self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
-        turn_limits = [n for n in (self.limits.turns, self.max_turns) if n is not None]
+        turn_limits = [n for n in (turn_limit, self.max_turns) if n is not None]
         turns = min(turn_limits, default=EXPECTED_TURNS)
         # What the environment says after the last turn is not processed.
         expected = longest_prompt + turns * sampling.max_new_tokens
@@ -260,15 +275,22 @@ class EpisodeState:
     def num_assistant_turns(self) -> int:
         return sum(turn.role == "assistant" for turn in self.turns)
 
-    def check_limits(self, limits: LimitsConfig, *, max_new_tokens: int, max_tokens: int) -> None:
+    def check_limits(
+        self,
+        *,
+        max_turns: int | None,
+        max_seconds: float | None,
+        max_new_tokens: int,
+        max_tokens: int,
+    ) -> None:
         """Sets `stop` where a limit leaves no further turn."""
         if self.stop is not None:
             return
-        if limits.turns is not None and self.num_assistant_turns >= limits.turns:
+        if max_turns is not None and self.num_assistant_turns >= max_turns:
             self.stop = "turns"
         elif self.num_tokens + max_new_tokens > max_tokens:
             self.stop = "length"
-        elif limits.seconds is not None and monotonic() - self.start_time > limits.seconds:
+        elif max_seconds is not None and monotonic() - self.start_time > max_seconds:
             self.stop = "time"
 
     def add_turn(
@@ -344,14 +366,31 @@ def reply_passes(
     turn: int,
     reply: str,
 ) -> bool:
-    """Whether `reply`, in place of that turn, causes no event. The episode is replayed up to that
-    turn: it follows from its task and the student's replies."""
-    earlier_replies = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
-
+    """Whether `reply`, in place of that turn, causes no event."""
     try:
-        episode = start(trajectory.task)
-        for text in earlier_replies:
-            episode.step(text)
-        return not episode.step(reply).events
+        return not _replay(start, trajectory, turn, reply)[1].events
     except EnvironmentFault:
         return False
+
+
+def replay_with_reply(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[tuple[Event, ...], Grade | None]:
+    """Events of `reply` in place of that turn, and the grade where it was the episode's last; a
+    fault of the environment is an event."""
+    is_last = not any(t.role == "assistant" for t in trajectory.turns[turn + 1 :])
+    try:
+        episode, observation = _replay(start, trajectory, turn, reply)
+        return observation.events, episode.grade() if is_last else None
+    except EnvironmentFault as fault:
+        return (Event(kind="environment_fault", details={"message": str(fault)}),), None
+
+
+def _replay(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[Episode, Observation]:
+    """The episode follows from its task and the student's replies up to that turn."""
+    episode = start(trajectory.task)
+    for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
+        episode.step(text)
+    return episode, episode.step(reply)

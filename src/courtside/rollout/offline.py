@@ -100,7 +100,7 @@ def describe_prompt_difference(
     """How the chat template renders a stored prompt differently today; None: it does not."""
     for trajectory in trajectories:
         stored_ids = trajectory.turns[0].token_ids
-        ids = template.render_prompt(trajectory.task.messages).token_ids
+        ids = template.renderer.prompt_ids(trajectory.task.messages)
         if stored_ids != ids:
             num_same = common_prefix_length(stored_ids, ids)
             return (

@@ -172,7 +172,7 @@ def make_side(
         turns=(*fork.trunk, replace(turn, completion_mask=mask, sampler_logp=logp)),
         preference=preference,
         num_replaced=None,
-        pair=fork.draft.id,
+        pair=f"{fork.draft.id}+takeover",
         draft=fork.draft.id,
         correction="takeover",
     )

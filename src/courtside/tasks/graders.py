@@ -18,6 +18,7 @@ from typing import Any
 from courtside.errors import TaskError
 from courtside.recipe.tasks import USER_GRADER_SECONDS
 from courtside.tasks.checks import CHECKS, find_violation
+from courtside.tasks.maze import find_mistake
 from courtside.tasks.user_graders import load_grader, run_grader
 from courtside.types import Grade, Task
 
@@ -217,6 +218,7 @@ def _seconds() -> int | None:
 
 
 IGNORE_CASE = {"ignore_case": bool}
+MAZE_ARGUMENTS = {"map_seed": int, "start": str, "is_continued": bool, "max_moves": int}
 
 GRADERS: Mapping[str, Grader] = {
     "number": Grader(_number),
@@ -224,5 +226,6 @@ GRADERS: Mapping[str, Grader] = {
     "exact": Grader(_exact, optional=IGNORE_CASE),
     "contains": Grader(_contains, optional=IGNORE_CASE),
     "regex": Grader(_regex, needs_answer=False, required={"pattern": str}),
+    "maze": Grader(find_mistake, required=MAZE_ARGUMENTS),
     "instruction": Grader(_instruction, needs_answer=False, required={"check": str}),
 }

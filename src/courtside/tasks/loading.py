@@ -19,6 +19,7 @@ from courtside.recipe.tasks import (
     EnvironmentTasks,
     InstructionTasks,
     JsonlTasks,
+    MazeTasks,
     SwitchboardTasks,
     TasksConfig,
     ToolboxTasks,
@@ -37,6 +38,7 @@ from courtside.tasks.chat_logs import read_chat_logs
 from courtside.tasks.custom import load_custom_tasks
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
+from courtside.tasks.maze import maze_space
 from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.tasks.stored_trajectories import make_replay_source
 from courtside.types import Task
@@ -80,6 +82,8 @@ def make_task_source(
     match config:
         case ArithmeticTasks():
             return generate(arithmetic_space(config))
+        case MazeTasks():
+            return generate(maze_space(config))
         case InstructionTasks():
             return generate(instruction_space(config))
         case ToolboxTasks():

@@ -19,6 +19,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import (
     Engine,
     InProcessEngine,
+    PromptSize,
     SampleRequest,
     Sampling,
     ScoreRequest,
@@ -87,8 +88,8 @@ class TeacherStage:
     def score(self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()) -> list[Scored]:
         scored = {t.id: Scored(trajectory=t, target=None) for t in trajectories}
         if self.teacher:
-            # Pairs with an id of their own compare with the reference alone.
-            whole = [t for t in trajectories if t.pair is None]
+            # Copies in pairs compare with the reference alone.
+            whole = [t for t in trajectories if not t.is_pair_copy]
             if self.hinted:
                 drafts = [t for t in whole if t.correction != "takeover"]
                 scored |= self.teacher.score_hints(drafts, hints)
@@ -181,7 +182,15 @@ class Teacher:
             for task, seed in zip(tasks, seeds, strict=True)
         ]
         with self.weights():
-            return self.engine.sample(requests, sampling)
+            return self.engine.sample(requests, sampling) if requests else []
+
+    def measure_prompt(self, task: Task) -> PromptSize:
+        """Of what `write` samples after."""
+        return PromptSize(
+            model=self.name,
+            num_tokens=len(self.prompt_ids(task)),
+            context_length=self.engine.context_length,
+        )
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """The prompt of this teacher, with the context that is known before any answer."""

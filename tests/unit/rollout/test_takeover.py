@@ -261,7 +261,7 @@ def test_both_sides_of_a_fork_share_their_masked_context() -> None:
         whole, better, worse = (t for t in takeovers if t.draft == draft.id)
         assert whole.pair is None and whole.preference is None
         assert (better.preference, worse.preference) == ("better", "worse")
-        assert better.pair == worse.pair == draft.id
+        assert better.pair == worse.pair == f"{draft.id}+takeover"
         assert (better.source, worse.source) == ("teacher", "student")
         assert better.token_ids == whole.token_ids
         assert worse.token_ids == draft.token_ids

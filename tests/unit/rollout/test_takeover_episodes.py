@@ -285,7 +285,7 @@ def test_pairs_are_the_two_turns_at_the_fork() -> None:
     for whole, better, worse in zip(*(takeovers[i::3] for i in range(3)), strict=True):
         draft, turn = by_id[whole.draft or ""], outcomes[whole.draft or ""].turn
         assert turn is not None and whole.pair is None
-        assert better.pair == worse.pair == draft.id
+        assert better.pair == worse.pair == f"{draft.id}+takeover"
         assert len(better.turns) == len(worse.turns) == turn + 1
         assert better.turns[turn] == whole.turns[turn]
         assert worse.turns[turn] == draft.turns[turn]
