@@ -9,7 +9,7 @@ from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
     make_episode_rollout,
-    make_grader,
+    make_episodes,
     make_offline_rollout,
     make_single_turn_rollout,
 )
@@ -34,6 +34,7 @@ from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.rewarded import RewardedRollout
 from courtside.runtime import Rollout, Runtime
+from courtside.tasks.graders import make_grader
 from courtside.training.student import Student
 
 
@@ -109,6 +110,9 @@ def assemble(
         )  # fmt: skip
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
+    worlds = [s.environment for s in inputs.suites.values() if s.environment is not None]
+    if episodes is None and worlds:
+        episodes = make_episodes(recipe, worlds[0], engine, incremental, progress=progress)
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()
@@ -125,7 +129,7 @@ def assemble(
         teacher=teacher.teacher,
         template=incremental,
         context_length=engine.context_length,
-        grade=make_grader(recipe),
+        grade=make_grader(recipe.tasks),
         environment=environment,
         progress=progress,
     )
@@ -144,11 +148,10 @@ def assemble(
         engine=engine,
         evaluator=Evaluator(
             recipe,
-            tasks=TaskSuite(tasks, environment),
+            tasks=TaskSuite(tasks, environment, make_grader(recipe.tasks)),
             suites=inputs.suites,
             engine=engine,
             renderer=template,
-            grade=make_grader(recipe),
             teacher=teacher.teacher,
             run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import cast
 
-from courtside.assemble.recordings import make_chat_log_rollout
+from courtside.assemble.recordings import make_chat_log_rollout, make_document_rollout
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Sampling
@@ -18,7 +17,7 @@ from courtside.evaluate.surprise import surprise
 from courtside.progress import ProgressMeter
 from courtside.recipe import Recipe
 from courtside.recipe.rollout import MixedSamplingConfig
-from courtside.recipe.tasks import ConversationTasks, GradedTasks, override_tasks
+from courtside.recipe.tasks import ConversationTasks
 from courtside.rollout.continuations import SamplingTeacher
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.mixed_sampling import MixedSamplingRollout
@@ -26,7 +25,6 @@ from courtside.rollout.off_policy import (
     CorrectedRollout,
     DatasetCompletions,
     Demonstrations,
-    Grader,
     MixedRollout,
     Source,
     StudentRollout,
@@ -37,19 +35,14 @@ from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.rollout.teacher_episodes import TeacherEpisodes
 from courtside.runtime import Rollout
 from courtside.tasks.base import TaskSource
-from courtside.tasks.graders import grade as grade_response
+from courtside.tasks.documents import DocumentSource
+from courtside.tasks.graders import make_grader
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import ScoringTeacher, Teacher
 
 MAX_PROBED = 16
 """Trajectories whose surprise is measured before the first step."""
-
-
-def make_grader(recipe: Recipe) -> Grader:
-    if isinstance(recipe.tasks, GradedTasks):
-        return partial(grade_response, seconds=recipe.tasks.grader_seconds)
-    return grade_response
 
 
 # ── the student samples ──────────────────────────────────────────────────────────────────────────
@@ -63,7 +56,7 @@ def make_single_turn_rollout(
     *,
     progress: ProgressMeter,
 ) -> Rollout:
-    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe)
+    config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe.tasks)
     student = SingleTurnRollout(
         engine=engine,
         template=template,
@@ -129,6 +122,26 @@ def make_mixed_sampling(
     )
 
 
+def make_episodes(
+    recipe: Recipe,
+    environment: HostedEnvironment,
+    engine: Engine,
+    template: IncrementalTemplate,
+    *,
+    progress: ProgressMeter,
+) -> EpisodeRollout:
+    return EpisodeRollout(
+        engine=engine,
+        template=template,
+        config=recipe.rollout,
+        start=environment.start,
+        context_length=engine.context_length,
+        seed=recipe.seed,
+        max_turns=find_max_turns(recipe),
+        progress=progress,
+    )
+
+
 def make_episode_rollout(
     recipe: Recipe,
     environment: HostedEnvironment,
@@ -142,16 +155,7 @@ def make_episode_rollout(
     corrections as the recipe says."""
     config = recipe.rollout
     rollout: Rollout
-    rollout = episodes = EpisodeRollout(
-        engine=engine,
-        template=template,
-        config=config,
-        start=environment.start,
-        context_length=engine.context_length,
-        seed=recipe.seed,
-        max_turns=find_max_turns(recipe),
-        progress=progress,
-    )
+    rollout = episodes = make_episodes(recipe, environment, engine, template, progress=progress)
     if recipe.trains_on_data:
         expert = environment.demonstrate
         assert expert is not None, "the inputs were checked"
@@ -168,8 +172,9 @@ def make_episode_rollout(
 
 def find_max_turns(recipe: Recipe) -> int | None:
     """Of the longest episode, suites included; None: some environment does not tell."""
-    suites = [override_tasks(recipe.tasks, changes) for changes in recipe.evaluate.suites.values()]
-    numbers = [config.max_turns for config in (recipe.tasks, *suites)]
+    suites = [recipe.suite_tasks(name) for name in recipe.evaluate.suites]
+    environments = [config for config in (recipe.tasks, *suites) if config.is_environment]
+    numbers = [config.max_turns for config in environments]
     return None if None in numbers else max(n for n in numbers if n is not None)
 
 
@@ -183,13 +188,15 @@ def make_offline_rollout(
     rollout: Rollout
     if isinstance(recipe.tasks, ConversationTasks):
         rollout = make_chat_log_rollout(recipe, template, engine.context_length)
+    elif isinstance(tasks, DocumentSource):
+        rollout = make_document_rollout(recipe, tasks, template)
     else:
         assert isinstance(tasks, ReplaySource)
         _check_authors(recipe, tasks)
         rollout = ReplayRollout(
             load=tasks.load, template=template, vocab_size=engine.head.vocab_size
         )
-    what = "recorded conversations"
+    what = f"recorded {recipe.tasks.kind}"
     sample = rollout(tasks.batch(0, min(recipe.train.prompts_per_step, MAX_PROBED)), 0)
     notes = []
     if isinstance(rollout, ReplayRollout):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from courtside.assemble.rollouts import make_grader
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine
 from courtside.errors import RecipeError
@@ -13,6 +12,7 @@ from courtside.rollout.continuations import AnswerContinuation, EpisodeContinuat
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.takeover import Continue, Takeover
 from courtside.tasks.base import TaskSource
+from courtside.tasks.graders import make_grader
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import ScoringTeacher, Teacher
 
@@ -34,7 +34,7 @@ def make_takeover(
         continue_drafts = AnswerContinuation(
             template=template,
             config=recipe.rollout,
-            grade=make_grader(recipe),
+            grade=make_grader(recipe.tasks),
             context_length=engine.context_length,
             seed=recipe.seed,
             progress=progress,

@@ -19,7 +19,7 @@ from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
 from courtside.recipe.takeover import TakeoverConfig
-from courtside.recipe.tasks import TasksConfig
+from courtside.recipe.tasks import TasksConfig, override_tasks
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
@@ -79,15 +79,22 @@ class Recipe(Section):
 
     def due_evaluations(self, num_steps: int) -> list[tuple[tuple[str, ...], Split]]:
         """Policies and tasks that are evaluated after so many steps: test tasks before and after
-        training, validation tasks in between. Those that come together run together."""
+        training, validation tasks in between; with `tasks.limit` also the prompts that train. Those
+        that come together run together."""
         config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
-        if num_steps in (0, self.train.steps):
+        if num_steps == self.train.steps or (num_steps == 0 and config.before):
             due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
+        if due and self.tasks.limit is not None and not self.tasks.is_recorded:
+            due.append((("student",), "train"))  # beside the held-out ones: is it memorized?
         if num_steps == 0 and config.teacher and self.teacher is not None:
             due.append((("teacher",), "test"))
         if config.every and num_steps % config.every == 0:
             due.append((("student",), "validation"))
         return due
+
+    def suite_tasks(self, name: str) -> TasksConfig:
+        """The [tasks] section of one of `evaluate.suites`."""
+        return override_tasks(self.tasks, self.evaluate.suites[name])
 
     @property
     def needs_reference(self) -> bool:

@@ -16,31 +16,9 @@ from pydantic import (
 )
 
 from courtside.plugins import check_import_path
-from courtside.recipe.base import Fraction, Section, Setting, import_path
-
-
-class TasksBase(Section):
-    limit: PositiveInt | None = None
-    """Train on this many prompts only, over and over (down to one). Unset: all of them."""
-    system_prompt: str | None = None
-    """A system prompt that the student sees on every task."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """A prompt that does not fit the context: stop, or drop and count it."""
-
-    @property
-    def is_environment(self) -> bool:
-        """Whether a task starts an episode, which the environment answers and grades."""
-        return False
-
-    @property
-    def max_turns(self) -> int | None:
-        """Assistant turns of the longest episode; None: the environment decides."""
-        return None
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether trajectories are given and not sampled, so that nothing answers the student."""
-        return False
+from courtside.recipe.base import Fraction, Setting, import_path
+from courtside.recipe.document_tasks import DocumentTasks
+from courtside.recipe.tasks_base import TasksBase
 
 
 class ArithmeticTasks(TasksBase):
@@ -122,6 +100,10 @@ class JsonlTasks(GradedTasks):
     rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks without a
     split get one by content hash."""
 
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
 
 class DatasetTasks(GradedTasks):
     kind: Literal["datasets"]
@@ -161,6 +143,10 @@ class ConversationTasks(TasksBase):
     @property
     def is_recorded(self) -> bool:
         return True
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return (self.path,)
 
 
 class TrajectoryTasks(TasksBase):
@@ -222,6 +208,10 @@ class EnvironmentTasks(TasksBase):
     @property
     def is_environment(self) -> bool:
         return True
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return () if self.rows is None else (self.rows,)
 
     @property
     def tool_class_fields(self) -> list[str]:
@@ -396,6 +386,7 @@ TasksConfig = Annotated[
     | CustomTasks
     | ConversationTasks
     | TrajectoryTasks
+    | DocumentTasks
     | EnvironmentTasks
     | ToolboxTasks
     | SwitchboardTasks,
@@ -404,8 +395,8 @@ TasksConfig = Annotated[
 
 
 def override_tasks(tasks: TasksConfig, changes: Mapping[str, Any]) -> TasksConfig:
-    """The section with some fields changed; a ValidationError if they are invalid."""
-    changed: TasksConfig = TypeAdapter(TasksConfig).validate_python(
-        {**tasks.model_dump(exclude_unset=True), **changes}
-    )
+    """The section with some fields changed, or another one if they have a `kind`; a ValidationError
+    if they are invalid."""
+    inherited = {} if "kind" in changes else tasks.model_dump(exclude_unset=True)
+    changed: TasksConfig = TypeAdapter(TasksConfig).validate_python({**inherited, **changes})
     return changed

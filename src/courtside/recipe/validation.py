@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.draft_validation import find_draft_problems
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
@@ -62,14 +63,22 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         if not name.isidentifier():
             yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
         try:
-            override_tasks(recipe.tasks, changes)
+            tasks = override_tasks(recipe.tasks, changes)
+            if "kind" in changes and tasks.is_recorded:
+                yield (
+                    f"evaluate.suites.{name}: nothing answers the student with kind = "
+                    f"{tasks.kind!r}; use a kind with prompts, such as 'jsonl'"
+                )
         except ValidationError as error:
             for details in error.errors():
                 # The first part is the kind of the section.
                 path = ".".join([f"evaluate.suites.{name}", *map(str, details["loc"][1:])])
                 text = details["msg"].removeprefix("Value error, ")
                 if details["type"] == "union_tag_invalid":
-                    text = f"kind = {changes['kind']!r} is not known; leave it out"
+                    text = (
+                        f"kind = {changes['kind']!r} is not known; leave it out, or use one of the "
+                        "kinds of [tasks]"
+                    )
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from find_takeover_problems(recipe)
     yield from find_mixed_sampling_problems(recipe)
@@ -82,6 +91,11 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         yield (
             "evaluate.collateral is a mean over what the student samples, and evaluate.temperature "
             "= 0 samples nothing. Use a temperature above 0"
+        )
+    if not recipe.evaluate.before and (recipe.tasks.is_environment or recipe.evaluate.collateral):
+        yield (
+            "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
+            "the evaluation before training. Set it to true"
         )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
@@ -255,19 +269,42 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
             "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
         )
-    if recipe.evaluate.suites:
-        yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
+    for name, changes in recipe.evaluate.suites.items():
+        if "kind" not in changes:
+            yield (
+                f"evaluate.suites: nothing answers the student with {kind}; give {name!r} a `kind` "
+                "of its own with all of its fields, or remove it"
+            )
     if recipe.evaluate.collateral:
         yield f"evaluate.collateral: nothing answers the student with {kind}; remove it"
     if isinstance(recipe.tasks, TrajectoryTasks):
         yield from _stored_problems(recipe, recipe.tasks)
         return
+    if isinstance(recipe.tasks, DocumentTasks):
+        yield from _document_problems(recipe)
     for index, loss in enumerate(recipe.losses):
         if loss.kind == "policy_gradient":
             yield (
                 f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
                 f"sampled with, and {kind} has none. Use kind = 'divergence'"
             )
+
+
+def _document_problems(recipe: Recipe) -> Iterator[str]:
+    kind = "tasks.kind = 'documents'"
+    for name in SAMPLING:
+        is_used = name == "temperature" or (
+            name in ("max_new_tokens", "stop") and bool(recipe.evaluate.suites)
+        )
+        if not is_used and getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
+            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
+    if recipe.reader is not None:
+        yield f"reader: {kind} has no turns that a hint could precede; remove it"
+    if any(teacher.context is not None for teacher in recipe.model_teachers):
+        yield f"teacher.context: {kind} has no prompt that a context could join; remove it"
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "preference":
+            yield f"losses[{index}]: preferences compare the texts of a pair, and {kind} has none"
 
 
 def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:

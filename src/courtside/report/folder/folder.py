@@ -106,6 +106,11 @@ class RunFolder:
     def read(cls, path: str | Path) -> RunFolder:
         """Open the folder of a run read-only, also while it is training."""
         path = require_path(path, "run", "the path of a run folder as str or Path")
+        if (path / "pipeline.json").is_file() and not (path / RECIPE).is_file():
+            raise UserError(
+                f"{path}: is the folder of a pipeline. Give one of its stages, such as "
+                f"{next(iter(sorted((path / 'stages').glob('*/'))), path / 'stages')}"
+            )
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "

@@ -68,7 +68,7 @@ def write_report(
         title=folder.path.resolve().name,
         summary=summarize_recipe(recipe),
         progress=f"{_num_steps_done(metrics)} of {recipe.train.steps} steps",
-        alerts=_render_problems(reader.problems) + _render_alarms(alarms),
+        alerts=render_problems(reader.problems) + _render_alarms(alarms),
         sections=sections,
     )
     path = folder.path / "report.html"
@@ -99,17 +99,17 @@ def _make_sections(
         Section("More metrics", _render_grid(more) if more else "", is_folded=True),
         Section("Hints", render_hints(reader, metrics, decode)),
         Section("Tokens with the largest shift", _render_shifted(stored, decode)),
-        Section("Costs", _render_costs(reader.read(folder.read_costs, {}))),
+        Section("Costs", render_costs(reader.read(folder.read_costs, {}))),
         Section("Episodes", _render_episodes(stored, decode)),
         Section(
             "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
         ),
-        Section("Environment", _render_facts(reader.read(folder.environment, {}))),
+        Section("Environment", render_facts(reader.read(folder.environment, {}))),
         Section("Recipe", _render_recipe(folder.recipe()), is_folded=True),
     ]
 
 
-def _render_costs(costs: Mapping[str, PhaseCost]) -> str:
+def render_costs(costs: Mapping[str, PhaseCost]) -> str:
     if not costs:
         return ""
     seconds = sum(cost.seconds for cost in costs.values())
@@ -201,7 +201,7 @@ def _render_recipe(recipe: Recipe) -> str:
     return f"<pre>{escape(toml.dumps(dump_recipe(recipe)))}</pre>"
 
 
-def _render_facts(values: Mapping[str, Any]) -> str:
+def render_facts(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{escape(str(key).replace('_', ' '))}</th><td>{escape(str(value))}</td></tr>"
         for key, value in values.items()
@@ -214,7 +214,7 @@ def _num_steps_done(metrics: Sequence[Row]) -> int:
     return metrics[-1]["step"] + 1 if metrics else 0
 
 
-def _render_problems(problems: Sequence[str]) -> str:
+def render_problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
