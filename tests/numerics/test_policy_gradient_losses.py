@@ -21,6 +21,7 @@ from courtside.losses.policy_gradient import (
     gap_gate,
     group_advantage,
     policy_gradient,
+    reference_penalty,
     sampled_token_coefficients,
     teacher_gap,
     unlikely_advantage,
@@ -130,6 +131,27 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+def test_the_penalty_of_a_reference_has_the_gradient_of_the_kl_to_it() -> None:
+    student_V, _, reference_V = three_policies()
+    student_logp_V = student_V.log_softmax(-1).requires_grad_()
+    advantage_V = reference_penalty(student_logp_V, reference_V, weight=0.3)
+    assert not advantage_V.requires_grad
+    close(advantage_V, -0.3 * (student_logp_V - reference_V).detach())
+    rewards_V = torch.randn(7, dtype=torch.float64)
+    gradient_VV = gradients_by_token(
+        lambda logp_V: policy_gradient(logp_V, rewards_V + advantage_V), student_V
+    )
+
+    def objective(student: list[Tensor]) -> Tensor:
+        reward = sum((p * r for p, r in zip(student, rewards_V, strict=True)), torch.zeros(()))
+        return 0.3 * textbook.reverse_kl(student, list(reference_V.exp())) - reward
+
+    close(expected(gradient_VV, student_logp_V.detach()), gradient_of(objective, student_V))
+    # k1: unbiased over what the policy samples.
+    kl = textbook.reverse_kl(list(student_logp_V.detach().exp()), list(reference_V.exp()))
+    close(student_logp_V.detach().exp() @ advantage_V, -0.3 * kl)
 
 
 @pytest.mark.parametrize("direction", ["endorsed", "rejected"])

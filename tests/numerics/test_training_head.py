@@ -231,6 +231,7 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
     ours_N = batch.by_student_N
     gap_N, drift_N = batch.teacher_logp_N - logp_N.detach(), logp_N.detach() - batch.sampler_logp_N
     watched["kl_estimate"] = [(batch.sampler_logp_N - batch.teacher_logp_N)[ours_N & has_teacher_N]]
+    watched["kl_estimate/reference"] = [(batch.sampler_logp_N - batch.reference_logp_N)[ours_N]]
     watched["teacher_gap/mean"] = [gap_N[has_teacher_N]]
     watched["teacher_gap/negative"] = [(gap_N[has_teacher_N] < 0).double()]
     watched["sampler/logp_diff"] = [drift_N[ours_N].abs()]

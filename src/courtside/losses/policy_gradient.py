@@ -48,6 +48,16 @@ def teacher_gap(
     return advantage_T.detach()
 
 
+def reference_penalty(sampler_logp_T: Tensor, reference_logp_T: Tensor, *, weight: float) -> Tensor:
+    """−weight · (log μ − log ref) of each token, detached: what a KL to a reference adds to A.
+
+    Where μ = π its expected policy gradient is that of weight · KL(π‖ref) at each prefix. Its mean
+    is an unbiased estimate of −weight · KL(μ‖ref) ("k1"), which single tokens miss in both
+    directions.
+    """
+    return (-weight * (sampler_logp_T - reference_logp_T)).detach()
+
+
 def gap_gate(
     teacher_logp_T: Tensor,
     sampler_logp_T: Tensor,

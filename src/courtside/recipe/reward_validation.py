@@ -21,6 +21,11 @@ def find_reward_problems(recipe: Recipe) -> Iterator[str]:
             "rewards: no loss uses them; add a loss of kind = 'policy_gradient' with advantage = "
             "'reward', or remove the section"
         )
+    if recipe.rewards and all(reward.kind == "reference_kl" for reward in recipe.rewards):
+        yield (
+            "rewards: reference_kl alone rewards nothing. Add kind = 'grade', or use a loss of "
+            "kind = 'divergence' with against = 'reference'"
+        )
     longest = recipe.rollout.max_new_tokens
     for index, reward in enumerate(recipe.rewards):
         is_single_turn = not recipe.tasks.is_environment

@@ -15,6 +15,7 @@ from courtside.engines.forward.batching import SequenceSpan, tensor_on
 from courtside.losses.policy_gradient import (
     SampledTokenLoss,
     gap_gate,
+    reference_penalty,
     teacher_gap,
     unlikely_advantage,
 )
@@ -102,6 +103,10 @@ class TokenBatch:
         elif loss.unlikely_below is not None:
             advantage_N = unlikely_advantage(self.sampler_logp_N, below=loss.unlikely_below)
         assert advantage_N is not None
+        if term.rewards is not None and term.rewards.reference_kl:
+            advantage_N = advantage_N + reference_penalty(
+                self.sampler_logp_N, self.reference_logp_N, weight=term.rewards.reference_kl
+            )
         return SampledTokenLoss(
             weight_N=weight_N,
             advantage_N=advantage_N,
