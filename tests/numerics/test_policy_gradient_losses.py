@@ -20,6 +20,7 @@ from courtside.losses.policy_gradient import (
     SampledTokenLoss,
     gap_gate,
     group_advantage,
+    hint_contrast,
     policy_gradient,
     reference_penalty,
     sampled_token_coefficients,
@@ -131,6 +132,27 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+def test_the_contrast_of_two_hints_is_a_difference_of_kls() -> None:
+    student_V, hinted_V, wrong_V = three_policies()
+    contrast_V = hint_contrast(hinted_V.clone().requires_grad_(), wrong_V)
+    assert not contrast_V.requires_grad
+    close(contrast_V, hinted_V - wrong_V)
+    student_logp_V = student_V.log_softmax(-1)
+
+    def gradient(advantage_V: Tensor) -> Tensor:
+        gradient_VV = gradients_by_token(
+            lambda logp_V: policy_gradient(logp_V, advantage_V), student_V
+        )
+        return expected(gradient_VV, student_logp_V)
+
+    difference_V = kl_gradient(student_V, hinted_V) - kl_gradient(student_V, wrong_V)
+    close(gradient(contrast_V), difference_V)
+    # With the gap in addition: the KL to q(hint)·(q(hint)/q(wrong))^γ.
+    target_V = (hinted_V + 0.7 * (hinted_V - wrong_V)).log_softmax(-1)
+    gap_V = teacher_gap(hinted_V, student_logp_V)
+    close(gradient(gap_V + 0.7 * contrast_V), kl_gradient(student_V, target_V))
 
 
 def test_the_penalty_of_a_reference_has_the_gradient_of_the_kl_to_it() -> None:

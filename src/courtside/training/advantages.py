@@ -74,6 +74,11 @@ def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float 
                 "on the tasks, or use advantage = 'teacher_gap'"
             )
         return trajectory.grade.score
+    if missing := rewards.keys() - trajectory.rewards.keys():
+        raise TaskError(
+            f"trajectory {trajectory.id} was sampled without the reward {sorted(missing)[0]!r}; "
+            "use the rewards that it was sampled with"
+        )
     values = {name: trajectory.rewards[name] for name in rewards}
     if None in values.values():
         return None
