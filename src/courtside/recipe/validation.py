@@ -19,6 +19,7 @@ from courtside.recipe.reader import (
 )
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.reward_validation import (
+    find_contrast_problems,
     find_gate_problems,
     find_reward_problems,
     find_route_problems,
@@ -86,6 +87,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
     yield from find_draft_problems(recipe)
+    yield from find_contrast_problems(recipe)
     yield from _size_problems(recipe)
     if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
         yield (
@@ -125,7 +127,7 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
 
 def _needs_teacher(loss: Loss) -> bool:
     return (loss.kind == "divergence" and loss.against == "teacher") or (
-        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
+        loss.kind == "policy_gradient" and loss.advantage in ("teacher_gap", "hint_contrast")
     )
 
 
@@ -373,11 +375,15 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
 def _control_problems(recipe: Recipe, reader: ReaderConfig) -> Iterator[str]:
     """Of controls that would drop every hint."""
     sources = _hint_sources(reader)
-    if reader.control == "other_kind" and sources is not None and len(sources) < 2:
-        yield (
-            "reader.control = 'other_kind' exchanges hints of different rules, and this reader has "
-            "one kind of hint. Add a rule, or use control = 'random_hint'"
-        )
+    for field, choice in (
+        ("reader.control", reader.control),
+        ("hints.contrast", recipe.hints.contrast),
+    ):
+        if choice == "other_kind" and sources is not None and len(sources) < 2:
+            yield (
+                f"{field} = 'other_kind' exchanges hints of different rules, and this reader has "
+                f"one kind of hint. Add a rule, or use {field.partition('.')[2]} = 'random_hint'"
+            )
     tells_decisions = recipe.tasks.is_environment and recipe.tasks.kind != "toolbox"
     if reader.control == "mirror_turn" and not (tells_decisions or recipe.tasks.is_recorded):
         yield (
