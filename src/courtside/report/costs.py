@@ -60,7 +60,8 @@ class StepCost:
     student_tokens: int = 0
     """Tokens through the student: what it sampled, with prompts, and what it trained on."""
     teacher_tokens: int = 0
-    """Tokens through teachers and the reference: what they wrote, with prompts, and scored."""
+    """Tokens through teachers, the reference and the models of draft stages: what they wrote, with
+    prompts, and scored."""
     flops: float = 0.0
 
 
@@ -168,15 +169,15 @@ class CostMeter:
         if num_input or num_output:
             flops = forward_flops(sizes.reader, num_input + num_output)
             add("reader", num_input, num_output, flops)
+        for name, usage in draft_usage.items():
+            num_teacher += sum(usage)
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
+            add("drafts", usage.input_tokens, usage.output_tokens, flops)
         return StepCost(
             student_tokens=num_student,
             teacher_tokens=num_teacher,
             flops=step_flops,
         )
-
-        for name, usage in draft_usage.items():
-            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
-            self.add("drafts", **usage._asdict(), flops=flops)
 
     def add_evaluation(self, evaluation: Evaluation, sizes: ModelSizes) -> None:
         metrics, size = evaluation.metrics, sizes.student
