@@ -47,16 +47,23 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
-    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
-    if cost is not None:
-        row["cost/student_tokens"] = cost.student_tokens
-        row["cost/teacher_tokens"] = cost.teacher_tokens
-        row["cost/flops"] = cost.flops
+    row |= compute_costs(seconds, cost)
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     clash = row.keys() & update.metrics.keys()
     assert not clash, f"metrics with the names of other columns: {clash}"
     return row | dict(update.metrics)
+
+
+def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
+    """What a step took: seconds by phase, and where they were counted tokens and FLOPs."""
+    row: Row = {}
+    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
+    return row
 
 
 def event_metrics(trajectories: Sequence[Trajectory]) -> Row:
