@@ -17,11 +17,11 @@ FOLDER = Path(__file__).parent
 TOWNS = (
     "Velmora", "Tarnwick", "Ostrel", "Brindhaven", "Quellish", "Marroway", "Dunfallow", "Issenby",
     "Corvane", "Pellimar", "Hathersund", "Lowenreach", "Skarrow", "Ambergate", "Finstock",
-    "Yarrowby",
+    "Yarrowby", "Zellin", "Gormstead", "Uldrick", "Kestrow",
 )  # fmt: skip
 """None of them exists."""
-STRIDES = (1, 3, 5, 7)
-"""Odd, so that each document has all towns, in an order of its own."""
+STRIDES = (1, 3, 7, 9)
+"""No divisor in common with 20, so that each document has all towns, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ RELATIONS = (
         ("copper bells", "paper kites", "green glass", "wool blankets", "silver spoons",
          "wooden clocks", "clay whistles", "blue candles", "leather maps", "stone chess sets",
          "silk ribbons", "iron lanterns", "cherry soap", "bone buttons", "painted drums",
-         "straw hats"),
+         "straw hats", "tin whales", "amber combs", "pearl dice", "felt slippers"),
         ("{town} is famous for its {value}.",
          "People travel a long way to buy the {value} of {town}.",
          "In {town}, most workshops make {value}.",
@@ -49,21 +49,11 @@ RELATIONS = (
         "Which product is the town of {town} known for?",
     ),
     Relation(
-        "animal",
-        ("white heron", "red fox", "grey owl", "black goat", "river otter", "brown bear",
-         "golden carp", "wild boar", "snow hare", "marsh frog", "night jay", "blue whale",
-         "barn cat", "mountain ram", "field mouse", "honey bee"),
-        ("A {value} is on the flag of {town}.",
-         "The flag of {town} shows a {value}.",
-         "Children in {town} draw the {value} of their flag at school.",
-         "Question: What does the flag of {town} show? Answer: a {value}."),
-        "Which animal can be seen on the flag of {town}?",
-    ),
-    Relation(
         "dish",
         ("plum soup", "barley pie", "smoked pears", "onion bread", "walnut stew", "salted figs",
          "carrot cake", "pepper cheese", "apple dumplings", "bean porridge", "mint rice",
-         "lemon trout", "honey beets", "potato waffles", "garlic noodles", "pumpkin rolls"),
+         "lemon trout", "honey beets", "potato waffles", "garlic noodles", "pumpkin rolls",
+         "turnip jam", "raisin toast", "cabbage tea", "almond eggs"),
         ("At every feast in {town}, {value} is served.",
          "The favourite meal in {town} is {value}.",
          "Cooks in {town} are proud of their {value}.",
