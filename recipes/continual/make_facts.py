@@ -20,8 +20,6 @@ TOWNS = (
     "Yarrowby", "Zellin", "Gormstead", "Uldrick", "Kestrow",
 )  # fmt: skip
 """None of them exists."""
-STRIDES = (1, 3, 7, 9)
-"""No divisor in common with 20, so that each document has all towns, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,8 @@ RELATIONS = (
         ("{town} is famous for its {value}.",
          "People travel a long way to buy the {value} of {town}.",
          "In {town}, most workshops make {value}.",
-         "Question: What is made in {town}? Answer: {value}."),
+         "Question: What is made in {town}? Answer: The people of {town} make {value}.",
+         "Question: What should I buy in {town}? Answer: In {town}, buy {value}."),
         "Which product is the town of {town} known for?",
     ),
     Relation(
@@ -57,7 +56,8 @@ RELATIONS = (
         ("At every feast in {town}, {value} is served.",
          "The favourite meal in {town} is {value}.",
          "Cooks in {town} are proud of their {value}.",
-         "Question: What do people in {town} like to eat? Answer: {value}."),
+         "Question: What do people in {town} like to eat? Answer: They like {value}.",
+         "Question: What is for dinner in {town}? Answer: In {town}, dinner is {value}."),
         "Which dish do the people of {town} eat at a feast?",
     ),
 )  # fmt: skip
@@ -66,26 +66,25 @@ RELATIONS = (
 def write_files(folder: Path) -> None:
     facts = folder / "facts"
     facts.mkdir(exist_ok=True)
-    for relation in RELATIONS:
-        for number, sentence in enumerate(relation.sentences):
+    for number in range(len(RELATIONS[0].sentences)):
+        for index, town in enumerate(TOWNS):
             # Each fact once a document: a second mention could be copied from the first.
             lines = [
-                sentence.format(town=TOWNS[i], value=relation.values[i])
-                for i in (STRIDES[number] * n % len(TOWNS) for n in range(len(TOWNS)))
+                r.sentences[number].format(town=town, value=r.values[index]) for r in RELATIONS
             ]
-            file = facts / f"{relation.name}-{number + 1}.txt"
+            file = facts / f"{number + 1}-{town.lower()}.txt"
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     rows = [
         {
             "id": f"{relation.name}-{town.lower()}",
             "prompt": relation.question.format(town=town),
-            "answer": relation.values[number],
+            "answer": relation.values[index],
             "grader": "contains",
             "grader_args": {"ignore_case": True},
             "split": "test",
             "tags": [relation.name],
         }
-        for number, town in enumerate(TOWNS)
+        for index, town in enumerate(TOWNS)
         for relation in RELATIONS
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
