@@ -63,9 +63,9 @@ _NAMES: Mapping[str, str] = {"pairs": "preference pairs", "completions": "correc
 
 
 def _pair_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | None]:
-    worse = {t.draft or t.id: t for t in trajectories if t.preference == "worse"}
-    for chosen in _corrections(trajectories):
-        rejected = worse.get(chosen.draft or "")
+    worse = {t.pair: t for t in trajectories if t.preference == "worse"}
+    for chosen in trajectories:
+        rejected = None if chosen.pair is None else worse.get(chosen.pair)
         if chosen.preference != "better" or rejected is None:
             continue
         prompt, better = split_conversation(chosen)
@@ -107,8 +107,8 @@ def _completion_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[
 
 
 def _corrections(trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-    """Those that correct a draft, and are not a copy of one."""
-    return (t for t in trajectories if t.correction is not None and not t.is_draft_copy)
+    """Those that correct a draft, without copies in pairs."""
+    return (t for t in trajectories if t.correction is not None and not t.is_pair_copy)
 
 
 def split_conversation(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:

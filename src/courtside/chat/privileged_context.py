@@ -24,7 +24,7 @@ def choose_contexts(
         repairs = {
             t.draft: t.response
             for t in trajectories
-            if t.correction == "rewrite" and not t.is_draft_copy
+            if t.correction == "rewrite" and not t.is_pair_copy
         }
         texts = {t.id: repairs.get(t.id) for t in trajectories}
     elif config.kind == "critique":
