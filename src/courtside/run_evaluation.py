@@ -58,12 +58,12 @@ class RunEvaluation:
         return list(results.values())
 
     def _measure_changes(self, evaluation: Evaluation) -> dict[str, float]:
-        """What training did to the answers that the student gave before it. Whatever cannot be
-        measured must not cost the evaluation."""
+        """What training did to the answers that the student gave before it; `evaluation` is that of
+        test tasks after the last step. Whatever cannot be measured must not cost the evaluation."""
         measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
         if self.recipe.tasks.is_environment:
             measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
-        if self.recipe.evaluate.collateral and evaluation.step == self.recipe.train.steps:
+        if self.recipe.evaluate.collateral:
             measures["collateral"] = partial(
                 measure_collateral,
                 load_untrained=self.parts.load_untrained,

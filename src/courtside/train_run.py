@@ -58,7 +58,7 @@ def _check_resumable(path: Path, recipe: Recipe) -> str | None:
     num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
     if latest is None:
         num_recorded = len(folder.metrics())
-        is_finished = any(e.step == old.train.steps for e in folder.evaluations())
+        is_finished = any(e.step > 0 and e.split == "test" for e in folder.evaluations())
         if num_recorded > old.run.checkpoint_every or is_finished:
             raise UserError(
                 f"{path}: has metrics of {num_recorded} steps and no checkpoint; "

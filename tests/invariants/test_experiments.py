@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import courtside
 from courtside.experiment.episode_counts import resampled_rates
 
 Tree = dict[str, Any]
@@ -203,6 +204,55 @@ def test_a_killed_experiment_ends_its_workers_and_goes_on(
     )
     resumed.pop("costs"), unbroken.pop("costs")  # steps that were done twice are paid twice
     assert resumed == unbroken
+
+
+BUDGET = """
+learning_rates = [1e-3]
+seeds = [0, 1]
+budget = { student_tokens = 3000 }
+with = ["evaluate.every=1", "train.steps=40", "evaluate.suites={}"]
+[arms.small]
+recipe = "recipe.toml"
+[arms.large]
+recipe = "recipe.toml"
+with = ["train.prompts_per_step=3"]
+[arms.short]
+recipe = "recipe.toml"
+with = ["train.steps=1"]
+seeds = [0]
+"""
+
+
+def test_arms_spend_the_same_and_are_compared(tmp_path: Path, roomy_folder: Path) -> None:
+    folder = tmp_path / "equal"
+    folder.mkdir()
+    runs = folder / "runs" / "equal"
+    (folder / "recipe.toml").write_text(RECIPE.replace("MODEL", str(roomy_folder)))
+    (folder / "experiment.toml").write_text(BUDGET)
+    done = run_command(folder, "--jobs", "2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    results = json.loads((folder / "results.json").read_text())
+    # It ran out of steps, so it did not spend what the others did.
+    (reason,) = results["failed"].values()
+    assert "budget.student_tokens = 3000: the run ended after 1 steps" in reason
+    spent = {name: arm["spent"] for name, arm in results["arms"].items()}
+    assert spent.keys() == {"small", "large"}
+    for name, units in spent.items():
+        per_step = units["student_tokens"]["mean"] / units["steps"]["mean"]
+        assert all(
+            3000 <= value < 3000 + 2 * per_step for value in units["student_tokens"]["values"]
+        )
+        assert results["arms"][name]["runs"][0]["validation"][-1][0] == units["steps"]["values"][0]
+    assert spent["small"]["steps"]["mean"] > spent["large"]["steps"]["mean"]
+
+    comparison = courtside.compare([runs])
+    assert [(arm.name, arm.seeds) for arm in comparison.arms] == [
+        ("small", (0, 1)),
+        ("large", (0, 1)),
+    ]
+    assert comparison.arms[0].spent["student_tokens"] == spent["small"]["student_tokens"]["mean"]
+    whole = [b for b in comparison.budgets if b.unit == "student_tokens"][-1]
+    assert whole.budget >= 3000 and None not in whole.scores.values()
 
 
 def is_unlocked(run: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,11 +63,11 @@ _NAMES: Mapping[str, str] = {"pairs": "preference pairs", "completions": "correc
 
 
 def _pair_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | None]:
-    worse = {t.pair: t for t in trajectories if t.pair and t.preference == "worse"}
+    worse = {t.pair: t for t in trajectories if t.preference == "worse"}
     for chosen in trajectories:
-        if chosen.preference != "better" or chosen.pair not in worse:
+        rejected = None if chosen.pair is None else worse.get(chosen.pair)
+        if chosen.preference != "better" or rejected is None:
             continue
-        rejected = worse[chosen.pair]
         prompt, better = split_conversation(chosen)
         _, other = split_conversation(rejected)
         if better == other or not _has_text(better):
@@ -88,9 +88,7 @@ def _pair_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | 
 
 
 def _completion_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | None]:
-    for trajectory in trajectories:
-        if trajectory.correction is None or trajectory.is_pair_copy:
-            continue
+    for trajectory in _corrections(trajectories):
         prompt, completion = split_conversation(trajectory)
         if not _has_text(completion):
             yield None
@@ -106,6 +104,11 @@ def _completion_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[
                 "draft": trajectory.draft,
             },
         }
+
+
+def _corrections(trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
+    """Those that correct a draft, without copies in pairs."""
+    return (t for t in trajectories if t.correction is not None and not t.is_pair_copy)
 
 
 def split_conversation(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:

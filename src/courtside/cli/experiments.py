@@ -64,6 +64,7 @@ def experiment(
     from courtside.experiment.config import find_experiment
     from courtside.experiment.plan import describe_design, read_plan
     from courtside.experiment.schedule import list_recipes, select_arms
+    from courtside.experiment.task_check import check_tasks
 
     experiment_plan = read_plan(find_experiment(path), out, overrides or ())
     try:
@@ -75,6 +76,7 @@ def experiment(
     if plan and summarize:
         raise UserError("--plan and --summarize: give one of them")
     recipes = list(list_recipes(experiment_plan))  # refused before anything runs
+    check_tasks(experiment_plan)
     if plan:
         _print_runs(experiment_plan, len(recipes), only)
         for line in describe_design(experiment_plan):

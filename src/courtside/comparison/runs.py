@@ -11,6 +11,7 @@ from typing import Any
 
 from courtside.errors import UserError
 from courtside.recipe import Recipe
+from courtside.report.budget import TRAINING_PHASES, sum_spent
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.locking import RECIPE
 from courtside.types import Split
@@ -20,7 +21,6 @@ STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY = (
 )  # fmt: skip
 UNITS = (STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY)
 """What a run spends. Evaluations and checkpoints are not part of it."""
-TRAINING_PHASES = ("rollout", "reader", "teacher", "update")
 ARMS_FILE = "arms.json"
 """In the folder of an experiment's runs: arm → the names of its final runs."""
 
@@ -132,13 +132,11 @@ def _spent_after(num_steps: int, rows: Sequence[Mapping[str, Any]], price: float
     done = [row for row in rows if row["step"] < num_steps]
     if len(done) != num_steps:  # rows are missing, so that no sum is known
         return {**dict.fromkeys(UNITS), STEPS: float(num_steps)}
-    seconds = _sum_seconds(done)
+    spent = sum_spent(done)
+    seconds = spent[SECONDS]
     return {
         STEPS: float(num_steps),
-        **{
-            unit: _sum_key(done, f"cost/{unit}") for unit in (STUDENT_TOKENS, TEACHER_TOKENS, FLOPS)
-        },
-        SECONDS: seconds,
+        **spent,
         MONEY: None if price is None or seconds is None else seconds / 3600 * price,
     }
 
@@ -152,20 +150,6 @@ def _total_spent(
     if total[FLOPS] is None and rows and costs:
         total[FLOPS] = sum(c.flops for name, c in costs.items() if name in TRAINING_PHASES)
     return total
-
-
-def _sum_key(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [row.get(key) for row in rows]
-    if any(value is None for value in values):
-        return None
-    return float(sum(value for value in values if value is not None))
-
-
-def _sum_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    keys = [f"seconds/{phase}" for phase in TRAINING_PHASES]
-    if not all(any(key in row for key in keys) for row in rows):
-        return None
-    return float(sum(row.get(key) or 0.0 for row in rows for key in keys))
 
 
 def default_arm_name(path: Path) -> str:

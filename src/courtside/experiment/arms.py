@@ -23,8 +23,9 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over_steps(series: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-    """The same at every step, without the values."""
-    points = [over_seeds(values) for values in zip(*series, strict=True)]
+    """The same at every step that all runs have, without the values: runs with a budget may end
+    after different numbers of steps."""
+    points = [over_seeds(values) for values in zip(*series, strict=False)]
     return [
         {"step": step, "mean": p["mean"], "low": p["low"], "high": p["high"]}
         for step, p in enumerate(points)
@@ -87,9 +88,10 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
             continue
         prefix = "" if name == "rate" else f"{name}_"
         row[f"{prefix}at_equal_tokens"] = over_seeds([at_tokens(r, budget, column) for r in runs])
+        by_step = [dict(curve) for curve in curves]
+        steps = [step for step in by_step[0] if all(step in values for values in by_step)]
         row[f"{prefix}curve"] = [
-            {"step": points[0][0], **over_seeds([value for _, value in points])}
-            for points in zip(*curves, strict=True)
+            {"step": step, **over_seeds([values[step] for values in by_step])} for step in steps
         ]
         for point in row[f"{prefix}curve"]:
             del point["values"]  # they are in the runs' `validation`
@@ -109,6 +111,13 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
     row["trained_tokens"] = over_seeds([run["trained_tokens"] for run in runs])
     row["seconds"] = over_seeds([sum(run.get("seconds", {}).values()) for run in runs])
     row["phases"] = mean_costs(runs)
+    spent = [run["spent"] for run in runs if "spent" in run]
+    if len(spent) == len(runs):  # older outcomes have none
+        row["spent"] = {
+            unit: over_seeds([values[unit] for values in spent])
+            for unit in spent[0]
+            if all(values[unit] is not None for values in spent)
+        }
     row["tokens_until"] = {f"{goal:g}": [tokens_until(run, goal) for run in runs] for goal in goals}
     row["runs"] = [{key: run[key] for key in STORED if key in run} for run in runs]
     return row

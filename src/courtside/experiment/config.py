@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from courtside.errors import RecipeError, UserError
 from courtside.files import BOM, read_regular_file
@@ -47,6 +54,31 @@ class ArmConfig(Section):
     """The arm whose learning rate is used, without a sweep. Unset: the arm has its own sweep."""
 
 
+class BudgetConfig(Section):
+    """What every run spends: one of these."""
+
+    steps: PositiveInt | None = None
+    """Optimizer steps (train.steps)."""
+    student_tokens: PositiveInt | None = None
+    """Tokens through the student (train.max_student_tokens)."""
+    teacher_tokens: PositiveInt | None = None
+    """Tokens through teachers and the reference (train.max_teacher_tokens)."""
+    flops: PositiveFloat | None = None
+    """Estimated FLOPs of training (train.max_flops)."""
+    seconds: PositiveFloat | None = None
+    """Seconds of training (train.max_seconds); runs that share a machine slow each other down."""
+
+    @model_validator(mode="after")
+    def _check_unit(self) -> BudgetConfig:
+        if len(self.limits()) != 1:
+            units = ", ".join(type(self).model_fields)
+            raise ValueError(f"give one of {units}: runs cannot be equal in two of them")
+        return self
+
+    def limits(self) -> dict[str, float]:
+        return {unit: value for unit, value in self if value is not None}
+
+
 class ExperimentConfig(Section):
     """All settings of an experiment."""
 
@@ -67,6 +99,10 @@ class ExperimentConfig(Section):
     """false: delete a run's checkpoints once it is measured."""
     overrides: Overrides = Field(default=(), alias="with")
     """Changes to the recipes of all runs."""
+    budget: BudgetConfig | None = None
+    """What every run of every arm spends, as `budget = { student_tokens = 1_000_000 }`: a run ends
+    with the step that reaches it. train.steps must be large enough. Unset: train.steps of each
+    recipe."""
     contrasts: tuple[tuple[str, str], ...] = ()
     """Fixed before the runs: pairs of arms, the first one against the second."""
     outcomes: Mapping[str, NonNegativeFloat] = Field(default_factory=dict)

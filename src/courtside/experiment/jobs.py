@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from courtside.errors import UserError
@@ -23,6 +24,8 @@ class Job:
     """Where the trained model goes; such a job is not measured."""
     keep: bool = True
     """Whether its checkpoints stay."""
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """What it must have spent in the end, by unit."""
 
     @property
     def run(self) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from courtside.errors import UserError
 from courtside.experiment.episode_counts import read_counts
+from courtside.report.budget import sum_spent
 
 Outcome = dict[str, Any]
 """What one run measured, as `measure_run` returns it and a JSON file stores it."""
@@ -44,7 +45,8 @@ def measure_run(run: Path) -> Outcome:
     shifts: list[float] = []
     errors: list[float] = []
     decisions: dict[str, list[float]] = {}
-    for row in _lines(run / "metrics.jsonl"):
+    rows = _lines(run / "metrics.jsonl")
+    for row in rows:
         total += sum(value for key, value in row.items() if key.startswith("tokens/"))
         tokens[row["step"] + 1] = total
         shifts += [row["hints/shift"]] if row.get("hints/shift") is not None else []
@@ -64,6 +66,7 @@ def measure_run(run: Path) -> Outcome:
         "suites": {name: _before_and_after(rows) for name, rows in suites.items()},
         "teacher": teacher[0] if teacher else None,
         "trained_tokens": total,
+        "spent": {"steps": len(rows), **sum_spent(rows)},
         "validation": [
             [
                 e["step"],

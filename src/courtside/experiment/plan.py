@@ -57,6 +57,8 @@ class Plan:
     extra: tuple[str, ...]
     """Of the command line; they go over everything."""
     design: Design
+    budget: Mapping[str, float]
+    """What every run spends: a unit and its limit. Empty: as many steps as each recipe has."""
 
     @property
     def num_tests(self) -> int:
@@ -92,6 +94,7 @@ def read_plan(file: Path, out: Path, overrides: Sequence[str] = ()) -> Plan:
             margin=config.margin,
             unpaired=config.unpaired,
         ),
+        budget={} if config.budget is None else config.budget.limits(),
     )
     if problems := list(_find_problems(plan)):
         raise RecipeError(f"{file}:\n" + "\n".join(f"  {line}" for line in problems))

@@ -12,10 +12,23 @@ from courtside.experiment.plan import Arm, Plan
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 
+BUDGET_FIELDS = {
+    "steps": "steps",
+    "student_tokens": "max_student_tokens",
+    "teacher_tokens": "max_teacher_tokens",
+    "flops": "max_flops",
+    "seconds": "max_seconds",
+}
+"""Of an experiment's budget → of [train]."""
+
 
 def make_job(plan: Plan, arm: Arm, variant: str, rate: float, seed: int) -> Job:
     parts = [arm.name, *([variant] if variant else []), f"lr{rate:g}", f"seed{seed}"]
-    chosen = (f"train.learning_rate={rate}", f"seed={seed}")
+    chosen = (
+        f"train.learning_rate={rate}",
+        f"seed={seed}",
+        *(f"train.{BUDGET_FIELDS[unit]}={limit}" for unit, limit in plan.budget.items()),
+    )
     return Job(
         name="-".join(parts),
         recipe=arm.recipe,
@@ -29,6 +42,7 @@ def make_job(plan: Plan, arm: Arm, variant: str, rate: float, seed: int) -> Job:
         ),
         folder=plan.folder,
         keep=plan.keep,
+        budget=plan.budget,
     )
 
 
@@ -123,18 +137,21 @@ def list_recipes(plan: Plan) -> Iterator[Recipe]:
     """Of every arm and variant, and of every model that is prepared; refuses those that cannot work
     before anything runs."""
     for arm in plan.arms.values():
-        sweep = sweep_jobs(plan, arm)
+        is_swept = len(sweep_jobs(plan, arm)) > 1 and arm.rate_of == arm.name
         for variant in arm.variants:
-            where = f"arms.{arm.name}" + (f" in the variant {variant}" if variant else "")
-            recipe = _load_named(
-                make_job(plan, arm, variant, next(iter(sweep)), arm.seeds[0]), where
-            )
-            is_swept = len(sweep) > 1 and arm.rate_of == arm.name
+            recipe = load_arm_recipe(plan, arm, variant)
             if is_swept and variant == plan.sweep_on:
-                _check_validation(recipe, plan.choose_by, where)
+                _check_validation(recipe, plan.choose_by, f"arms.{arm.name}")
             yield recipe
     for job, name in zip(prepare_jobs(plan), plan.prepare, strict=True):
         yield _load_named(job, f"prepare.{name}")
+
+
+def load_arm_recipe(plan: Plan, arm: Arm, variant: str) -> Recipe:
+    """With the first learning rate and seed; an error names the arm."""
+    rate = next(iter(sweep_jobs(plan, arm)))
+    where = f"arms.{arm.name}" + (f" in the variant {variant}" if variant else "")
+    return _load_named(make_job(plan, arm, variant, rate, arm.seeds[0]), where)
 
 
 def _load_named(job: Job, where: str) -> Recipe:

@@ -71,6 +71,7 @@ def summarize(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "chosen_on": plan.choose_by,
         **({"swept_on": plan.sweep_on} if plan.sweep_on else {}),
+        **({"budget": dict(plan.budget)} if plan.budget else {}),
         "learning_rates": rates,
         "design": {
             "contrasts": [list(pair) for pair in plan.design.pairs],

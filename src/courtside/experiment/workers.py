@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from courtside.errors import UserError
 from courtside.experiment.jobs import Job
-from courtside.experiment.outcomes import measure_run
+from courtside.experiment.outcomes import Outcome, measure_run
 from courtside.report.folder.files import replace_file
 
 NUM_LAST_LINES = 3
@@ -129,6 +130,7 @@ def run_job(job: Job) -> None:
     result: dict[str, Any] = {}
     if job.export is None:
         result = measure_run(job.run)
+        require_budget(job, result)
     elif not job.export.exists():
         # Renamed when it is whole: a folder that is there counts as made.
         unfinished = job.export.with_name(f".{job.export.name}-unfinished")
@@ -140,6 +142,18 @@ def run_job(job: Job) -> None:
     if not job.keep:
         shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
     _free_memory()
+
+
+def require_budget(job: Job, outcome: Outcome) -> None:
+    """Refuses a run that ended before its budget was spent: it would be compared with runs that
+    spent more."""
+    for unit, limit in job.budget.items():
+        spent = outcome["spent"][unit]
+        if spent is None or spent < limit:
+            raise UserError(
+                f"budget.{unit} = {limit:g}: the run ended after {outcome['spent']['steps']} steps "
+                f"with {spent:g} spent. Raise train.steps, by which it ended"
+            )
 
 
 def _free_memory() -> None:

@@ -128,7 +128,7 @@ def _estimate_evaluations(
     recipe = work.recipe
     flops, total, count = PhaseFlops(), 0.0, 0
     for step in {0, recipe.train.steps, *_validation_steps(work)}:
-        for policies, _ in recipe.due_evaluations(step):
+        for policies, _ in recipe.due_evaluations(step, is_last=step == recipe.train.steps):
             for policy in policies:
                 by_teacher = policy == "teacher"
                 if by_teacher and not teacher_seconds:

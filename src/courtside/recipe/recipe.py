@@ -77,18 +77,22 @@ class Recipe(Section):
         }[train.lr_schedule]
         return self.learning_rate * factor
 
-    def due_evaluations(self, num_steps: int) -> list[tuple[tuple[str, ...], Split]]:
+    def due_evaluations(
+        self, num_steps: int, *, is_last: bool
+    ) -> list[tuple[tuple[str, ...], Split]]:
         """Policies and tasks that are evaluated after so many steps: test tasks before and after
         training, validation tasks in between; with `tasks.limit` also the prompts that train. Those
         that come together run together."""
         config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
-        if num_steps == self.train.steps or (num_steps == 0 and config.before):
+        if is_last or (num_steps == 0 and config.before):
             due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
         if due and self.tasks.limit is not None and not self.tasks.is_recorded:
             due.append((("student",), "train"))  # beside the held-out ones: is it memorized?
         if num_steps == 0 and config.teacher and self.teacher is not None:
             due.append((("teacher",), "test"))
-        if config.every and num_steps % config.every == 0:
+        # A budget ends a run at any step; its last one is part of the curve, too.
+        is_cut = is_last and num_steps < self.train.steps
+        if config.every and (num_steps % config.every == 0 or is_cut):
             due.append((("student",), "validation"))
         return due
 

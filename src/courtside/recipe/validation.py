@@ -99,6 +99,16 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
             "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
             "the evaluation before training. Set it to true"
         )
+    if recipe.train.budget and recipe.train.lr_schedule != "constant":
+        yield (
+            f"train.lr_schedule = {recipe.train.lr_schedule!r} reaches zero at train.steps, and "
+            f"train.max_{next(iter(recipe.train.budget))} may end the run before. Use 'constant'"
+        )
+    if recipe.train.max_teacher_tokens and recipe.teacher is None and not recipe.needs_reference:
+        yield (
+            "train.max_teacher_tokens: the recipe has no teacher and no reference, so that none "
+            "would be spent. Use train.max_student_tokens"
+        )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
 

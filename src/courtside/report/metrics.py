@@ -61,11 +61,7 @@ def compute_metrics(
         num_tokens = sum(t.num_completion_tokens for t in mixed)
         row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
     row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
-    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
-    if cost is not None:
-        row["cost/student_tokens"] = cost.student_tokens
-        row["cost/teacher_tokens"] = cost.teacher_tokens
-        row["cost/flops"] = cost.flops
+    row |= compute_costs(seconds, cost)
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     clash = row.keys() & update.metrics.keys()
@@ -89,6 +85,17 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
             row[f"reward/{name}/mean"] = sum(values) / len(values)
             row[f"reward/{name}/varied"] = num_varied / len(groups)
         row[f"reward/{name}/errors"] = len(rewarded) - len(values)
+    return row
+
+
+def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
+    """What a step took: seconds by phase, and where they were counted tokens and FLOPs."""
+    row: Row = {}
+    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
     return row
 
 

@@ -83,6 +83,23 @@ def test_a_missing_recipe_names_its_arm(folder: Path) -> None:
     assert code == 2 and "arms.one: " in text and "other.toml: no such file" in text
 
 
+def test_arms_with_other_test_tasks_are_refused(folder: Path) -> None:
+    other = EXPERIMENT.replace("train.prompts_per_step=8", "tasks.operation=subtract")
+    (folder / "experiment.toml").write_text(other)
+    code, text = invoke(folder, "--plan")
+    assert code == 2 and "arms.two: its test tasks are not those of one" in text, text
+    (folder / "experiment.toml").write_text('unpaired = ["two"]\n' + other)
+    assert invoke(folder, "--plan")[0] == 0
+    # Other settings of the same tasks are fine.
+    same = EXPERIMENT.replace("train.prompts_per_step=8", "tasks.limit=50")
+    (folder / "experiment.toml").write_text(same)
+    assert invoke(folder, "--plan")[0] == 0
+    fewer = EXPERIMENT.replace("train.prompts_per_step=8", "evaluate.num_tasks=10")
+    (folder / "experiment.toml").write_text(fewer)
+    code, text = invoke(folder, "--plan")
+    assert code == 2 and "evaluate.num_tasks" in text
+
+
 def test_choosing_by_the_kl_needs_a_teacher(folder: Path) -> None:
     (folder / "experiment.toml").write_text('choose_by = "kl"\n' + EXPERIMENT)
     code, text = invoke(folder, "--plan")

@@ -34,6 +34,7 @@ from courtside.experiment.outcomes import error_by_side, measure_run, measures, 
 from courtside.experiment.plan import describe_design, read_plan
 from courtside.experiment.schedule import list_recipes, make_job
 from courtside.experiment.statistics import detectable_effect, estimate_paired
+from courtside.experiment.task_check import check_tasks
 from courtside.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -237,6 +238,7 @@ EXPERIMENTS = sorted((ROOT / "recipes").glob("*/experiment.toml"))
 def test_every_run_of_a_plan_is_a_recipe_and_arms_of_a_seed_share_it(file: Path) -> None:
     plan = read_plan(file, ROOT / "runs")
     assert sum(1 for _ in list_recipes(plan)) >= len(plan.arms)
+    check_tasks(plan)
     for planned_arm in plan.arms.values():
         for variant in planned_arm.variants:
             planned = make_job(plan, planned_arm, variant, 1e-5, planned_arm.seeds[-1])

@@ -172,6 +172,16 @@ def test_runs_are_counted_before_their_learning_rate_is_chosen(tmp_path: Path) -
         ),
         ("seeds = [0, 1]", "seeds = [0, 0]", r"arms.main.seeds: \[0, 0\] has a seed twice"),
         ("seeds = [0, 1]", "seeds = 5", "seeds: must be a list; got 5"),
+        (
+            "seeds = [0, 1]",
+            "seeds = [0]\nbudget = { }",
+            "budget: give one of steps, student_tokens",
+        ),
+        (
+            "seeds = [0, 1]",
+            "seeds = [0]\nbudget = { steps = 3, flops = 1e9 }",
+            "budget: give one of steps",
+        ),
         ('with = ["train.steps=3"]', 'with = "train.steps=3"', "with: must be a list"),
         (
             "learning_rates = [1e-3]",
@@ -321,6 +331,28 @@ error_rate = 0.01
     lines = list(format_summary(results))
     assert sum(" minus " in line for line in lines) == len(rows) == 6
     json.loads(format_json(results))
+
+
+def test_runs_of_different_lengths_are_summarized_where_they_have_the_same_steps(
+    tmp_path: Path,
+) -> None:
+    text = PLAN.replace("seeds = [0, 1]", "seeds = [0, 1]\nbudget = { student_tokens = 100 }")
+    plan = plan_of(tmp_path, text)
+    outcomes: Tree = {}
+    while new := [p.name for p in planned_jobs(plan, outcomes) if p.name not in outcomes]:
+        outcomes |= {name: measured(0.1) | {"spent": {"steps": 5, "flops": 2.0}} for name in new}
+    longer = outcomes["noisy-long-lr1e-05-seed1"]
+    longer["validation"] = [[0, 0, 0.5, None, 0.4], [4, 9, 0.6, None, 0.3], [7, 140, 1, None, 0.2]]
+    longer["training_errors"] = [0.5, 0.3, 0.1]
+    longer["spent"] = {"steps": 7, "flops": 4.0}
+    results = summarize(plan, outcomes)
+    row = results["variants"]["long"]["arms"]["noisy"]
+    assert [point["step"] for point in row["error_rate_curve"]] == [0]
+    assert [point["mean"] for point in row["training_errors"]] == [pytest.approx(0.45), 0.2]
+    assert row["spent"]["steps"]["values"] == [5, 7] and row["spent"]["flops"]["mean"] == 3.0
+    assert results["budget"] == {"student_tokens": 100}
+    job = make_job(plan, plan.arms["noisy"], "long", 1e-5, 0)
+    assert job.overrides[-1] == "train.max_student_tokens=100"
 
 
 def hash_of(name: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.recipe import Recipe
+from courtside.report.budget import BudgetMeter
 from courtside.report.costs import PhaseCost
 from courtside.report.evaluation_pairs import Differences, pair_evaluations
 from courtside.report.folder import toml
@@ -67,7 +68,7 @@ def write_report(
     page = render_page(
         title=folder.path.resolve().name,
         summary=summarize_recipe(recipe),
-        progress=f"{_num_steps_done(metrics)} of {recipe.train.steps} steps",
+        progress=_describe_progress(recipe, metrics),
         alerts=render_problems(reader.problems) + _render_alarms(alarms),
         sections=sections,
     )
@@ -210,8 +211,10 @@ def render_facts(values: Mapping[str, Any]) -> str:
     return f'<table class="facts"><tbody>{rows}</tbody></table>' if rows else ""
 
 
-def _num_steps_done(metrics: Sequence[Row]) -> int:
-    return metrics[-1]["step"] + 1 if metrics else 0
+def _describe_progress(recipe: Recipe, metrics: Sequence[Row]) -> str:
+    num_steps = metrics[-1]["step"] + 1 if metrics else 0
+    end = BudgetMeter(recipe.train, metrics).end
+    return f"{num_steps} of {recipe.train.steps} steps" + (f"; {end}" if end else "")
 
 
 def render_problems(problems: Sequence[str]) -> str:
