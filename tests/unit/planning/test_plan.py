@@ -372,3 +372,12 @@ def test_a_plan_of_known_shapes_loads_no_torch(recipe_file: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_left_out_is_said() -> None:
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 512, "mixed_sampling": {"top_k": 20}}
+    plain = plan(make_recipe(), gpu="h200", **PROMPTS)
+    assert not any("take-over" in note or "mixed" in note for note in plain.notes)
+    both = plan(make_recipe(takeover={}, rollout=rollout), gpu="h200", **PROMPTS)
+    assert any("take-overs are left out" in note for note in both.notes)
+    assert any("mixed sampling is counted as" in note for note in both.notes)
