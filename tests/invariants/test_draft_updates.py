@@ -315,6 +315,8 @@ def test_a_judge_ranks(tiny_folder: Path, server: ChatServer) -> None:
     batch = parts.rollout(parts.tasks.batch(0, 2), 0)
     drafts = parts.drafts(batch)
     assert drafts.counts["choose/requests"] == 12 and drafts.counts["choose/pairs"] >= 1
+    phase = parts.progress.phase
+    assert phase is not None and (phase.finished, phase.total) == (12, 12)
     by_id = {t.id: t for t in drafts.trajectories}
     for better in (t for t in by_id.values() if t.preference == "better"):
         group = [len(t.response) % 7 for t in batch if t.id[:-1] == better.id[:-1]]

@@ -101,7 +101,8 @@ class DraftFactory:
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     shorten=f"shorten the tasks, or lower drafts[{index}].max_new_tokens",
-                )
+                ),
+                progress=self.progress,
             )
         return TeacherClient(
             teacher=cast(Writer, self.teacher),  # the recipe was checked: it is a model
