@@ -127,7 +127,7 @@ def kv_bytes_per_token(work: Workload, shape: ModelShape | None = None) -> int:
     heads."""
     item = ITEM_SIZE[work.models.dtype] if work.device.is_gpu else 4
     shape = shape or work.models.student
-    return max(1, shape.kv_elements_per_token * item // work.num_gpus)
+    return max(1, shape.kv_elements_per_token * item // work.decode_shards)
 
 
 def num_cache_rows(work: Workload, rows: float) -> int:
@@ -148,14 +148,14 @@ def rollout_memory(work: Workload) -> PhaseMemory:
     shape = work.models.scorer if is_teachers else work.models.student
     num_sampled = work.num_teacher_rows if is_teachers else work.num_student_rows
     if num_sampled:
-        rows = num_cache_rows(work, num_sampled)
+        rows = num_cache_rows(work, num_sampled / work.num_replicas)
         positions = row_tokens(work)
         if work.device.is_gpu:
             rows = -(-rows // ROW_STEP) * ROW_STEP
             positions = -(-int(positions) // POSITION_STEP) * POSITION_STEP
         parts["KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
-        if _casts(work) and not is_teachers:
-            parts["bf16 weights"] = 2.0 * shape.num_parameters / work.num_gpus
+        if (_casts(work) and not is_teachers) or work.num_replicas > 1:
+            parts["bf16 weights"] = 2.0 * shape.num_parameters / work.decode_shards
         prefill = min(PASS_TOKENS[work.device.is_gpu], rows * work.lengths.prompt)
         parts["forward pass"] = max(
             prefill * pass_bytes_per_token(shape, work.models.dtype), 12.0 * rows * shape.vocab_size
@@ -201,6 +201,8 @@ def teacher_memory(work: Workload) -> PhaseMemory:
         if work.recipe.reader is not None:
             parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
         parts["forward pass"] = tokens * pass_bytes_per_token(work.models.scorer, work.models.dtype)
+        if work.num_gpus > 1:
+            parts["gathered layers"] = gathered_bytes(work.models.scorer, work.models.dtype)
     return PhaseMemory(phase="teacher", parts={k: v for k, v in parts.items() if v})
 
 
@@ -252,7 +254,7 @@ def update_memory(work: Workload) -> PhaseMemory:
     if _casts(work):
         parts["bf16 weights"] = 2.0 * models.student.num_parameters / shards
     if shards > 1:
-        parts["gathered layers"] = gathered_bytes(work)
+        parts["gathered layers"] = gathered_bytes(models.student, models.dtype)
     parts["bf16 weights of sampling"] = sampling_weight_bytes(work)
     if work.defers_hints:
         parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
@@ -268,9 +270,9 @@ def update_memory(work: Workload) -> PhaseMemory:
     return PhaseMemory(phase="update", parts={k: v for k, v in parts.items() if v})
 
 
-def gathered_bytes(work: Workload) -> float:
+def gathered_bytes(shape: ModelShape, dtype: str) -> float:
     """Sharded weights in use: two layers (one is prefetched), and embedding with LM head."""
-    shape, item = work.models.student, ITEM_SIZE[work.models.dtype]
+    item = ITEM_SIZE[dtype]
     layers = 2 * shape.num_linear_parameters / shape.num_layers
     return item * (layers + (1 if shape.tied else 2) * shape.num_head_parameters)
 

@@ -70,6 +70,8 @@ EAGER_DECODE_FACTOR = 11.0
 """Models with sliding windows decode without CUDA graphs: Gemma-3-1B's shape reached 1,550 tokens/s
 where 17,100 were possible on an H200 (docs/performance.md)."""
 HOST_LINK_SHARE = 0.8
+NETWORK = 50e9
+"""Bytes/s between machines, for each GPU: 400 Gbit/s."""
 ALL_REDUCE_SECONDS = 20e-6
 """Latency of one between the GPUs of a machine; two a layer and decode step."""
 
@@ -103,7 +105,8 @@ def decode_seconds(
     group_size: int,
 ) -> float:
     """`rows` answers of `new` tokens, as many of them at a time as the KV cache holds."""
-    device, shards = work.device, work.num_gpus
+    device, shards = work.device, work.decode_shards
+    rows = rows / work.num_replicas
     item = ITEM_SIZE[work.models.dtype]
     busy = min(float(num_cache_rows(work, rows)), rows)
     rounds = rows / busy if busy else 0.0
@@ -120,7 +123,7 @@ def decode_seconds(
     seconds = read + sampled / device.bandwidth + shape.num_layers * use.decode_layer_seconds
     per_row = 2.0 * (shape.num_linear_parameters + shape.num_head_parameters)
     per_row += attention_flops(shape, work.lengths.prompt + after_prompt)
-    seconds += busy * per_row / matmul_rate(work, use)
+    seconds += busy * per_row * work.num_replicas / matmul_rate(work, use)
     if shards > 1:
         seconds += 2 * shape.num_layers * ALL_REDUCE_SECONDS
     if shape.has_window and device.is_gpu:
@@ -221,7 +224,8 @@ def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: flo
         return 0.0
     passes, _ = work.pack(limit)
     remote = (work.num_gpus - 1) / work.num_gpus * 2.0 * shape.num_parameters
-    return passes * times * remote / work.device.link
+    link = work.device.link if work.num_replicas == 1 else min(work.device.link, NETWORK)
+    return passes * times * remote / link
 
 
 def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) -> float:
