@@ -17,6 +17,8 @@ MIN_PREFIX_TOKENS, MIN_PREFIX_FRACTION = 16, 1 / 16
 """From which length a prompt of several samples is computed once (engines/forward/batching.py)."""
 PASS_TOKENS = {True: 16384, False: 512}
 """Of a forward pass by default: on a GPU, and on a CPU."""
+HINT_TOKENS = 48
+"""Of a hint, where nothing is known."""
 GPUS_PER_MACHINE = 8
 """More than that are several machines: decoding is split within one, rows among them."""
 MAX_TOKENS = 10**8

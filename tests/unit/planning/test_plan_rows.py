@@ -10,19 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.plan_rows import TABLES, Row, cpu_rows, sampling_rows, step_rows
+from support.plan_rows import (
+    TABLES,
+    Row,
+    cpu_rows,
+    long_episode_rows,
+    sampling_rows,
+    step_rows,
+)
 
 MEMORY, TIME = 0.10, 0.25
 OUTSIDE = {
+    ("1.7B, hints, lean", "update, s"),
     ("0.6B, hints, again", "update, s"),
-    ("0.6B, hints, lean", "teacher, GiB"),
-    ("1.7B, hints, lean", "teacher, GiB"),
-    ("1.7B, hints", "teacher, GiB"),
     ("0.6B, 16 × 4, 128 + 256", "tokens/s"),
     ("LoRA, bfloat16", "rollout, s"),
     ("LoRA, bfloat16", "update, s"),
 }
-"""Rows that miss their limit, none of them a whole step or a whole peak."""
+"""Rows that miss their limit: none of them memory, or a whole step."""
 PLAN_PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
 
 
@@ -35,13 +40,13 @@ def misses(rows: Sequence[Row]) -> set[tuple[str, str]]:
 
 
 def test_rows_are_within_their_limits_but_those_that_the_docs_list() -> None:
-    rows = [*step_rows(), *sampling_rows(), *cpu_rows()]
+    rows = [*step_rows(), *long_episode_rows(), *sampling_rows(), *cpu_rows()]
     assert len(rows) > 120
     assert misses(rows) == OUTSIDE
 
 
 def test_whole_steps_and_peaks_are_within_their_limits() -> None:
-    assert not {what for _, what in OUTSIDE} & {"step, s", "peak, GiB"}
+    assert not any(what == "step, s" or what.endswith("GiB") for _, what in OUTSIDE)
     plain = [row for row in step_rows() if "hints" not in row.name]
     peaks = [row for row in plain if row.what == "peak, GiB"]
     steps = [row for row in plain if row.what == "step, s"]
