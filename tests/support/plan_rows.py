@@ -206,6 +206,34 @@ def long_episode_rows() -> list[Row]:
     return rows
 
 
+def growth_rows() -> list[Row]:
+    """Sequences of 256 tokens of 0.6B, scored and trained; nothing was fitted on these."""
+    rows = []
+    for series in _read("growth_h200")["series"]:
+        phase = {"scoring: sequences": "teacher", "update: sequences": "update"}.get(
+            series["series"]
+        )
+        for entry in series["rows"] if phase else ():
+            work = distillation_work(
+                "qwen3-0.6b", "qwen3-0.6b", Lengths(prompt=1, new=255), prompts=entry["size"],
+                samples=1, device=GPUS["h200"],
+            )  # fmt: skip
+            result = estimate(work)
+            seconds = {p.name: p.seconds for p in result.phases}[phase]
+            name = f"{entry['num_tokens']:,} tokens"
+            rows.append(Row(name=name, what=f"{phase}, s", estimated=seconds,
+                            measured=entry["seconds"]))  # fmt: skip
+            if phase == "update":
+                parts = next(m for m in result.memory if m.phase == phase).parts
+                added = ("gradients", "bf16 weights", "activations", "LM head and transients")
+                rows.append(
+                    Row(name=name, what="update, GiB added",
+                        estimated=sum(parts[part] for part in added) / GIB,
+                        measured=entry["memory_bytes"] / GIB)
+                )  # fmt: skip
+    return rows
+
+
 def sampling_rows() -> list[Row]:
     """Tokens a second of sampling alone on an H200, the newest measurement of each case."""
     by_case: dict[str, Row] = {}
@@ -296,6 +324,7 @@ TABLES = {
          "update, GiB", "peak, GiB"],
     ),
     "sampling": lambda: markdown(sampling_rows(), ["tokens/s"]),
+    "growth": lambda: markdown(growth_rows(), ["teacher, s", "update, s", "update, GiB added"]),
     "cpu": lambda: markdown(
         cpu_rows(), ["rollout, s", "teacher, s", "update, s", "step, s", "peak, GiB"]
     ),

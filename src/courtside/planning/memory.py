@@ -258,11 +258,22 @@ def head_bytes(work: Workload, tokens: float) -> float:
     return min(max(rows * vocab * item, MIN_HEAD_BYTES), 2.0 * tokens * vocab * item)
 
 
+def gradient_bytes(work: Workload, num_passes: int, tokens: float) -> float:
+    """Held at the peak, where a pass's backward begins. Those of the first pass come into being as
+    its activations go."""
+    models = work.models
+    gradients = 4.0 * models.num_trained
+    if num_passes > 1:
+        return gradients
+    of_head = 4.0 * models.student.num_head_parameters if models.trains_head else 0.0
+    return min(gradients, max(of_head, gradients - activation_bytes(work, tokens)))
+
+
 def update_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
     models, shards = work.models, work.num_gpus
-    _, tokens = work.pack(work.micro_batch_tokens)
-    parts["gradients"] = 4.0 * models.num_trained / shards
+    num_passes, tokens = work.pack(work.micro_batch_tokens)
+    parts["gradients"] = gradient_bytes(work, num_passes, tokens) / shards
     if _casts(work):
         parts["bf16 weights"] = 2.0 * models.student.num_parameters / shards
     if shards > 1:
