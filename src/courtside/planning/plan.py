@@ -22,7 +22,8 @@ from courtside.report.summary import summarize_recipe
 
 PAPER_NOTE = (
     "several GPUs are on paper: the trainer runs on one today. Weights, gradients, moments and "
-    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism"
+    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
+    "eight, machines linked at 50 GB/s a GPU"
 )
 WINDOW_NOTE = "models with sliding windows decode without CUDA graphs, about eleven times slower"
 OTHER_GPU_NOTE = (

@@ -153,6 +153,13 @@ def test_more_gpus_take_less_time_and_memory() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert updates == sorted(updates, reverse=True)
     assert updates[0] / updates[-1] < 8  # weights are gathered over the links
+    machine, machines = (plan(make_recipe(), num_gpus=n, **PROMPTS).estimate for n in (8, 16))
+    rollout, other = (result.memory[0].parts for result in (machine, machines))
+    # A second machine halves the states and the rows, not the weights that decode.
+    assert other["student weights"] == rollout["student weights"] / 2
+    assert other["KV cache"] == rollout["KV cache"] / 2
+    assert other["bf16 weights"] == rollout["bf16 weights"]
+    assert machine.phases[2].seconds / machines.phases[2].seconds < 2
 
 
 def test_a_shape_stands_for_a_model_without_files() -> None:
